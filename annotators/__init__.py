@@ -1,0 +1,1 @@
+"""Composable annotators, one file per operator family, and the presets of their configs."""

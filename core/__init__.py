@@ -1,0 +1,1 @@
+"""Graph facts that no backend owns: patterns, matching, plan, prepare, calibrate, convert, report."""

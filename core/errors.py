@@ -1,0 +1,40 @@
+"""The errors that quantplug raises on what a user passed, one type for each stage of the flow.
+
+Every message is one sentence that says what is wrong, where, which value was found and what to do.
+"""
+
+
+class QuantplugError(Exception):
+    """Base of every error that quantplug raises on purpose."""
+
+
+class PatternError(QuantplugError, ValueError):
+    """A pattern names an operator or an operand that the schema does not have."""
+
+
+class ConfigError(QuantplugError, ValueError):
+    """A backend, config, scope or option has a name or value that does not exist."""
+
+
+class ModelError(QuantplugError, TypeError):
+    """The model is not a graph that this stage accepts."""
+
+
+class AnnotationError(QuantplugError, ValueError):
+    """An annotation on a graph cannot be carried out."""
+
+
+class CalibrationError(QuantplugError, ValueError):
+    """Calibration data or an observer's state does not allow quantization parameters."""
+
+
+class ConvertError(QuantplugError, RuntimeError):
+    """A prepared model cannot be converted."""
+
+
+class LoweringError(QuantplugError, RuntimeError):
+    """A converted model cannot be lowered, or its artefact does not run."""
+
+
+class ArtefactError(QuantplugError, ValueError):
+    """A file that was to be read or written is missing, unreadable or of the wrong kind."""

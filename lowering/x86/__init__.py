@@ -1,0 +1,1 @@
+"""Lowering to a module of oneDNN quantized operators."""

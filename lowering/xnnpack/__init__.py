@@ -1,0 +1,1 @@
+"""Lowering to an ExecuTorch program whose kernels are XNNPACK's."""

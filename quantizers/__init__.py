@@ -1,0 +1,1 @@
+"""Backends as declarations, one file each, and what all of them share."""

@@ -1,0 +1,1 @@
+"""A PT2E Quantizer plugin framework: a backend declares what its kernels can run."""
