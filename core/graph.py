@@ -1,0 +1,145 @@
+"""Facts about an exported graph: operands by schema name, module paths, constants, tensor values.
+
+Before: a `torch.fx.GraphModule` from `torch.export`. After: the same graph,
+unchanged; every function here only looks.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from quantplug.core.errors import ModelError
+
+
+@lru_cache(maxsize=None)
+def _schema_defaults(target: torch._ops.OpOverload) -> tuple[tuple[str, bool, Any], ...]:
+    return tuple((a.name, a.has_default_value(), a.default_value) for a in target._schema.arguments)
+
+
+def operands(node: fx.Node) -> dict[str, Any]:
+    """Returns every operand of an operator node by its schema name, defaults filled in.
+
+    Operands without default that the node leaves out are absent. A node whose target is not an
+    operator overload (a placeholder, `getitem`) has its positional arguments under "0", "1", ...
+    """
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return {str(i): a for i, a in enumerate(node.args)} | dict(node.kwargs)
+    found: dict[str, Any] = {}
+    for position, (name, has_default, default) in enumerate(_schema_defaults(node.target)):
+        if position < len(node.args):
+            found[name] = node.args[position]
+        elif name in node.kwargs:
+            found[name] = node.kwargs[name]
+        elif has_default:
+            found[name] = default
+    return found
+
+
+def module_stack(node: fx.Node) -> tuple[tuple[str, str], ...]:
+    """Returns (module path, qualified module type) from the outermost to the innermost module.
+
+    Empty for nodes that no module called (constants, placeholders). Strict and non-strict export
+    write the stack's keys differently; the values agree, and only these are read.
+    """
+    stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
+    return tuple((path.removeprefix("L['self']").lstrip("."), _type_name(kind)) for path, kind in stack.values())
+
+
+def _type_name(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else str(kind)
+
+
+def module_path(node: fx.Node) -> str:
+    """Returns the path of the innermost module that the node was traced in ("" for the root)."""
+    stack = module_stack(node)
+    return stack[-1][0] if stack else ""
+
+
+def describe(node: fx.Node) -> str:
+    """Returns how errors and reports name a node: `'conv2d_3' (aten.conv2d.default, module 'layer1.0')`."""
+    path = module_path(node)
+    where = f", module '{path}'" if path else ""
+    return f"'{node.name}' ({node.target}{where})"
+
+
+def is_constant(node: Any) -> bool:
+    """Tells whether a node is a parameter, buffer or lifted constant of the graph module."""
+    return isinstance(node, fx.Node) and node.op == "get_attr"
+
+
+def attribute(module: torch.nn.Module, path: str) -> Any:
+    """Returns the object at a dotted path below a module.
+
+    Raises:
+        ModelError: nothing stands at the path.
+    """
+    value: Any = module
+    for part in path.split("."):
+        if not hasattr(value, part):
+            raise ModelError(
+                f"The graph refers to attribute '{path}', which the module does not have (at '{part}'); "
+                "export the model again."
+            )
+        value = getattr(value, part)
+    return value
+
+
+def constant_value(node: fx.Node) -> Tensor | None:
+    """Returns the tensor behind a `get_attr` node, or None if it is no tensor or has no owning module."""
+    owner = node.graph.owning_module
+    if not is_constant(node) or owner is None:
+        return None
+    value = attribute(owner, str(node.target))
+    return value if isinstance(value, Tensor) else None
+
+
+def tensor_value(node: Any) -> Tensor | None:
+    """Returns the (fake) tensor that a node yields as export recorded it, or None if it is no tensor.
+
+    Only shape, dtype, device and strides of the result may be read; its sizes can be symbolic.
+    """
+    if not isinstance(node, fx.Node):
+        return None
+    value = node.meta.get("val")
+    if value is None and is_constant(node):
+        value = constant_value(node)
+    return value if isinstance(value, Tensor) else None
+
+
+def rank(node: Any) -> int | None:
+    """Returns the number of dimensions of a node's tensor, or None where it is not known."""
+    value = tensor_value(node)
+    return None if value is None else value.dim()
+
+
+def is_float(node: Any) -> bool:
+    """Tells whether a node yields a floating point tensor (False where the value is not known)."""
+    value = tensor_value(node)
+    return value is not None and value.is_floating_point()
+
+
+def compute_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yields the nodes that compute: operator calls, without guards and assertions."""
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            if not node.target._schema.name.startswith(("aten::_assert", "aten::sym_", "aten::_guard")):
+                yield node
+
+
+def require_graph_module(model: Any, stage: str) -> fx.GraphModule:
+    """Returns the model if it is an exported graph module.
+
+    Raises:
+        ModelError: it is something else; the sentence says how to export it.
+    """
+    if isinstance(model, fx.GraphModule):
+        return model
+    if isinstance(model, torch.export.ExportedProgram):
+        raise ModelError(f"{stage} takes a graph module, found an ExportedProgram; pass `exported.module()`.")
+    raise ModelError(
+        f"{stage} takes an exported graph module, found {type(model).__name__}; "
+        "pass `torch.export.export(model, example_inputs).module()`."
+    )
