@@ -1,0 +1,49 @@
+"""What every lowering returns: something that runs, saves itself, and tells where each operator went."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LoweredOp:
+    """Where one compute operator of the q/dq graph runs in the artefact.
+
+    Attributes:
+        node: name of the operator's node in the q/dq graph (or of the kernel call it became).
+        target: the operator as text, e.g. "aten.conv2d.default".
+        module_path: dotted path of the module it was traced in, "" for the root.
+        placement: "int8" (an integer kernel), "float" (a float kernel of the backend) or
+            "portable" (outside the backend, on the runtime's own kernels).
+        reason: why it is not an integer kernel; empty when it is.
+    """
+
+    node: str
+    target: str
+    module_path: str
+    placement: str
+    reason: str = ""
+
+
+class Program(ABC):
+    """A lowered model that runs on real kernels.
+
+    Attributes:
+        ops: every compute operator with its placement.
+    """
+
+    ops: tuple[LoweredOp, ...]
+
+    @abstractmethod
+    def __call__(self, *inputs: Any) -> Any:
+        """Runs the program on tensors of the exported model's shapes; the structure of its outputs is kept."""
+
+    @abstractmethod
+    def save(self, path: str | Path) -> Path:
+        """Writes the artefact to a file and returns its path."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Size of the saved artefact in bytes."""
