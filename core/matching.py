@@ -1,0 +1,119 @@
+"""Finding patterns in a graph: indexed by root operator, one walk, each node claimed once.
+
+Before: an exported graph and patterns in the order in which they were declared. After: the matches that
+may be carried out, and for every other root the nearest miss. The time is linear in the nodes of the
+graph: a pattern is tried only at nodes whose operator can be its root.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import fx
+
+from quantplug.core.graph import compute_nodes, describe
+from quantplug.core.pattern import Match, Miss, Pattern, Target
+
+Owner = TypeVar("Owner")
+
+
+@dataclass(frozen=True)
+class Found(Generic[Owner]):
+    """A match together with who declared its pattern and under which label."""
+
+    match: Match
+    owner: Owner
+    label: str
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """The declared pattern that came nearest at a node, and its first failing predicate.
+
+    Attributes:
+        label: the label of the pattern, or "" where no pattern ends in this operator.
+        reason: what failed, in words.
+        matched: number of operator nodes that had matched.
+    """
+
+    label: str
+    reason: str
+    matched: int = 0
+
+
+@dataclass(frozen=True)
+class Findings(Generic[Owner]):
+    """What a walk over a graph found.
+
+    Attributes:
+        found: accepted matches in the order of their roots; no node is part of two.
+        misses: for each compute node that is in no accepted match, the nearest miss.
+    """
+
+    found: tuple[Found[Owner], ...]
+    misses: dict[fx.Node, NearMiss]
+
+
+class PatternIndex(Generic[Owner]):
+    """Patterns by the operator that can be their root, kept in the order of their declaration."""
+
+    def __init__(self, declared: Iterable[tuple[Owner, str, Pattern]]) -> None:
+        self._by_root: dict[Target, list[tuple[int, Owner, str, Pattern]]] = {}
+        self._inside: dict[Target, list[str]] = {}
+        for order, (owner, label, pattern) in enumerate(declared):
+            for target in pattern.targets:
+                self._by_root.setdefault(target, []).append((order, owner, label, pattern))
+            for target in pattern.mentions() - pattern.targets:
+                self._inside.setdefault(target, []).append(label)
+
+    def find(self, graph: fx.Graph, accept: Callable[[Found[Owner]], str | None]) -> Findings[Owner]:
+        """Finds what is declared, the largest piece first.
+
+        Args:
+            graph: the graph to walk; it is not changed.
+            accept: the last word on a match: None, or the reason against it.
+        """
+        order = {node: position for position, node in enumerate(compute_nodes(graph))}
+        candidates: list[tuple[int, int, int, Found[Owner]]] = []
+        misses: dict[fx.Node, NearMiss] = {}
+        for node, position in order.items():
+            for rank, owner, label, pattern in self._by_root.get(node.target, ()):  # type: ignore[arg-type]
+                outcome = pattern.match(node)
+                found = Found(outcome, owner, label) if isinstance(outcome, Match) else None
+                reason = accept(found) if found else None
+                if found and reason is None:
+                    candidates.append((-len(found.match.nodes), rank, position, found))
+                else:
+                    matched = outcome.matched if isinstance(outcome, Miss) else len(outcome.nodes)
+                    _keep_nearest(misses, node, NearMiss(label, reason or getattr(outcome, "reason", ""), matched))
+        return self._claim(candidates, misses, order)
+
+    def _claim(
+        self,
+        candidates: list[tuple[int, int, int, Found[Owner]]],
+        misses: dict[fx.Node, NearMiss],
+        order: dict[fx.Node, int],
+    ) -> Findings[Owner]:
+        owner_of: dict[fx.Node, Found[Owner]] = {}
+        accepted: list[tuple[int, Found[Owner]]] = []
+        for _, _, position, found in sorted(candidates, key=lambda candidate: candidate[:3]):
+            taken = next((node for node in found.match.nodes if node in owner_of), None)
+            if taken is None:
+                owner_of.update(dict.fromkeys(found.match.nodes, found))
+                accepted.append((position, found))
+            else:
+                reason = f"{describe(taken)} is already part of '{owner_of[taken].label}'"
+                _keep_nearest(misses, found.match.root, NearMiss(found.label, reason, len(found.match.nodes)))
+        left = {node: misses.get(node) or self._never(node) for node in order if node not in owner_of}
+        return Findings(tuple(found for _, found in sorted(accepted, key=lambda a: a[0])), left)
+
+    def _never(self, node: fx.Node) -> NearMiss:
+        inside = self._inside.get(node.target, [])  # type: ignore[arg-type]
+        if inside:
+            return NearMiss(inside[0], f"{node.target} is quantized only as part of {', '.join(sorted(set(inside)))}")
+        return NearMiss("", f"no rule ends in {node.target}")
+
+
+def _keep_nearest(misses: dict[fx.Node, NearMiss], node: fx.Node, miss: NearMiss) -> None:
+    if node not in misses or miss.matched > misses[node].matched:
+        misses[node] = miss
