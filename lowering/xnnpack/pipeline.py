@@ -1,0 +1,152 @@
+"""From a q/dq graph to an ExecuTorch program on XNNPACK's kernels.
+
+Before: a converted `torch.fx.GraphModule`. After: a program that has been exported, partitioned,
+serialized, loaded into the real runtime, run on the example inputs and compared with the q/dq graph.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from quantplug.core.errors import LoweringError
+from quantplug.core.graph import require_graph_module
+from quantplug.lowering.xnnpack.placement import place
+from quantplug.lowering.xnnpack.program import Signature, XNNPACKProgram
+from quantplug.lowering.xnnpack.records import recorded_kernel_calls
+from quantplug.lowering.xnnpack.runtime import Method, check_threads, quiet
+
+
+def lower(
+    converted: fx.GraphModule,
+    example_inputs: tuple[Any, ...],
+    *,
+    dynamic_shapes: Any = None,
+    threads: int | None = None,
+    minimum_sqnr: float = 25.0,
+) -> XNNPACKProgram:
+    """Lowers a q/dq graph to an ExecuTorch program, proved in the runtime before it is returned.
+
+    Args:
+        converted: the graph module that `convert_pt2e` returned; it is not changed.
+        example_inputs: positional inputs, as for `torch.export.export`.
+        dynamic_shapes: as for `torch.export.export`.
+        threads: threads of the runtime, None for its own number. The runtime has one pool for the
+            whole process; a program with another number replaces it when it runs.
+        minimum_sqnr: decibels that the program must keep of the q/dq graph on the example inputs.
+
+    Returns:
+        The loaded program.
+
+    Raises:
+        ConfigError: threads is no positive number.
+        ModelError: `converted` is no graph module.
+        LoweringError: export, partitioning, loading, running or comparing failed; the message says which.
+    """
+    check_threads(threads)
+    model = require_graph_module(converted, "lower")
+    inputs = pytree.tree_map(
+        lambda v: v.detach().contiguous() if isinstance(v, Tensor) else v, tuple(example_inputs)
+    )
+    with quiet(), torch.no_grad():
+        expected = _reference(model, inputs)
+        program = _emit(_working_copy(model), inputs, dynamic_shapes, threads)
+    program.sqnr = _compare(program(*inputs), expected, minimum_sqnr)
+    return program
+
+
+def _reference(model: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
+    try:
+        return copy.deepcopy(model)(*copy.deepcopy(inputs))
+    except Exception as error:
+        raise LoweringError(
+            f"The q/dq graph does not run on the example inputs: {_first_line(error)}; "
+            "pass inputs like those it was exported with."
+        ) from error
+
+
+def _working_copy(model: fx.GraphModule) -> fx.GraphModule:
+    """Returns a graph module of its own graph over the same parameters, without export's guards."""
+    working = fx.GraphModule(model, copy.deepcopy(model.graph))
+    for node in list(working.graph.nodes):
+        if node.op == "call_module" and node.target == "_guards_fn":
+            working.graph.erase_node(node)
+    working.recompile()
+    return working
+
+
+def _emit(
+    working: fx.GraphModule, inputs: tuple[Any, ...], dynamic_shapes: Any, threads: int | None
+) -> XNNPACKProgram:
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+
+    with recorded_kernel_calls() as calls:
+        try:
+            exported = torch.export.export(working, inputs, dynamic_shapes=dynamic_shapes)
+            edge = to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()])
+            buffer = edge.to_executorch().buffer
+        except Exception as error:
+            raise LoweringError(
+                f"The q/dq graph cannot be lowered to XNNPACK: {_first_line(error)}; "
+                "keep the operator it names float."
+            ) from error
+    ops, counts = place(working, edge.exported_program(), calls)
+    return XNNPACKProgram(Method(buffer, threads), ops, counts, _signature(exported))
+
+
+def _signature(exported: torch.export.ExportedProgram) -> Signature:
+    by_name = {node.name: node for node in exported.graph.nodes}
+    inputs: list[tuple[torch.dtype, tuple[int | None, ...]] | None] = []
+    for name in exported.graph_signature.user_inputs:
+        value = by_name[name].meta.get("val") if isinstance(name, str) else None
+        if isinstance(value, Tensor):
+            inputs.append((value.dtype, tuple(s if isinstance(s, int) else None for s in value.shape)))
+        else:
+            inputs.append(None)
+    out_spec = exported.call_spec.out_spec
+    positional = exported.call_spec.in_spec.child(0)
+    return Signature(tuple(inputs), positional, lambda flat: pytree.tree_unflatten(flat, out_spec))
+
+
+def _compare(found: Any, expected: Any, minimum_sqnr: float) -> float:
+    """Returns the worst signal-to-noise ratio over the outputs in decibels.
+
+    Raises:
+        LoweringError: an output is not finite where the reference is, or is below the minimum.
+    """
+    worst = float("inf")
+    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
+    for index, (value, reference) in enumerate(pairs):
+        if isinstance(reference, Tensor):
+            worst = min(worst, _output_sqnr(index, value, reference, minimum_sqnr))
+    return worst
+
+
+def _output_sqnr(index: int, value: Tensor, reference: Tensor, minimum_sqnr: float) -> float:
+    if value.shape != reference.shape:
+        raise LoweringError(
+            f"Output {index} of the program has shape {tuple(value.shape)}, the q/dq graph's has "
+            f"{tuple(reference.shape)}; report the model."
+        )
+    value, reference = value.double(), reference.double()
+    noise = (
+        (value - reference).nan_to_num(posinf=0.0, neginf=0.0)
+        if not reference.isfinite().all()
+        else value - reference
+    )
+    ratio = 10 * torch.log10(reference.nan_to_num().square().sum() / noise.square().sum())
+    decibels = float("inf") if not noise.any() else float(ratio)
+    if not decibels >= minimum_sqnr:
+        raise LoweringError(
+            f"Output {index} of the program keeps {decibels:.1f} dB of the q/dq graph on the example inputs, "
+            f"less than {minimum_sqnr:.1f} dB; keep the operators before it float."
+        )
+    return decibels
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

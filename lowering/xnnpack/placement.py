@@ -1,0 +1,118 @@
+"""Where each operator of the q/dq graph runs, read from what was serialized.
+
+Before: the q/dq graph, the edge program and the recorded kernel calls. After: one `LoweredOp` for each
+compute operator, and the numbers of kernel calls.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from quantplug.core.graph import compute_nodes, module_path
+from quantplug.lowering.program import LoweredOp
+from quantplug.lowering.xnnpack.program import KernelCounts
+from quantplug.lowering.xnnpack.records import KernelCall
+
+
+def origins(node: fx.Node, graph: fx.Graph) -> set[str]:
+    """Returns the names of the nodes of an earlier graph that a node descends from.
+
+    Export and ExecuTorch's passes write each node's ancestors to `meta["from_node"]`.
+    """
+    found: set[str] = set()
+    pending = list(node.meta.get("from_node") or [])
+    while pending:
+        source = pending.pop()
+        if source.graph_id == id(graph):
+            found.add(source.name)
+        else:
+            pending.extend(source.from_node or [])
+    return found
+
+
+def place(
+    working: fx.GraphModule, edge: torch.export.ExportedProgram, calls: Sequence[KernelCall]
+) -> tuple[list[LoweredOp], KernelCounts]:
+    """Returns where each compute operator runs, and how many kernel calls of each kind there are."""
+    outside = [n for n in edge.graph.nodes if _is_portable(n)]
+    delegates = sum("executorch_call_delegate" in str(n.target) for n in edge.graph.nodes)
+    compute = [c for c in calls if not c.is_convert and not c.is_movement]
+    counts = KernelCounts(
+        int8=sum(c.is_integer for c in compute),
+        f32=sum(not c.is_integer for c in compute),
+        converts=sum(c.is_convert for c in calls),
+        moves=sum(c.is_movement for c in calls),
+        delegates=delegates,
+        portable=len(outside),
+    )
+    return _placements(working, outside, calls), counts
+
+
+def _is_portable(node: fx.Node) -> bool:
+    name = _operator_name(node)
+    return bool(name) and not name.startswith(("aten::sym_", "aten::_assert"))
+
+
+def _operator_name(node: fx.Node) -> str:
+    """Returns "aten::name" of an operator call, "" for anything else (delegates, getitem, symbols)."""
+    schema = getattr(node.target, "_schema", None)
+    return str(schema.name) if node.op == "call_function" and schema is not None else ""
+
+
+def _placements(
+    working: fx.GraphModule, outside: Iterable[fx.Node], calls: Iterable[KernelCall]
+) -> list[LoweredOp]:
+    kernels: dict[str, list[KernelCall]] = defaultdict(list)
+    portable: dict[str, list[fx.Node]] = defaultdict(list)
+    for call in calls:
+        for name in origins(call.node, working.graph):
+            kernels[name].append(call)
+    for node in outside:
+        for name in origins(node, working.graph):
+            portable[name].append(node)
+    placed: dict[fx.Node, str] = {}
+    ops = []
+    for node in compute_nodes(working.graph):
+        if is_conversion(node):
+            continue
+        placement, reason = _placement(node, kernels[node.name], portable[node.name], placed)
+        placed[node] = placement
+        ops.append(LoweredOp(node.name, str(node.target), module_path(node), placement, reason))
+    return ops
+
+
+def is_conversion(node: Any) -> bool:
+    """Tells whether a node quantizes, dequantizes or chooses quantization parameters."""
+    if not isinstance(node, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    namespace, _, name = node.target._schema.name.partition("::")
+    return namespace in ("quantized_decomposed", "torchao") and name.startswith(
+        ("quantize_", "dequantize_", "choose_qparams")
+    )
+
+
+def _placement(
+    node: fx.Node, kernels: list[KernelCall], portable: list[fx.Node], placed: dict[fx.Node, str]
+) -> tuple[str, str]:
+    if portable:
+        names = sorted({_operator_name(n) for n in portable})
+        return "portable", f"XNNPACK does not take {', '.join(names)} here"
+    own = [c for c in kernels if not c.is_convert]
+    if not own:  # fused into its producer, or a view that costs nothing
+        producer = next((placed[n] for n in node.all_input_nodes if n in placed), "int8")
+        return producer, "" if producer == "int8" else "runs with its producer"
+    if all(c.is_integer for c in own):
+        return "int8", ""
+    return "float", _why_float(node)
+
+
+def _why_float(node: fx.Node) -> str:
+    floats = [n.name for n in node.all_input_nodes if n.op != "get_attr" and not is_conversion(n)]
+    if floats:
+        return f"its input '{floats[0]}' is not quantized"
+    if not all(is_conversion(user) for user in node.users):
+        return "its output is not quantized"
+    return "no integer kernel for this operator"

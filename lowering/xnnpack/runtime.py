@@ -1,0 +1,171 @@
+"""The installed ExecuTorch runtime: loading a buffer, its threads, its kernels, and what it prints.
+
+Before: the bytes of a `.pte`. After: a method that runs. The runtime's chatter (start-up notices on
+the process's standard error, experimental-API warnings) is held back and only quoted when a call fails.
+"""
+
+import logging
+import os
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from quantplug.core.errors import ConfigError, LoweringError
+
+# The runtime logs as `[file.cpp:123] text`; every other line on the stream is somebody else's.
+_RUNTIME_LINE = re.compile(rb"^\[[\w.\-]+\.(?:cpp|c|h):\d+\] ")
+
+
+class Chatter:
+    """What the runtime and its exporter wrote while they were held back."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def last(self) -> str:
+        """Returns the last line of the runtime's log that reads like an error, "" if there is none."""
+        worth = [line for line in self.lines if not re.search(r"midr|cpus dont match|soc0", line)]
+        return worth[-1] if worth else ""
+
+
+@contextmanager
+def quiet() -> Iterator[Chatter]:
+    """Holds back ExecuTorch's log lines, deprecation warnings and changes of the logging set-up.
+
+    The C++ runtime writes to file descriptor 2, past Python, so the descriptor itself is redirected.
+    Lines that are not the runtime's are written on when the block ends.
+    """
+    chatter = Chatter()
+    root = logging.getLogger()
+    handlers, level, disabled = list(root.handlers), root.level, root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), _held_stderr(chatter):
+            warnings.simplefilter("ignore")
+            yield chatter
+    finally:
+        logging.disable(disabled)
+        root.handlers[:], root.level = handlers, level
+
+
+@contextmanager
+def _held_stderr(chatter: Chatter) -> Iterator[None]:
+    sys.stderr.flush()
+    try:
+        saved = os.dup(2)
+    except OSError:  # a process without standard error has nothing to hold back
+        yield
+        return
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(saved, 2)
+            os.close(saved)
+            held.seek(0)
+            _sort_lines(held.read(), chatter)
+
+
+def _sort_lines(text: bytes, chatter: Chatter) -> None:
+    for line in text.splitlines(keepends=True):
+        if _RUNTIME_LINE.match(line):
+            chatter.lines.append(_RUNTIME_LINE.sub(b"", line).decode(errors="replace").strip())
+        else:
+            sys.stderr.write(line.decode(errors="replace"))
+
+
+class _ThreadPool:
+    """The runtime's one thread pool, and how often it was replaced.
+
+    A loaded XNNPACK method keeps a raw pointer to the pool. Replacing the pool leaves that pointer
+    dangling, so every method loaded before must be loaded again: `generation` tells.
+    """
+
+    def __init__(self) -> None:
+        self.generation = 0
+
+    def resize(self, threads: int | None) -> int:
+        """Gives the pool the number of threads (None: as it is); returns the pool's generation."""
+        # The runtime offers no public way to set its threads; these two names are used here only.
+        from executorch.extension.pybindings.portable_lib import (
+            _threadpool_get_thread_count,
+            _unsafe_reset_threadpool,
+        )
+
+        if threads is not None and threads != _threadpool_get_thread_count():
+            _unsafe_reset_threadpool(threads)
+            self.generation += 1
+        return self.generation
+
+
+_POOL = _ThreadPool()
+
+
+def check_threads(threads: int | None) -> None:
+    """Raises a ConfigError if the value is no number of threads."""
+    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
+        raise ConfigError(
+            f"threads is {threads!r}; pass a whole number of at least 1, or None for the runtime's own."
+        )
+
+
+class Method:
+    """A `.pte`'s forward method in the runtime, loaded again whenever the thread pool was replaced.
+
+    Args:
+        buffer: the bytes of the program.
+        threads: threads to run on, None for as many as the runtime chooses.
+
+    Raises:
+        LoweringError: the runtime does not load the program.
+    """
+
+    def __init__(self, buffer: bytes, threads: int | None = None) -> None:
+        self.buffer = buffer
+        self.threads = threads
+        with quiet() as chatter:
+            failure = self._load()
+        if failure:
+            detail = chatter.last()
+            raise LoweringError(
+                f"The ExecuTorch runtime does not load the program: {failure}"
+                f"{f' ({detail})' if detail else ''}; keep the operator it names float or report it."
+            )
+
+    def _load(self) -> str:
+        from executorch.runtime import Runtime
+
+        self._generation = _POOL.resize(self.threads)
+        runtime = Runtime.get()
+        if "quantized_decomposed::quantize_per_tensor.out" not in runtime.operator_registry.operator_names:
+            import executorch.kernels.quantized  # noqa: F401  registers the q/dq kernels that run outside delegates
+
+        try:
+            self._method = runtime.load_program(self.buffer).load_method("forward")
+        except (RuntimeError, ValueError) as error:
+            return str(error).splitlines()[0]
+        return ""
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """Runs the method on flat inputs and returns its flat outputs.
+
+        Raises:
+            LoweringError: the runtime refuses the inputs or fails while running.
+        """
+        if _POOL.resize(self.threads) != self._generation:
+            self._load()
+        try:
+            return list(self._method.execute(inputs))
+        except RuntimeError as error:
+            shapes = [tuple(i.shape) if hasattr(i, "shape") else i for i in inputs]
+            reason = str(error).splitlines()[0]
+            raise LoweringError(
+                f"The ExecuTorch runtime fails on inputs of shapes {shapes}: {reason}; "
+                "pass inputs as exported, or export with dynamic shapes."
+            ) from error
