@@ -5,7 +5,7 @@ unchanged; every function here only looks.
 """
 
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from quantplug.core.errors import ModelError
 
 
-@lru_cache(maxsize=None)
+@cache
 def _schema_defaults(target: torch._ops.OpOverload) -> tuple[tuple[str, bool, Any], ...]:
     return tuple((a.name, a.has_default_value(), a.default_value) for a in target._schema.arguments)
 
@@ -121,12 +121,17 @@ def is_float(node: Any) -> bool:
     return value is not None and value.is_floating_point()
 
 
+# What export adds around the computation: checks of sizes and of metadata.
+_BOOKKEEPING = ("aten::_assert", "aten::sym_", "aten::_guard")
+
+
 def compute_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
     """Yields the nodes that compute: operator calls, without guards and assertions."""
     for node in graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-            if not node.target._schema.name.startswith(("aten::_assert", "aten::sym_", "aten::_guard")):
-                yield node
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if not node.target._schema.name.startswith(_BOOKKEEPING):
+            yield node
 
 
 def require_graph_module(model: Any, stage: str) -> fx.GraphModule:

@@ -84,8 +84,7 @@ class PatternIndex(Generic[Owner]):
                 if found and reason is None:
                     candidates.append((-len(found.match.nodes), rank, position, found))
                 else:
-                    matched = outcome.matched if isinstance(outcome, Miss) else len(outcome.nodes)
-                    _keep_nearest(misses, node, NearMiss(label, reason or getattr(outcome, "reason", ""), matched))
+                    _keep_nearest(misses, node, _near_miss(label, outcome, reason))
         return self._claim(candidates, misses, order)
 
     def _claim(
@@ -112,6 +111,12 @@ class PatternIndex(Generic[Owner]):
         if inside:
             return NearMiss(inside[0], f"{node.target} is quantized only as part of {', '.join(sorted(set(inside)))}")
         return NearMiss("", f"no rule ends in {node.target}")
+
+
+def _near_miss(label: str, outcome: Match | Miss, reason: str | None) -> NearMiss:
+    if isinstance(outcome, Miss):
+        return NearMiss(label, outcome.reason, outcome.matched)
+    return NearMiss(label, reason or "", len(outcome.nodes))
 
 
 def _keep_nearest(misses: dict[fx.Node, NearMiss], node: fx.Node, miss: NearMiss) -> None:

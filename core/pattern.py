@@ -281,14 +281,17 @@ class Op(Pattern):
 
     @property
     def text(self) -> str:
+        """The operator names as declared."""
         return self.label
 
     @property
     def targets(self) -> frozenset[Target]:
+        """The operator overloads that fit."""
         return self.overloads
 
     @property
     def parts(self) -> tuple[Pattern, ...]:
+        """The patterns of the operands."""
         return tuple(pattern for _, pattern in self.inputs)
 
     def where(self, *conditions: Callable[[Match], str | None]) -> "Op":
@@ -434,8 +437,9 @@ def operator_overloads(target: str | torch._ops.OpOverload | torch._ops.OpOverlo
     name, _, overload = name.partition(".")
     packet = _packet(library or "aten", name)
     if overload:
-        if overload not in packet.overloads():
-            raise PatternError(f"Operator '{name}' has no overload '{overload}'; it has {packet.overloads()}.")
+        offered = _overload_names(packet)
+        if overload not in offered:
+            raise PatternError(f"Operator '{name}' has no overload '{overload}'; it has {offered}.")
         return frozenset({getattr(packet, overload)})
     namespace = getattr(torch.ops, library or "aten")
     inplace = getattr(namespace, f"{name}_", None)
@@ -453,8 +457,12 @@ def _packet(library: str, name: str) -> torch._ops.OpOverloadPacket:
     raise PatternError(f"There is no operator '{name}' in '{library}'; the nearest names are {nearest}.")
 
 
+def _overload_names(packet: torch._ops.OpOverloadPacket) -> list[str]:
+    return list(packet.overloads())  # type: ignore[no-untyped-call]
+
+
 def _functional(packet: torch._ops.OpOverloadPacket) -> Iterator[torch._ops.OpOverload]:
-    for overload in packet.overloads():
+    for overload in _overload_names(packet):
         found: torch._ops.OpOverload = getattr(packet, overload)
         if not any(argument.is_out for argument in found._schema.arguments):
             yield found

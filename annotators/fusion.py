@@ -1,0 +1,66 @@
+"""Fused activations: an operator followed by a clamp-like activation that its kernel applies on the way out.
+
+The piece `op -> activation` has no quantization between the two: the operator's inputs and the
+activation's output are quantized.
+"""
+
+from numbers import Number
+from typing import Any
+
+from torch import fx
+from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpecBase
+
+from quantplug.core.annotator import Annotations
+from quantplug.core.pattern import Match, Op, Pattern, anything, either, item, op, optional, single_use
+
+
+def _number(found: Any) -> str | None:
+    return None if found is None or isinstance(found, Number) else f"the bound {found} is no number"
+
+
+def activation(name: str, inner: Pattern, bind: str = "activation") -> Op:
+    """Returns the pattern of an activation on top of another pattern.
+
+    The bounds of a clamp have to be numbers: kernels take no tensors there.
+
+    Raises:
+        PatternError: the activation is no operator with an operand `self`.
+    """
+    if name != "clamp":
+        return op(name, self=inner, name=bind)
+    bound = optional(anything(None, _number))
+    return op(name, self=inner, min=bound, max=bound, name=bind)
+
+
+def with_activations(label: str, base: Pattern, activations: tuple[str, ...]) -> tuple[tuple[str, Pattern], ...]:
+    """Returns the labelled patterns of an operator alone and with each of the activations fused.
+
+    Raises:
+        PatternError: the operator does not bind "op", or an activation is no operator.
+    """
+    if not activations:
+        return ((label, base),)
+    fused = tuple((f"{label}_{name}", activation(name, single_use(base))) for name in activations)
+    return (*fused, (label, base))
+
+
+def with_batch_norm(label: str, base: Pattern, activations: tuple[str, ...]) -> tuple[tuple[str, Pattern], ...]:
+    """Returns the labelled patterns of operator, batch norm and activation, as training graphs have them."""
+    whole = op("batch_norm", input=single_use(base), name="batch_norm")
+    decomposed = item(op("_native_batch_norm_legit", input=single_use(base), name="batch_norm"), 0)
+    return with_activations(f"{label}_bn", either(whole, decomposed), activations)
+
+
+def annotate_piece(
+    match: Match,
+    inputs: dict[fx.Node, QuantizationSpecBase | None],
+    output: QuantizationSpecBase | None,
+) -> Annotations:
+    """Returns the annotations of a fused piece: inputs at the operator "op", the output at the last node."""
+    known = {node: spec for node, spec in inputs.items() if spec is not None}
+    if match.root is match["op"]:
+        return {match.root: QuantizationAnnotation(input_qspec_map=known, output_qspec=output)}
+    return {
+        match["op"]: QuantizationAnnotation(input_qspec_map=known),
+        match.root: QuantizationAnnotation(output_qspec=output),
+    }

@@ -1,0 +1,37 @@
+"""Linear layers, whole or decomposed to addmm and mm, with optional bias, batch norm and fused activation."""
+
+from torch import fx
+from torchao.quantization.pt2e.quantizer import QuantizationConfig
+
+from quantplug.annotators.constraints import quantizes_weight
+from quantplug.annotators.fusion import with_activations, with_batch_norm
+from quantplug.annotators.weighted import annotate_weighted, batch_norm_in_training
+from quantplug.core.annotator import Annotations, Annotator
+from quantplug.core.graph import describe, is_constant
+from quantplug.core.pattern import Match, constant, op, operator_overloads, optional, value
+
+_WHOLE = operator_overloads("linear")
+_TRANSPOSES = operator_overloads("permute") | operator_overloads("t") | operator_overloads("transpose.int")
+
+
+def linear(activations: tuple[str, ...] = ("relu", "relu6", "hardtanh", "clamp")) -> Annotator:
+    """Returns the annotator of linear layers with constant weights."""
+    whole = op("linear", input=value("x"), weight=constant("w"), bias=optional(constant("b")), name="op")
+    # `addmm` and `mm` come from run_decompositions(): the weight is transposed on the way in.
+    addmm = op("addmm", self=constant("b"), mat1=value("x"), mat2=value("w", _weight), beta=1, alpha=1, name="op")
+    mm = op("mm", self=value("x"), mat2=value("w", _weight), name="op")
+    patterns = tuple(
+        labelled for base in (whole, addmm, mm) for labelled in with_activations("linear", base, activations)
+    )
+    patterns += with_batch_norm("linear", whole, activations)
+    return Annotator("linear", patterns, _decide, (quantizes_weight, batch_norm_in_training))
+
+
+def _weight(found: fx.Node) -> str | None:
+    if is_constant(found) or (found.target in _TRANSPOSES and is_constant(found.args[0])):
+        return None
+    return f"the weight {describe(found)} is computed, not a constant"
+
+
+def _decide(match: Match, config: QuantizationConfig) -> Annotations:
+    return annotate_weighted(match, config, channel_axis=0 if match["op"].target in _WHOLE else 1)

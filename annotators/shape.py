@@ -1,0 +1,53 @@
+"""Operators that only move data: input and output share one scale, so the move is one of integers."""
+
+from torch import fx
+from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpecBase, SharedQuantizationSpec
+
+from quantplug.annotators.constraints import static_only
+from quantplug.annotators.fusion import annotate_piece
+from quantplug.annotators.qspecs import get_input_act_qspec
+from quantplug.core.annotator import Annotations, Annotator
+from quantplug.core.pattern import Match, Op, each, literal, op, value
+
+VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "permute", "transpose", "t", "squeeze", "unsqueeze")
+COPIES = ("slice", "select", "expand", "contiguous", "clone", "repeat", "alias", "detach", "dropout")
+
+
+def movement(names: tuple[str, ...] = VIEWS + COPIES) -> Annotator:
+    """Returns the annotator of operators that move data without changing a value.
+
+    They keep the integer domain between quantized neighbours and start none: only moves whose producer is
+    quantized are annotated.
+    """
+
+    def decide(match: Match, config: QuantizationConfig) -> Annotations:
+        source = match["x"]
+        shared = SharedQuantizationSpec((source, match["op"]))
+        return annotate_piece(match, {source: SharedQuantizationSpec(source)}, shared)
+
+    patterns = tuple((name, _move(name)) for name in names)
+    return Annotator("movement", patterns, decide, (static_only,), follows=("x",))
+
+
+def _move(name: str) -> Op:
+    if name == "dropout":
+        return op(name, input=value("x"), train=False, name="op")
+    if name == "pad":
+        return op(name, self=value("x"), mode="constant", value=literal(None, 0, 0.0), name="op")
+    if name == "constant_pad_nd":
+        return op(name, self=value("x"), value=literal(0, 0.0), name="op")
+    return op(name, self=value("x"), name="op")
+
+
+def concatenation(*names: str) -> Annotator:
+    """Returns the annotator of cat and stack: all inputs and the output share one observer."""
+
+    def decide(match: Match, config: QuantizationConfig) -> Annotations:
+        node, sources = match["op"], list(dict.fromkeys(match["xs"]))
+        shared = SharedQuantizationSpec((sources[0], node))
+        inputs: dict[fx.Node, QuantizationSpecBase | None] = dict.fromkeys(sources, shared)
+        inputs[sources[0]] = get_input_act_qspec(config)
+        return annotate_piece(match, inputs, shared)
+
+    patterns = tuple((name, op(name, tensors=each(value(), "xs"), name="op")) for name in names)
+    return Annotator(names[0], patterns, decide, (static_only,))

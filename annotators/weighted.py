@@ -1,0 +1,37 @@
+"""What every operator with a constant weight has in common: its specs and its batch norm in training."""
+
+from torch import fx
+from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpecBase
+
+from quantplug.annotators.constraints import qat_only
+from quantplug.annotators.fusion import annotate_piece
+from quantplug.annotators.qspecs import (
+    derived_bias_qspec,
+    get_input_act_qspec,
+    get_output_act_qspec,
+    get_weight_qspec,
+    on_axis,
+)
+from quantplug.core.annotator import Annotations
+from quantplug.core.pattern import Match
+
+
+def annotate_weighted(match: Match, config: QuantizationConfig, channel_axis: int) -> Annotations:
+    """Returns the annotations of an operator "op" with input "x", weight "w" and perhaps bias "b".
+
+    Args:
+        match: the piece; its last node carries the output.
+        config: what to quantize to; a bias spec of dtype int32 asks for the derived bias.
+        channel_axis: the axis of the weight that holds the output channels.
+    """
+    node, source, weight = match["op"], match["x"], match["w"]
+    weight_spec = on_axis(get_weight_qspec(config), channel_axis)
+    inputs: dict[fx.Node, QuantizationSpecBase | None] = {source: get_input_act_qspec(config), weight: weight_spec}
+    if "b" in match and weight_spec is not None and inputs[source] is not None:
+        inputs[match["b"]] = derived_bias_qspec(config, node, source, weight, weight_spec)
+    return annotate_piece(match, inputs, get_output_act_qspec(config))
+
+
+def batch_norm_in_training(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds unless the piece has a batch norm and the config is not for training."""
+    return qat_only(match, config) if "batch_norm" in match else None
