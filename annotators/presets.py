@@ -1,0 +1,193 @@
+"""Config presets: what users and backends start from.
+
+A preset is a plain `QuantizationConfig` of torchao's. Equal arguments give the very same object, so that
+configs can be compared.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torchao.quantization.pt2e import (
+    FakeQuantize,
+    FusedMovingAvgObsFakeQuantize,
+    HistogramObserver,
+    MinMaxObserver,
+    MovingAverageMinMaxObserver,
+    MovingAveragePerChannelMinMaxObserver,
+    PerChannelMinMaxObserver,
+    PlaceholderObserver,
+)
+from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
+
+from quantplug.core.errors import ConfigError
+
+MODES = ("static", "dynamic", "weight_only")
+# Scales below 2**-12 underflow in kernels that multiply s_in * s_w / s_out in fixed point.
+SMALLEST_SCALE = 2**-12
+
+OBSERVERS: dict[str, Callable[..., Any]] = {
+    "histogram": HistogramObserver,
+    "minmax": MinMaxObserver,
+    "moving_average": MovingAverageMinMaxObserver,
+}
+
+
+@cache
+def activation_spec(
+    dtype: torch.dtype = torch.int8,
+    quant_min: int = -128,
+    quant_max: int = 127,
+    *,
+    symmetric: bool = False,
+    mode: str = "static",
+    observer: str = "histogram",
+    is_qat: bool = False,
+) -> QuantizationSpec | None:
+    """Returns the per-tensor spec of activations, or None where the mode leaves them float.
+
+    Args:
+        dtype: torch.int8, torch.uint8 or torch.int16.
+        quant_min: smallest integer.
+        quant_max: largest integer.
+        symmetric: whether zero stays at zero; affine ranges use the integers better after a relu.
+        mode: "static", "dynamic" or "weight_only".
+        observer: how calibration finds the range, a name of `OBSERVERS`.
+        is_qat: whether the spec makes fake quantizes for training instead of observers.
+
+    Raises:
+        ConfigError: the mode or the observer does not exist.
+    """
+    _known("mode", mode, MODES)
+    if mode == "weight_only":
+        return None
+    return QuantizationSpec(
+        dtype=dtype,
+        quant_min=quant_min,
+        quant_max=quant_max,
+        qscheme=torch.per_tensor_symmetric if symmetric else torch.per_tensor_affine,
+        is_dynamic=mode == "dynamic",
+        observer_or_fake_quant_ctr=_activation_observer(mode == "dynamic", observer, is_qat),
+    )
+
+
+def _activation_observer(dynamic: bool, observer: str, is_qat: bool) -> Any:
+    _known("observer", observer, OBSERVERS)
+    if is_qat and dynamic:
+        latest = MovingAverageMinMaxObserver.with_args(averaging_constant=1)
+        return FakeQuantize.with_args(observer=latest, eps=SMALLEST_SCALE)
+    if is_qat:
+        return FusedMovingAvgObsFakeQuantize.with_args(eps=SMALLEST_SCALE)
+    found = PlaceholderObserver if dynamic else OBSERVERS[observer]
+    return found.with_args(eps=SMALLEST_SCALE)
+
+
+@cache
+def weight_spec(
+    quant_min: int = -127, quant_max: int = 127, *, per_channel: bool = True, is_qat: bool = False
+) -> QuantizationSpec:
+    """Returns the symmetric int8 spec of weights.
+
+    Args:
+        quant_min: smallest integer; -127 keeps the range symmetric.
+        quant_max: largest integer.
+        per_channel: one scale for each output channel, or one for the tensor.
+        is_qat: whether the spec makes fake quantizes for training instead of observers.
+    """
+    observer = PerChannelMinMaxObserver if per_channel else MinMaxObserver
+    moving = MovingAveragePerChannelMinMaxObserver if per_channel else MovingAverageMinMaxObserver
+    constructor = (
+        FusedMovingAvgObsFakeQuantize.with_args(observer=moving, eps=SMALLEST_SCALE)
+        if is_qat
+        else observer.with_args(eps=SMALLEST_SCALE)
+    )
+    return QuantizationSpec(
+        dtype=torch.int8,
+        quant_min=quant_min,
+        quant_max=quant_max,
+        qscheme=torch.per_channel_symmetric if per_channel else torch.per_tensor_symmetric,
+        ch_axis=0,
+        observer_or_fake_quant_ctr=constructor,
+    )
+
+
+@cache
+def int32_bias_spec() -> QuantizationSpec:
+    """Returns the bias spec that asks annotators for an int32 bias with scale s_input * s_weight."""
+    return QuantizationSpec(dtype=torch.int32, observer_or_fake_quant_ctr=PlaceholderObserver)
+
+
+@cache
+def get_symmetric_quantization_config(
+    is_per_channel: bool = False,
+    is_qat: bool = False,
+    is_dynamic: bool = False,
+    act_qmin: int = -128,
+    act_qmax: int = 127,
+    weight_qmin: int = -127,
+    weight_qmax: int = 127,
+    *,
+    is_weight_only: bool = False,
+    observer: str = "histogram",
+    int32_bias: bool = False,
+) -> QuantizationConfig:
+    """Returns the int8 config with symmetric weights and affine activations.
+
+    Args:
+        is_per_channel: one weight scale for each output channel instead of one for the tensor.
+        is_qat: for quantization-aware training.
+        is_dynamic: activation scales are computed at run time.
+        act_qmin: smallest activation integer.
+        act_qmax: largest activation integer.
+        weight_qmin: smallest weight integer.
+        weight_qmax: largest weight integer.
+        is_weight_only: activations stay float.
+        observer: how calibration finds activation ranges, a name of `OBSERVERS`.
+        int32_bias: biases become int32 with a derived scale instead of staying float.
+
+    Raises:
+        ConfigError: both dynamic and weight-only, or an unknown observer.
+    """
+    if is_dynamic and is_weight_only:
+        raise ConfigError("A config is dynamic or weight-only, found both; dynamic quantizes activations at run time.")
+    mode = "dynamic" if is_dynamic else "weight_only" if is_weight_only else "static"
+    activation = activation_spec(torch.int8, act_qmin, act_qmax, mode=mode, observer=observer, is_qat=is_qat)
+    weight = weight_spec(weight_qmin, weight_qmax, per_channel=is_per_channel, is_qat=is_qat)
+    bias = int32_bias_spec() if int32_bias else None
+    return QuantizationConfig(activation, None if is_dynamic else activation, weight, bias, is_qat)
+
+
+@cache
+def get_x86_quantization_config(
+    is_qat: bool = False,
+    is_dynamic: bool = False,
+    reduce_range: bool = False,
+    *,
+    is_weight_only: bool = False,
+    observer: str = "histogram",
+) -> QuantizationConfig:
+    """Returns the int8 config of oneDNN kernels: uint8 activations, per-channel int8 weights.
+
+    Args:
+        is_qat: for quantization-aware training.
+        is_dynamic: activation scales are computed at run time.
+        reduce_range: activations in 0..127, for machines without VNNI, whose 16-bit sums of products saturate.
+        is_weight_only: activations stay float.
+        observer: how calibration finds activation ranges, a name of `OBSERVERS`.
+
+    Raises:
+        ConfigError: both dynamic and weight-only, or an unknown observer.
+    """
+    if is_dynamic and is_weight_only:
+        raise ConfigError("A config is dynamic or weight-only, found both; dynamic quantizes activations at run time.")
+    mode = "dynamic" if is_dynamic else "weight_only" if is_weight_only else "static"
+    top = 127 if reduce_range else 255
+    activation = activation_spec(torch.uint8, 0, top, mode=mode, observer=observer, is_qat=is_qat)
+    weight = weight_spec(-128, 127, per_channel=True, is_qat=is_qat)
+    return QuantizationConfig(activation, None if is_dynamic else activation, weight, None, is_qat)
+
+
+def _known(what: str, found: str, choices: Any) -> None:
+    if found not in choices:
+        raise ConfigError(f"There is no {what} '{found}'; choose one of {sorted(choices)}.")

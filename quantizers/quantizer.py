@@ -1,0 +1,124 @@
+"""The Quantizer that a backend's declaration gives: scopes, transforms, annotation, validation."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import fx, nn
+from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantizer
+
+from quantplug.core.annotator import annotate
+from quantplug.core.errors import ConfigError
+from quantplug.core.graph import require_graph_module
+from quantplug.quantizers.backend import Backend
+from quantplug.quantizers.scopes import OperatorType, Scopes
+
+Self = TypeVar("Self", bound="BackendQuantizer")
+
+
+class BackendQuantizer(Quantizer):
+    """A torchao Quantizer over the annotators of a backend.
+
+    Every `set_...` takes a config, the name of one of the backend's configs, or None for float, and
+    returns the quantizer. A more specific scope wins: module name, module type, operator type, filter,
+    global. Where nothing at all was set, the backend's default config is the global one.
+
+    Attributes:
+        backend: the declaration.
+        strict: whether a scope that covers nothing is an error.
+    """
+
+    backend: Backend
+
+    def __init__(self, *, strict: bool = True) -> None:
+        super().__init__()
+        self.strict = strict
+        self.scopes = Scopes()
+
+    @property
+    def folds_batch_norm(self) -> bool:
+        """Whether prepare folds batch norms before it annotates."""
+        return self.backend.folds_batch_norm
+
+    def set_global(self: Self, config: QuantizationConfig | str | None) -> Self:
+        """Sets the config of every node that no other scope covers."""
+        self.scopes.set_global(self._config(config))
+        return self
+
+    def set_module_name(self: Self, name: str, config: QuantizationConfig | str | None) -> Self:
+        """Sets the config below a module path ("layer1.0") or a pattern of paths ("layer*.conv1")."""
+        self.scopes.set_module_name(name, self._config(config))
+        return self
+
+    def set_module_type(self: Self, kind: type[nn.Module] | str, config: QuantizationConfig | str | None) -> Self:
+        """Sets the config of everything below modules of a type.
+
+        Raises:
+            ConfigError: `kind` is no module class.
+        """
+        self.scopes.set_module_type(kind, self._config(config))
+        return self
+
+    def set_operator_type(
+        self: Self, operator: OperatorType | type[nn.Module], config: QuantizationConfig | str | None
+    ) -> Self:
+        """Sets the config of an operator: ATen name, overload, packet, function (F.linear) or module class.
+
+        Raises:
+            PatternError: there is no such operator.
+        """
+        if isinstance(operator, type) and issubclass(operator, nn.Module):
+            return self.set_module_type(operator, config)
+        self.scopes.set_operator_type(operator, self._config(config))
+        return self
+
+    def set_object_type(
+        self: Self, operator: OperatorType | type[nn.Module], config: QuantizationConfig | str | None
+    ) -> Self:
+        """The older name of `set_operator_type`."""
+        return self.set_operator_type(operator, config)
+
+    def set_filter(self: Self, accepts: Callable[[fx.Node], bool], config: QuantizationConfig | str | None) -> Self:
+        """Sets the config of the nodes that a predicate accepts."""
+        self.scopes.set_filter(accepts, self._config(config))
+        return self
+
+    def _config(self, found: Any) -> QuantizationConfig | None:
+        if found is None or isinstance(found, QuantizationConfig):
+            return found
+        if isinstance(found, str):
+            return self.backend.config(found)
+        raise ConfigError(
+            f"A scope of backend '{self.backend.name}' takes a QuantizationConfig, one of the names "
+            f"{list(self.backend.configs)} or None, found {type(found).__name__}."
+        )
+
+    def _effective_scopes(self) -> Scopes:
+        if self.scopes.settings:
+            return self.scopes
+        default = Scopes()
+        default.set_global(self.backend.config())
+        return default
+
+    def transform_for_annotation(self, model: fx.GraphModule) -> fx.GraphModule:
+        """Runs the backend's rewrites on the graph that is about to be annotated."""
+        for transform in self.backend.transforms:
+            model = transform(model)
+        return model
+
+    def annotate(self, model: fx.GraphModule) -> fx.GraphModule:
+        """Writes an annotation on every node that a rule of the backend takes, and a decision on all others.
+
+        Raises:
+            ConfigError: in strict mode, a scope covers nothing; the graph is unchanged.
+            ModelError: the model is not an exported graph.
+        """
+        require_graph_module(model, f"Backend '{self.backend.name}'")
+        scopes = self._effective_scopes()
+        silent = scopes.unmatched(model) if self.strict else []
+        if silent:
+            raise ConfigError(f"Backend '{self.backend.name}': {'; '.join(silent)}; correct it or pass strict=False.")
+        annotate(model, self.backend.annotators, scopes.choose, self.backend.name)
+        return model
+
+    def validate(self, model: fx.GraphModule) -> None:
+        """Accepts the annotated graph: what annotate wrote was checked row by row."""

@@ -1,0 +1,149 @@
+"""Config scopes: which config applies to which node, the most specific scope first.
+
+Before: scopes as the user set them. After: one `Choice` for each node. The order is module name (the
+deepest module first), module type, operator type, filter, global; within one kind the later wins.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torchao.quantization.pt2e.quantizer import QuantizationConfig
+
+from quantplug.core.annotator import Choice
+from quantplug.core.errors import ConfigError
+from quantplug.core.graph import compute_nodes, module_stack
+from quantplug.core.pattern import Target, operator_overloads
+
+OperatorType: TypeAlias = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket | Callable[..., Any]
+
+# One step between kinds is wider than any module nesting.
+_KIND_STEP = 10_000
+_KINDS = ("global", "filter", "operator type", "module type", "module name")
+
+
+@dataclass(frozen=True)
+class Scope:
+    """One setting of the user's.
+
+    Attributes:
+        kind: "global", "filter", "operator type", "module type" or "module name".
+        text: the scope in words.
+        config: the config, or None for float.
+        depth: how deep in the module stack of a node the scope applies (1 for scopes without depth),
+            or 0 if it does not apply.
+    """
+
+    kind: str
+    text: str
+    config: QuantizationConfig | None
+    depth: Callable[[fx.Node], int]
+    names: Callable[[Iterable[fx.Node]], Iterable[str]]
+
+
+@dataclass
+class Scopes:
+    """The settings of one quantizer."""
+
+    settings: list[Scope] = field(default_factory=list)
+
+    def set_global(self, config: QuantizationConfig | None) -> None:
+        """Sets the config of every node that no other scope covers."""
+        self._add(Scope("global", "the global config", config, lambda node: 1, lambda nodes: ()))
+
+    def set_module_name(self, name: str, config: QuantizationConfig | None) -> None:
+        """Sets the config below a module path; `*`, `?` and `[...]` make it a pattern over whole paths."""
+        is_pattern = any(sign in name for sign in "*?[")
+
+        def depth(node: fx.Node) -> int:
+            paths = [path for path, _ in module_stack(node)]
+            hits = (i + 1 for i, path in enumerate(paths) if (fnmatchcase(path, name) if is_pattern else path == name))
+            return max(hits, default=0)
+
+        self._add(Scope("module name", f"module name '{name}'", config, depth, _module_paths))
+
+    def set_module_type(self, kind: type[nn.Module] | str, config: QuantizationConfig | None) -> None:
+        """Sets the config of everything below modules of a type, given as class or (qualified) class name.
+
+        Raises:
+            ConfigError: `kind` is no module class.
+        """
+        if not isinstance(kind, str) and not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise ConfigError(f"set_module_type takes a subclass of torch.nn.Module or its name, found {kind!r}.")
+        wanted = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+
+        def depth(node: fx.Node) -> int:
+            hits = (
+                i + 1 for i, (_, t) in enumerate(module_stack(node)) if t == wanted or t.rpartition(".")[2] == wanted
+            )
+            return max(hits, default=0)
+
+        self._add(Scope("module type", f"module type '{wanted.rpartition('.')[2]}'", config, depth, _module_types))
+
+    def set_operator_type(self, operator: OperatorType, config: QuantizationConfig | None) -> None:
+        """Sets the config of an operator: ATen name, overload, packet, or function such as F.linear.
+
+        Raises:
+            PatternError: there is no such operator.
+        """
+        overloads: frozenset[Target] = operator_overloads(_operator(operator))
+        text = f"operator type '{_operator(operator)}'"
+        self._add(Scope("operator type", text, config, lambda node: int(node.target in overloads), _operators))
+
+    def set_filter(self, accepts: Callable[[fx.Node], bool], config: QuantizationConfig | None) -> None:
+        """Sets the config of the nodes that a predicate accepts."""
+        name = getattr(accepts, "__name__", repr(accepts))
+        self._add(Scope("filter", f"filter '{name}'", config, lambda node: int(bool(accepts(node))), lambda nodes: ()))
+
+    def _add(self, scope: Scope) -> None:
+        self.settings = [s for s in self.settings if (s.kind, s.text) != (scope.kind, scope.text) or s.kind == "filter"]
+        self.settings.append(scope)
+
+    def choose(self, node: fx.Node) -> Choice:
+        """Returns the config of the most specific scope that covers a node."""
+        best = Choice()
+        for scope in self.settings:
+            depth = scope.depth(node)
+            precedence = (_KINDS.index(scope.kind) + 1) * _KIND_STEP + depth
+            if depth and precedence >= best.precedence:
+                best = Choice(scope.config, scope.text, precedence)
+        return best
+
+    def unmatched(self, model: fx.GraphModule) -> list[str]:
+        """Returns, in words, each scope that covers no compute node, with the nearest names."""
+        nodes = list(compute_nodes(model.graph))
+        silent = [s for s in self.settings if s.kind != "global" and not any(map(s.depth, nodes))]
+        return [f"{scope.text} matches nothing in the model{_nearest(scope, nodes)}" for scope in silent]
+
+
+def _nearest(scope: Scope, nodes: list[fx.Node]) -> str:
+    known = sorted(set(scope.names(nodes)))
+    if not known:
+        return ""
+    wanted = scope.text.partition("'")[2].rstrip("'")
+    return f" (the nearest names are {difflib.get_close_matches(wanted, known, 3, cutoff=0.3) or known[:3]})"
+
+
+def _module_paths(nodes: Iterable[fx.Node]) -> Iterable[str]:
+    return (path for node in nodes for path, _ in module_stack(node) if path)
+
+
+def _module_types(nodes: Iterable[fx.Node]) -> Iterable[str]:
+    return (kind.rpartition(".")[2] for node in nodes for _, kind in module_stack(node))
+
+
+def _operators(nodes: Iterable[fx.Node]) -> Iterable[str]:
+    return (str(node.target).split(".")[1] for node in nodes)
+
+
+def _operator(found: OperatorType) -> str | torch._ops.OpOverload | torch._ops.OpOverloadPacket:
+    if isinstance(found, str | torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return found
+    # Several functions of torch.nn.functional are made by a factory and carry its name, not their own.
+    by_identity = (name for room in (F, torch) for name in dir(room) if getattr(room, name, None) is found)
+    return next(by_identity, getattr(found, "__name__", repr(found)))

@@ -1,0 +1,46 @@
+"""What oneDNN's int8 kernels run on x86, as declarations.
+
+Activations are uint8 with one scale, weights symmetric int8 with one scale for each output channel.
+"""
+
+from quantplug.annotators.activation import clamps
+from quantplug.annotators.convolution import convolution
+from quantplug.annotators.elementwise import binary
+from quantplug.annotators.embedding import embedding
+from quantplug.annotators.linear import linear
+from quantplug.annotators.pooling import pooling
+from quantplug.annotators.presets import get_x86_quantization_config
+from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
+from quantplug.quantizers.backend import Backend
+from quantplug.quantizers.quantizer import BackendQuantizer
+
+__all__ = ["X86", "X86Quantizer", "get_x86_quantization_config"]
+
+X86 = Backend(
+    name="x86",
+    summary="oneDNN kernels through torch, eager or compiled (VNNI, AMX)",
+    annotators=(
+        convolution(dims=(1, 2, 3)),
+        linear(),
+        binary("add"),
+        concatenation("cat"),
+        pooling("max_pool2d"),
+        pooling("avg_pool2d"),
+        pooling("adaptive_avg_pool2d", "mean", own_output=True),
+        embedding(),
+        clamps("relu", "relu6", "hardtanh", "clamp"),
+        movement((*VIEWS, *COPIES)),
+    ),
+    configs={
+        "int8": get_x86_quantization_config,
+        "int8_dynamic": lambda **options: get_x86_quantization_config(is_dynamic=True, **options),
+        "int8_weight_only": lambda **options: get_x86_quantization_config(is_weight_only=True, **options),
+    },
+    lowering="quantplug.lowering.x86:lower",
+)
+
+
+class X86Quantizer(BackendQuantizer):
+    """Quantizes for oneDNN on x86."""
+
+    backend = X86
