@@ -79,7 +79,7 @@ def _activation_observer(dynamic: bool, observer: str, is_qat: bool) -> Any:
         return FakeQuantize.with_args(observer=latest, eps=SMALLEST_SCALE)
     if is_qat:
         return FusedMovingAvgObsFakeQuantize.with_args(eps=SMALLEST_SCALE)
-    found = PlaceholderObserver if dynamic else OBSERVERS[observer]
+    found: Any = PlaceholderObserver if dynamic else OBSERVERS[observer]
     return found.with_args(eps=SMALLEST_SCALE)
 
 

@@ -1,0 +1,338 @@
+"""The report: for every compute operator how it is quantized, or why not.
+
+Before: an annotated, prepared or converted graph, from our quantizers or from anybody's. After: a value
+with one row per compute operator, the float islands and the boundaries between integer and float, as a
+text table, JSON or one HTML page.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from io import StringIO
+from typing import Any
+
+import jinja2
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import fx
+from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, QuantizationAnnotation, SharedQuantizationSpec
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+
+from quantplug.core.graph import compute_nodes, is_constant, module_path, require_graph_module, tensor_value
+from quantplug.core.plan import decision
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compute operator.
+
+    Attributes:
+        node: its name in the graph.
+        operator: the operator, such as "conv2d".
+        module_path: dotted path of the module it was traced in.
+        quantized: whether its numbers are integers.
+        rule: the rule that took it; "" for float, "annotated" for a quantizer without named rules.
+        owner: the backend; "" if not known.
+        how: dtypes, such as "int8, int8 per channel -> int8".
+        config: the scope that chose the config, in words.
+        reason: for a float operator the nearest rule and its first failing predicate.
+    """
+
+    node: str
+    operator: str
+    module_path: str
+    quantized: bool
+    rule: str
+    owner: str
+    how: str
+    config: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A place where numbers change between integer and float.
+
+    Attributes:
+        node: the quantize or dequantize node.
+        kind: "quantize" or "dequantize".
+        producer: the node whose value crosses.
+        consumers: the nodes that read it on the other side.
+        elements: elements of the tensor, or None where its shape is symbolic or not known.
+    """
+
+    node: str
+    kind: str
+    producer: str
+    consumers: tuple[str, ...]
+    elements: int | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of each operator of a graph.
+
+    Attributes:
+        stage: "exported", "prepared" or "converted".
+        rows: one for each compute operator, in graph order.
+        islands: for each connected group of float compute operators, their names.
+        boundaries: in a converted graph, where numbers change between integer and float.
+    """
+
+    stage: str
+    rows: tuple[Row, ...]
+    islands: tuple[tuple[str, ...], ...]
+    boundaries: tuple[Boundary, ...]
+
+    @property
+    def quantized(self) -> int:
+        """Number of quantized compute operators."""
+        return sum(row.quantized for row in self.rows)
+
+    def row(self, node: str) -> Row:
+        """Returns the row of a node by its name; KeyError if the graph has no such compute operator."""
+        return {row.node: row for row in self.rows}[node]
+
+    def summary(self) -> str:
+        """Returns the counts in one sentence."""
+        return (
+            f"{self.quantized} of {len(self.rows)} operators quantized, {len(self.islands)} float islands, "
+            f"{len(self.boundaries)} boundaries."
+        )
+
+    def text(self, width: int = 160) -> str:
+        """Returns a table for the terminal, `width` characters wide."""
+        out = StringIO()
+        console = Console(file=out, width=width, no_color=True)
+        console.print(self.table())
+        console.print(self.summary())
+        return out.getvalue()
+
+    def table(self) -> Table:
+        """Returns the rows as a rich table."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading in ("node", "operator", "module", "rule", "how, or why it stays float"):
+            table.add_column(heading, overflow="fold")
+        for row in self.rows:
+            told = row.how if row.quantized else f"float: {row.reason}"
+            table.add_row(row.node, row.operator, row.module_path, row.rule or "-", told)
+        return table
+
+    def json(self) -> str:
+        """Returns the whole report as JSON."""
+        return json.dumps({**asdict(self), "quantized": self.quantized}, indent=1)
+
+    def html(self, title: str = "Quantization report") -> str:
+        """Returns one HTML page that needs nothing else."""
+        environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        return environment.from_string(_PAGE).render(report=self, title=title)
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+def explain(model: fx.GraphModule) -> Report:
+    """Tells of every compute operator of a graph how it is quantized, or why not.
+
+    Args:
+        model: a graph that a quantizer annotated, prepare returned or convert returned; the quantizer
+            may be anybody's. The graph is not changed.
+
+    Raises:
+        ModelError: the model is not an exported graph.
+    """
+    graph = require_graph_module(model, "explain").graph
+    stage = _stage(graph)
+    compute = [node for node in compute_nodes(graph) if not _is_qdq(node)]
+    quantized = {node for node in compute if (_in_integers(node) if stage == "converted" else _annotated(node))}
+    rows = tuple(_row(node, node in quantized, stage) for node in compute)
+    islands = _islands([node for node in compute if node not in quantized and not _on_constants(node)])
+    return Report(stage, rows, islands, tuple(_boundaries(graph, quantized)))
+
+
+_QDQ_LIBRARIES = ("quantized_decomposed", "torchao")
+
+
+def _is_qdq(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _QDQ_LIBRARIES
+
+
+def _named(node: Any, prefix: str) -> bool:
+    return isinstance(node, fx.Node) and _is_qdq(node) and str(node.target).split(".")[1].startswith(prefix)
+
+
+def _stage(graph: fx.Graph) -> str:
+    if any(_is_qdq(node) for node in graph.nodes):
+        return "converted"
+    called = (n.graph.owning_module and n.target for n in graph.nodes if n.op == "call_module")
+    return "prepared" if any(str(target) != "_guards_fn" for target in called) else "exported"
+
+
+def _annotated(node: fx.Node) -> bool:
+    found = decision(node)
+    if found is not None:
+        return found.quantized
+    annotation = node.meta.get(Q_ANNOTATION_KEY)
+    return isinstance(annotation, QuantizationAnnotation) and annotation._annotated
+
+
+def _in_integers(node: fx.Node) -> bool:
+    """Whether a converted graph computes a node between dequantize and quantize, alone or in a fused piece."""
+    found = decision(node)
+    if found is not None and found.quantized:
+        return True
+    fed = any(_named(source, "dequantize") and not _is_weight(source) for source in node.all_input_nodes)
+    weighted = any(_is_weight(source) for source in node.all_input_nodes)
+    if weighted or (fed and _annotated(node)):
+        return True
+    drained = any(_named(user, "quantize") for user in node.users)
+    return (fed and drained) or (drained and _follows_weighted(node))
+
+
+def _follows_weighted(node: fx.Node) -> bool:
+    sources = [source for source in node.all_input_nodes if not is_constant(source)]
+    return len(sources) == 1 and len(sources[0].users) == 1 and any(map(_is_weight, sources[0].all_input_nodes))
+
+
+def _is_weight(node: fx.Node) -> bool:
+    return _named(node, "dequantize") and is_constant(node.args[0])
+
+
+def _on_constants(node: fx.Node) -> bool:
+    return bool(node.all_input_nodes) and all(is_constant(source) for source in node.all_input_nodes)
+
+
+def _row(node: fx.Node, quantized: bool, stage: str) -> Row:
+    found = decision(node)
+    told = _how_converted if stage == "converted" else _how_annotated
+    return Row(
+        node=node.name,
+        operator=str(node.target).removeprefix("aten.").removesuffix(".default"),
+        module_path=module_path(node),
+        quantized=quantized,
+        rule=(found.rule if found and found.rule else "annotated") if quantized else "",
+        owner=found.owner if found else "",
+        how=_arrow(*told(node), into=found.root if found and found.root != node.name else "") if quantized else "",
+        config=found.config if found else "",
+        reason="" if quantized else _reason(node),
+    )
+
+
+def _reason(node: fx.Node) -> str:
+    found = decision(node)
+    if found is None:
+        return "no quantizer annotated it"
+    nearest = f"nearest rule '{found.nearest}': " if found.nearest else ""
+    return f"{nearest}{found.reason}"
+
+
+def _how_annotated(node: fx.Node) -> tuple[list[str], str]:
+    annotation = node.meta.get(Q_ANNOTATION_KEY) or QuantizationAnnotation()
+    inputs = [_spec_text(annotation.input_qspec_map.get(source)) for source in node.all_input_nodes]
+    return [text for text in inputs if text], _spec_text(annotation.output_qspec)
+
+
+def _spec_text(spec: Any) -> str:
+    if spec is None:
+        return ""
+    if isinstance(spec, SharedQuantizationSpec):
+        place = spec.edge_or_node
+        return f"shared with {place.name if isinstance(place, fx.Node) else ' to '.join(n.name for n in place)}"
+    kind = "derived" if isinstance(spec, DerivedQuantizationSpec) else ""
+    kind = "fixed" if hasattr(spec, "scale") else kind
+    per_channel = "per channel" if str(getattr(spec, "qscheme", "")).find("per_channel") >= 0 else ""
+    dynamic = "dynamic" if getattr(spec, "is_dynamic", False) else ""
+    return " ".join(filter(None, (kind, dynamic, str(spec.dtype).removeprefix("torch."), per_channel)))
+
+
+def _how_converted(node: fx.Node) -> tuple[list[str], str]:
+    inputs = [_qdq_text(source) for source in node.all_input_nodes if _named(source, "dequantize")]
+    outputs = [_qdq_text(user) for user in node.users if _named(user, "quantize")]
+    return inputs, outputs[0] if outputs else ""
+
+
+def _qdq_text(node: fx.Node) -> str:
+    dtype = next((str(a).removeprefix("torch.") for a in reversed(node.args) if isinstance(a, torch.dtype)), "integer")
+    name = str(node.target)
+    kind = "per channel" if "per_channel" in name else "per group" if "group" in name or "affine" in name else ""
+    dynamic = "dynamic" if name.endswith("tensor.tensor") or ".tensor" in name.partition("per_tensor")[2] else ""
+    return " ".join(filter(None, (dynamic, dtype, kind)))
+
+
+def _arrow(inputs: list[str], output: str, into: str) -> str:
+    """What goes in and what comes out; `into` names the last node of a fused piece from inside of it."""
+    return f"{', '.join(inputs) or 'fused'} -> {output or (into and f'fused into {into}') or 'float'}"
+
+
+def _islands(nodes: list[fx.Node]) -> tuple[tuple[str, ...], ...]:
+    """Connected groups of float nodes, by union-find over their edges, in graph order."""
+    parent = {node: node for node in nodes}
+
+    def root(node: fx.Node) -> fx.Node:
+        while parent[node] is not node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source in parent:
+                parent[root(node)] = root(source)
+    groups: dict[fx.Node, list[str]] = {}
+    for node in nodes:
+        groups.setdefault(root(node), []).append(node.name)
+    return tuple(tuple(group) for group in groups.values())
+
+
+def _boundaries(graph: fx.Graph, quantized: set[fx.Node]) -> Iterator[Boundary]:
+    for node in graph.nodes:
+        if _named(node, "dequantize") and not _is_weight(node):
+            readers = [user for user in node.users if user not in quantized and not _is_qdq(user)]
+            if readers:
+                yield _boundary(node, "dequantize", readers)
+        elif _named(node, "quantize") and not is_constant(node.args[0]) and node.args[0] not in quantized:
+            yield _boundary(node, "quantize", list(node.users))
+
+
+def _boundary(node: fx.Node, kind: str, readers: list[fx.Node]) -> Boundary:
+    crossing = node.args[0]
+    assert isinstance(crossing, fx.Node)
+    found = tensor_value(crossing)
+    known = found is not None and all(isinstance(size, int) for size in found.shape)
+    elements = found.numel() if found is not None and known else None
+    return Boundary(node.name, kind, crossing.name, tuple(reader.name for reader in readers), elements)
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
+<style>
+ body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem; color: #1d2733 }
+ table { border-collapse: collapse; width: 100% } th, td { text-align: left; padding: .3rem .6rem; vertical-align: top }
+ th { border-bottom: 2px solid #9aa7b4 } tr + tr td { border-top: 1px solid #e3e8ee }
+ td:first-child { border-left: 4px solid #2a9d6f } tr.float td:first-child { border-left-color: #d9822b }
+ .float td { background: #fdf6ee } code { font: 12.5px ui-monospace, monospace } p.sum { font-size: 1.1rem }
+</style></head><body>
+<h1>{{ title }}</h1>
+<p class="sum">{{ report.summary() }}</p>
+<table><thead><tr><th>node</th><th>operator</th><th>module</th><th>rule</th>
+<th>how, or why it stays float</th></tr></thead>
+<tbody>
+{% for row in report.rows %}
+<tr class="{{ 'int' if row.quantized else 'float' }}"><td><code>{{ row.node }}</code></td>
+<td><code>{{ row.operator }}</code></td><td>{{ row.module_path }}</td><td>{{ row.rule or '-' }}</td>
+<td>{{ row.how if row.quantized else row.reason }}</td></tr>
+{% endfor %}
+</tbody></table>
+{% if report.islands %}<h2>Float islands</h2><ol>
+{% for island in report.islands %}<li><code>{{ island | join(', ') }}</code></li>
+{% endfor %}</ol>{% endif %}
+{% if report.boundaries %}<h2>Boundaries</h2>
+<table><thead><tr><th>kind</th><th>from</th><th>to</th><th>elements</th></tr></thead><tbody>
+{% for b in report.boundaries %}<tr><td>{{ b.kind }}</td><td><code>{{ b.producer }}</code></td>
+<td><code>{{ b.consumers | join(', ') }}</code></td>
+<td>{{ b.elements if b.elements is not none else 'symbolic' }}</td></tr>
+{% endfor %}</tbody></table>{% endif %}
+</body></html>
+"""
