@@ -1,0 +1,130 @@
+"""A q/dq graph made ready for the rules.
+
+Before: a graph from `convert_pt2e`, with guards, assertions, inference no-ops and quantization of
+constants. After: only computation; every node has a tensor value; static activations are uint8, which is
+the one activation dtype that all integer kernels of oneDNN in torch take (x - 128 in int8 is x in uint8).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from quantplug.core.graph import constant_value, operands, tensor_value
+from quantplug.core.pattern import Match, op, value
+from quantplug.lowering.x86.functional import make_functional
+from quantplug.lowering.x86.qparams import QD, is_static, qparams, quantize
+from quantplug.lowering.x86.rewriting import Rule, apply, constant, erase_unused, replace
+
+
+def clean(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:
+    """Removes what computes nothing, folds constants, gives every node a value, makes activations uint8."""
+    _remove_guards(module.graph)
+    apply(module.graph, NO_OPS)
+    make_functional(module.graph)
+    _fold_quantized_constants(module.graph)
+    _give_values(module, example_inputs)
+    apply(module.graph, TO_UNSIGNED)
+
+
+def _remove_guards(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_module" and not node.users:
+            graph.erase_node(node)
+        elif isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.startswith("aten::_assert"):
+            graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "get_attr":
+            erase_unused(node)
+
+
+def _skip(match: Match) -> str | None:
+    replace(match.root, match["x"])
+    return None
+
+
+NO_OPS = (
+    Rule(op("dropout", "feature_dropout", input=value("x"), train=False), _skip),
+    Rule(op("alias", "detach", "lift_fresh_copy", self=value("x")), _skip),
+)
+
+
+def _fold_quantized_constants(graph: fx.Graph) -> None:
+    """Quantizes weights that were left float before a quantize node, dequantizes integer biases."""
+    for node in list(graph.nodes):
+        operator = getattr(node.target, "_schema", None)
+        if operator is None or not operator.name.startswith("quantized_decomposed::"):
+            continue
+        source = operands(node).get("input")
+        source_value = constant_value(source) if isinstance(source, fx.Node) else None
+        is_bias = "dequantize" in operator.name and source_value is not None and source_value.dtype == torch.int32
+        if source_value is not None and ("::quantize" in operator.name or is_bias):
+            folded = _evaluate(node)
+            if folded is not None:
+                new = constant(node, f"{source.target}_folded", folded)
+                replace(node, new)
+
+
+def _evaluate(node: fx.Node) -> Tensor | None:
+    def value_of(found: fx.Node) -> Any:
+        return constant_value(found)
+
+    args = fx.node.map_arg(node.args, value_of)
+    kwargs = fx.node.map_arg(node.kwargs, value_of)
+    if any(value_of(found) is None for found in node.all_input_nodes):
+        return None
+    with torch.no_grad():
+        folded: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
+    return folded.detach()
+
+
+class _Values(fx.Interpreter):
+    """Runs a graph on fake tensors and writes each node's value into its metadata."""
+
+    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
+        super().__init__(module)
+        self.mode = mode
+
+    def run_node(self, n: fx.Node) -> Any:
+        found = super().run_node(n)
+        if n.op == "get_attr" and isinstance(found, Tensor):
+            found = self.mode.from_tensor(found, static_shapes=True)
+        if n.op != "output":
+            n.meta["val"] = found
+        return found
+
+
+def _give_values(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    recorded = [node.meta.get("val") for node in placeholders]
+    fakes = [v for v in recorded if isinstance(v, FakeTensor)]
+    if all(v is not None for v in recorded) and fakes:
+        mode, inputs = fakes[0].fake_mode, recorded
+    else:
+        mode = FakeTensorMode()
+        leaves = torch.utils._pytree.tree_leaves(example_inputs)
+        inputs = [mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    with mode, torch.no_grad():
+        _Values(module, mode).run(*inputs, enable_io_processing=False)
+
+
+def _to_unsigned(match: Match) -> str | None:
+    node = match.root
+    users = list(node.users)
+    strangers = [user for user in users if user.target not in DEQUANTIZE_STATIC or is_static(user)]
+    if strangers:
+        return "integers are also read directly"
+    if any(qparams(user) != qparams(node) for user in users):
+        return "it is dequantized with other parameters"
+    params = qparams(node).shifted(128, torch.uint8)
+    node.target = QD.quantize_per_tensor.default
+    node.args, node.kwargs = (operands(node)["input"], *params.args()), {}
+    node.meta["val"] = node.meta["val"].to(torch.uint8)
+    for user in users:
+        user.target, user.args, user.kwargs = QD.dequantize_per_tensor.default, (node, *params.args()), {}
+    return None
+
+
+DEQUANTIZE_STATIC = (QD.dequantize_per_tensor.default, QD.dequantize_per_tensor.tensor, QD.dequantize_per_tensor.tensor2)
+TO_UNSIGNED = (Rule(quantize(input=value("x"), dtype=torch.int8).where(lambda m: is_static(m.root)), _to_unsigned),)

@@ -1,0 +1,277 @@
+"""What follows a kernel, fused into it.
+
+Before: `kernel (float32) -> add -> relu -> quantize` and parts of it. After: one kernel that yields the
+quantized result. Four rule families, each for one piece, applied in the order of `fuse`:
+residual sums on integers, unary functions, residual sums on floats, output quantization.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from quantplug.core.graph import operands, tensor_value
+from quantplug.core.pattern import Match, Op, Pattern, either, op, single_use, value
+from quantplug.lowering.x86.products import NO_SCALARS
+from quantplug.lowering.x86.qparams import QD, QParams, dequantize, qparams, quantize
+from quantplug.lowering.x86.rewriting import Rule, absorb, apply, call, replace
+
+onednn = torch.ops.onednn
+CONVOLUTION, LINEAR = "onednn::qconv_pointwise", "onednn::qlinear_pointwise"
+ATTRIBUTE = {CONVOLUTION: "attr", LINEAR: "post_op_name"}
+CONV_UNARIES = ("relu", "hardtanh", "hardswish", "swish")
+LINEAR_UNARIES = (*CONV_UNARIES, "gelu", "leaky_relu", "tanh")
+# positions in the kernels' schemas: both end in (scale, zero point, dtype, unary, scalars, algorithm)
+SCALE, ZERO_POINT, DTYPE, UNARY, SCALARS, ALGORITHM = range(-6, 0)
+
+
+def fuse(graph: fx.Graph) -> None:
+    """Fuses every epilogue that the kernels offer."""
+    apply(graph, INTEGER_SUMS)
+    apply(graph, UNARIES)
+    apply(graph, FLOAT_SUMS)
+    apply(graph, OUTPUTS)
+
+
+def kernel(name: str, unary: str | None = "none") -> Op:
+    """Returns the pattern of a static or dynamic kernel that still yields float32."""
+    wanted = {} if unary is None else {ATTRIBUTE[name]: unary}
+    overloads = [f"{name}.default", f"{name}.tensor"]
+    return op(*overloads, name="kernel", output_dtype=torch.float32, **wanted)
+
+
+def set_args(node: fx.Node, changes: dict[int, Any]) -> None:
+    """Changes operands of a node by position, counted from the end where negative."""
+    args = list(node.args)
+    for position, found in changes.items():
+        args[position] = found
+    node.args = tuple(args)
+
+
+# ---- unary functions
+
+
+def _unary(function: Op, name: str, scalars: Callable[[dict[str, Any]], list[Any] | str], algorithm: str = "approximate") -> Rule:
+    def rewrite(match: Match) -> str | None:
+        given = operands(match.root)
+        numbers = scalars(given)
+        if isinstance(numbers, str):
+            return numbers
+        node: fx.Node = match["kernel"]
+        set_args(node, {UNARY: name, SCALARS: numbers, ALGORITHM: given.get(algorithm, "")})
+        absorb(node, *match.nodes)
+        replace(match.root, node)
+        return None
+
+    return Rule(function, rewrite)
+
+
+def _nothing(given: dict[str, Any]) -> list[Any]:
+    return NO_SCALARS
+
+
+def _bounds(low: str, high: str) -> Callable[[dict[str, Any]], list[Any] | str]:
+    def read(given: dict[str, Any]) -> list[Any] | str:
+        found = [given.get(low), given.get(high)]
+        if any(isinstance(bound, fx.Node) for bound in found):
+            return "its bounds are tensors"
+        limits = (-3.0e38, 3.0e38)
+        return [limit if bound is None else float(bound) for bound, limit in zip(found, limits, strict=True)]
+
+    return read
+
+
+def _six(given: dict[str, Any]) -> list[Any]:
+    return [0.0, 6.0]
+
+
+def _slope(given: dict[str, Any]) -> list[Any]:
+    return [given["negative_slope"]]
+
+
+def _unaries(name: str) -> Iterator[Rule]:
+    source = single_use(kernel(name))
+    yield _unary(op("relu", self=source), "relu", _nothing)
+    yield _unary(op("relu6", self=source), "hardtanh", _six)
+    yield _unary(op("hardtanh", self=source), "hardtanh", _bounds("min_val", "max_val"))
+    yield _unary(op("clamp.default", self=source), "hardtanh", _bounds("min", "max"))
+    yield _unary(op("hardswish", self=source), "hardswish", _nothing)
+    yield _unary(op("silu", self=source), "swish", _nothing)
+    gate = op("sigmoid", self=kernel(name))
+    yield _unary(
+        op("mul.Tensor", self=kernel(name), other=single_use(gate), commutative=("self", "other"), where=(_used_twice,)),
+        "swish",
+        _nothing,
+    )
+    if name == LINEAR:
+        yield _unary(op("gelu", self=source), "gelu", _nothing)
+        yield _unary(op("leaky_relu", self=source), "leaky_relu", _slope)
+        yield _unary(op("tanh", self=source), "tanh", _nothing)
+
+
+def _used_twice(match: Match) -> str | None:
+    return None if len(match["kernel"].users) == 2 else "the product is used elsewhere too"
+
+
+UNARIES = (*_unaries(CONVOLUTION), *_unaries(LINEAR))
+
+
+# ---- residual sums
+
+FLOAT = QParams(1.0, 0, 0, 0, torch.float32)
+LINEARS = (onednn.qlinear_pointwise.default, onednn.qlinear_pointwise.tensor)
+
+
+def _sum(name: str, other: Pattern) -> Op:
+    return op(
+        "add.Tensor", self=single_use(kernel(name)), other=other, alpha=1, commutative=("self", "other"), name="add"
+    )
+
+
+def _rectified(total: Op) -> Pattern:
+    return single_use(either(op("relu", self=single_use(total), name="relu"), total))
+
+
+def _fuse_integer_sum(match: Match) -> str | None:
+    """The kernel adds onto integers of the output's dtype, in their place."""
+    theirs, ours = qparams(match["dequantize"]), qparams(match.root)
+    if not (theirs.is_static and ours.is_static) or theirs.dtype != ours.dtype:
+        return "the sum's other input is not quantized as its output is"
+    reason = _shape_objection(match["add"], match["integers"])
+    if reason is None:
+        _replace_by_sum(match, match["integers"], theirs, ours)
+    return reason
+
+
+def _fuse_float_sum(match: Match) -> str | None:
+    other = tensor_value(match["other"])
+    if other is None or other.dtype != torch.float32:
+        return "the sum's other input is not torch.float32"
+    reason = _shape_objection(match["add"], match["other"])
+    if reason is None:
+        _replace_by_sum(match, match["other"], FLOAT, FLOAT)
+    return reason
+
+
+def _shape_objection(add: fx.Node, other: fx.Node) -> str | None:
+    total, part = tensor_value(add), tensor_value(other)
+    if total is None or part is None or total.shape != part.shape:
+        return "the sum broadcasts"
+    return None
+
+
+def _replace_by_sum(match: Match, other: fx.Node, theirs: QParams, ours: QParams) -> None:
+    product: fx.Node = match["kernel"]
+    scales = (ours.scale, ours.zero_point, ours.dtype, theirs.scale, theirs.zero_point)
+    unary = ("relu" if "relu" in match else "none", NO_SCALARS, "")
+    if product.target in LINEARS:
+        is_static = product.target is onednn.qlinear_pointwise.default
+        target = onednn.qlinear_pointwise.binary if is_static else onednn.qlinear_pointwise.binary_tensor
+        # "add" reads a float tensor of any owner; "sum" accumulates in place
+        how = "add" if ours is FLOAT else "sum"
+        args = (*product.args[:6], other, product.args[6], *scales, how, 1.0, *unary)
+    else:
+        target = onednn.qconv2d_pointwise.binary
+        args = (*product.args[:6], other, *product.args[6:11], *scales, "sum", 1.0, *unary)
+    new = call(match.root, target, args, match.root, ours.dtype)
+    absorb(new, product, *match.nodes)
+    replace(match.root, _clamped(new, ours))
+    if "sum" in args:
+        _give_own_memory(new, other)
+
+
+# operators whose result is new memory, and that read their inputs without keeping a view of them
+FRESH = frozenset(
+    (
+        onednn.qconv_pointwise.default,
+        onednn.qconv2d_pointwise.binary,
+        onednn.qlinear_pointwise.default,
+        onednn.qlinear_pointwise.tensor,
+        onednn.qlinear_pointwise.binary,
+        torch.ops.quantized.max_pool2d.default,
+        QD.quantize_per_tensor.default,
+        QD.dequantize_per_tensor.default,
+        torch.ops.aten.clone.default,
+        torch.ops.aten.cat.default,
+    )
+)
+
+
+def _give_own_memory(kernel: fx.Node, accumulator: fx.Node) -> None:
+    """Copies what a kernel adds onto, unless nobody else can read that memory from then on."""
+    order = {node: position for position, node in enumerate(kernel.graph.nodes)}
+    others = [user for user in accumulator.users if user is not kernel]
+    is_free = accumulator.target in FRESH and accumulator is not kernel.args[0]
+    if is_free and all(user.target in FRESH and order[user] < order[kernel] for user in others):
+        return
+    copied = call(kernel, torch.ops.aten.clone.default, (accumulator,), accumulator)
+    kernel.args = tuple(
+        copied if found is accumulator and position > 0 else found for position, found in enumerate(kernel.args)
+    )
+
+
+INTEGER_OTHER = dequantize(input=value("integers"), name="dequantize")
+
+
+def _sums() -> Iterator[Rule]:
+    for name in (CONVOLUTION, LINEAR):
+        yield Rule(quantize(input=_rectified(_sum(name, INTEGER_OTHER))), _fuse_integer_sum)
+
+
+INTEGER_SUMS = tuple(_sums())
+FLOAT_SUMS = tuple(
+    rule
+    for name in (CONVOLUTION, LINEAR)
+    for rule in (
+        Rule(op("relu", self=single_use(_sum(name, value("other"))), name="relu"), _fuse_float_sum),
+        Rule(_sum(name, value("other")), _fuse_float_sum),
+    )
+)
+
+
+# ---- output quantization
+
+
+def _fuse_output(match: Match) -> str | None:
+    params = qparams(match.root)
+    if not params.is_static or params.dtype not in (torch.uint8, torch.int8):
+        return "the kernel's output is quantized with parameters of run time"
+    node: fx.Node = match["kernel"]
+    set_args(node, {SCALE: params.scale, ZERO_POINT: params.zero_point, DTYPE: params.dtype})
+    node.meta["val"] = node.meta["val"].to(params.dtype)
+    absorb(node, match.root)
+    replace(match.root, _clamped(node, params))
+    return None
+
+
+def _fuse_sum_output(match: Match) -> str | None:
+    """A linear with a float sum can still quantize its result: its own parameters stand before the sum's."""
+    params = qparams(match.root)
+    if not params.is_static or params.dtype not in (torch.uint8, torch.int8):
+        return "the kernel's output is quantized with parameters of run time"
+    node: fx.Node = match["kernel"]
+    set_args(node, {8: params.scale, 9: params.zero_point, 10: params.dtype})
+    node.meta["val"] = node.meta["val"].to(params.dtype)
+    absorb(node, match.root)
+    replace(match.root, _clamped(node, params))
+    return None
+
+
+def _clamped(kernel: fx.Node, params: QParams) -> fx.Node:
+    """Returns the kernel's integers within a range narrower than their dtype; kernels only saturate."""
+    if params.dtype == torch.float32 or params.is_full_range:
+        return kernel
+    clamp = torch.ops.aten.clamp.default
+    return call(kernel.next, clamp, (kernel, params.qmin, params.qmax), kernel)
+
+
+def _outputs() -> Iterator[Rule]:
+    for name in (CONVOLUTION, LINEAR):
+        yield Rule(quantize(input=single_use(kernel(name, None))), _fuse_output)
+    for overload in ("binary", "binary_tensor"):
+        with_sum = op(f"{LINEAR}.{overload}", name="kernel", output_dtype=torch.float32, binary_post_op="add")
+        yield Rule(quantize(input=single_use(with_sum)), _fuse_sum_output)
+
+
+OUTPUTS = tuple(_outputs())

@@ -1,0 +1,63 @@
+"""In-place operators made functional where nobody can tell the difference.
+
+Before: `relu_(x)`, `add_(x, y)`, as export leaves them. After: `relu(x)`, `add(x, y)`, and readers of `x`
+after that point read the result. Where memory may be shared with something else (an input, a buffer, a view
+that others read), the operator stays in place and is not part of any rule.
+"""
+
+import torch
+from torch import fx
+
+from quantplug.core.graph import compute_nodes
+
+
+def make_functional(graph: fx.Graph) -> None:
+    """Replaces in-place operators by their functional form where the mutated memory has one owner."""
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    for node in list(compute_nodes(graph)):
+        target = _functional_form(node)
+        if target is None or not _owns_memory(node.args[0], node):
+            continue
+        mutated = node.args[0]
+        assert isinstance(mutated, fx.Node)
+        mutated.replace_all_uses_with(node, delete_user_cb=lambda user, node=node: order[user] > order[node])
+        node.target = target
+
+
+def _functional_form(node: fx.Node) -> torch._ops.OpOverload | None:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = node.target._schema
+    library, _, name = schema.name.partition("::")
+    if not schema.is_mutable or not name.endswith("_") or not node.args:
+        return None
+    packet = getattr(getattr(torch.ops, library), name[:-1], None)
+    found: torch._ops.OpOverload | None = getattr(packet, schema.overload_name or "default", None)
+    return found
+
+
+def _owns_memory(memory: object, mutator: fx.Node) -> bool:
+    """Tells whether no other name reads the memory that is written: going up views, each used once."""
+    if not isinstance(memory, fx.Node) or memory.op != "call_function":
+        return False
+    others = [user for user in memory.users if user is not mutator]
+    if any(is_view(user) for user in others):
+        return False
+    if not is_view(memory):
+        return True
+    return not others and _owns_memory(memory.args[0], memory)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Tells whether an operator's result may share memory with an input."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    schema = node.target._schema
+    shares = any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
+    return shares or schema.name in MAY_SHARE
+
+
+# composite operators whose schema does not say that they may return a view
+MAY_SHARE = frozenset(
+    f"aten::{name}"
+    for name in ("reshape", "flatten", "contiguous", "to", "type_as", "dropout", "feature_dropout", "chunk", "unflatten")
+)

@@ -1,0 +1,72 @@
+"""From a q/dq graph to a module of oneDNN kernels.
+
+Before: the result of `convert_pt2e`. After: an `X86Program`; the converted model is not changed.
+"""
+
+import copy
+from typing import Any
+
+from torch import fx
+
+from quantplug.core.errors import LoweringError
+from quantplug.core.graph import require_graph_module
+from quantplug.lowering.x86.cleaning import clean
+from quantplug.lowering.x86.elementwise import ELEMENTWISE
+from quantplug.lowering.x86.epilogues import fuse
+from quantplug.lowering.x86.movement import move
+from quantplug.lowering.x86.placement import place, record
+from quantplug.lowering.x86.products import PRODUCTS
+from quantplug.lowering.x86.program import X86Program
+from quantplug.lowering.x86.rewriting import apply, drop_unread_attributes
+
+
+def lower(converted: fx.GraphModule, example_inputs: tuple[Any, ...], *, dynamic_shapes: Any = None) -> X86Program:
+    """Lowers a q/dq graph to oneDNN quantized kernels.
+
+    Args:
+        converted: what `convert_pt2e` returned.
+        example_inputs: inputs as for `torch.export.export`.
+        dynamic_shapes: which sizes may vary, as for `torch.export.export`; needed again to save the program.
+
+    Returns:
+        A program that runs eagerly; operators without integer kernel stay float, and `ops` says why.
+
+    Raises:
+        ModelError: `converted` is no graph module.
+        LoweringError: it still has observers, or the inputs do not fit.
+    """
+    module = _copied(require_graph_module(converted, "lower"))
+    _require_inputs(module, example_inputs)
+    recorded = record(module.graph)
+    clean(module, example_inputs)
+    move(module.graph)
+    apply(module.graph, PRODUCTS)
+    fuse(module.graph)
+    apply(module.graph, ELEMENTWISE)
+    _finish(module)
+    return X86Program(module, example_inputs, dynamic_shapes, place(recorded, module.graph))
+
+
+def _copied(converted: fx.GraphModule) -> fx.GraphModule:
+    """Copies the graph; parameters and buffers are shared with the original."""
+    return fx.GraphModule(converted, copy.deepcopy(converted.graph))
+
+
+def _finish(module: fx.GraphModule) -> None:
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    drop_unread_attributes(module)
+    module.recompile()
+
+
+def _require_inputs(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:
+    observers = [node for node in module.graph.nodes if node.op == "call_module" and node.users]
+    if observers:
+        raise LoweringError(
+            f"The model still calls module '{observers[0].target}' at node '{observers[0].name}'; "
+            "convert it with `convert_pt2e` before lowering."
+        )
+    if not isinstance(example_inputs, tuple):
+        raise LoweringError(
+            f"example_inputs is {type(example_inputs).__name__}; pass a tuple as for `torch.export.export`."
+        )

@@ -1,0 +1,56 @@
+"""Where each operator of the q/dq graph ended up.
+
+Before: a cleaned q/dq graph is recorded; after the rules the lowered graph is compared with the record.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from quantplug.core.graph import compute_nodes, module_path
+from quantplug.lowering.program import LoweredOp
+from quantplug.lowering.x86.rewriting import ORIGINS, REASON, origins
+
+INTEGERS = (torch.uint8, torch.int8)
+
+
+def is_quantization(node: fx.Node) -> bool:
+    """Tells whether a node only converts between integers and floats."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "quantized_decomposed"
+
+
+def record(graph: fx.Graph) -> tuple[LoweredOp, ...]:
+    """Marks every compute operator with its own name and returns them all as not yet placed."""
+    found = [node for node in compute_nodes(graph) if not is_quantization(node)]
+    for node in found:
+        node.meta[ORIGINS] = frozenset({node.name})
+    return tuple(LoweredOp(node.name, str(node.target), module_path(node), "float") for node in found)
+
+
+def place(recorded: tuple[LoweredOp, ...], graph: fx.Graph) -> tuple[LoweredOp, ...]:
+    """Returns the recorded operators with their placement in a lowered graph."""
+    reasons = dict(_reasons(graph))
+    return tuple(_placed(operator, reasons.get(operator.node, "")) for operator in recorded)
+
+
+def _placed(operator: LoweredOp, reason: str) -> LoweredOp:
+    placement = "float" if reason else "int8"
+    return LoweredOp(operator.node, operator.target, operator.module_path, placement, reason)
+
+
+def _reasons(graph: fx.Graph) -> Iterator[tuple[str, str]]:
+    for node in graph.nodes:
+        if not _is_integer(node):
+            for name in origins(node):
+                yield name, node.meta.get(REASON) or _no_rule(node)
+
+
+def _is_integer(node: fx.Node) -> bool:
+    if getattr(node.target, "namespace", "") == "onednn":
+        return True
+    return any(getattr(n.meta.get("val"), "dtype", None) in INTEGERS for n in (node, *node.all_input_nodes))
+
+
+def _no_rule(node: fx.Node) -> str:
+    return f"no integer kernel for {node.target} in this place"

@@ -1,0 +1,109 @@
+"""A lowered model on oneDNN kernels: runs, saves itself, loads.
+
+Before: the lowered graph, weights as int8 constants behind prepack nodes. After: the same graph with the
+weights packed for this machine, called like the model. The saved file keeps the unpacked form, since the
+packed layout depends on the processor.
+"""
+
+import copy
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from quantplug.core.errors import ArtefactError
+from quantplug.lowering.program import LoweredOp, Program
+from quantplug.lowering.x86.packing import pack, register_fakes
+
+OPS_FILE = "quantplug_ops.json"
+
+
+class X86Program(Program):
+    """A model lowered to oneDNN quantized kernels.
+
+    Attributes:
+        portable: the lowered graph with unpacked int8 weights; what is saved and compiled.
+        module: the same with weights packed for this machine; what runs.
+        ops: every compute operator of the q/dq graph with its placement.
+    """
+
+    def __init__(
+        self,
+        portable: fx.GraphModule,
+        example_inputs: tuple[Any, ...],
+        dynamic_shapes: Any,
+        ops: tuple[LoweredOp, ...],
+    ) -> None:
+        self.portable = portable
+        self.example_inputs = example_inputs
+        self.dynamic_shapes = dynamic_shapes
+        self.ops = ops
+        self.module = pack(portable)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Runs the program without autograd; takes and returns what the exported model does."""
+        with torch.inference_mode():
+            return self.module(*inputs)
+
+    def exported(self) -> torch.export.ExportedProgram:
+        """Returns the portable form as an exported program."""
+        register_fakes()
+        with torch.no_grad():
+            return torch.export.export(
+                self.portable, self.example_inputs, dynamic_shapes=self.dynamic_shapes, strict=False
+            )
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the portable form as a `.pt2` archive that `X86Program.load` reads on any x86 machine.
+
+        Raises:
+            ArtefactError: the folder does not exist.
+        """
+        path = Path(path)
+        if not path.parent.is_dir():
+            raise ArtefactError(f"Cannot write '{path}': folder '{path.parent}' does not exist; create it first.")
+        described = json.dumps([dataclasses.asdict(operator) for operator in self.ops])
+        torch.export.save(self.exported(), path, extra_files={OPS_FILE: described})
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> "X86Program":
+        """Reads a program that `save` wrote and packs its weights for this machine.
+
+        Raises:
+            ArtefactError: the file is missing, or is no saved program.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise ArtefactError(f"There is no file '{path}'; pass a program that `X86Program.save` wrote.")
+        register_fakes()
+        extra = {OPS_FILE: ""}
+        try:
+            exported = torch.export.load(path, extra_files=extra)
+            ops = tuple(LoweredOp(**fields) for fields in json.loads(extra[OPS_FILE]))
+        except Exception as error:
+            raise ArtefactError(
+                f"'{path}' is no program of the x86 lowering ({type(error).__name__}: {error}); "
+                "pass a file that `X86Program.save` wrote."
+            ) from error
+        module = exported.module()
+        args = exported.example_inputs[0] if exported.example_inputs else ()
+        return cls(_without_guards(module), args, None, ops)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the saved program in bytes; writes it to a temporary file to measure."""
+        with tempfile.TemporaryDirectory() as folder:
+            return self.save(Path(folder) / "program.pt2").stat().st_size
+
+
+def _without_guards(module: fx.GraphModule) -> fx.GraphModule:
+    for node in list(module.graph.nodes):
+        if node.op == "call_module" and not node.users:
+            module.graph.erase_node(node)
+    module.recompile()
+    return module

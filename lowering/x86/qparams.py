@@ -1,0 +1,158 @@
+"""Quantization parameters as they stand in a q/dq graph, and integer weights behind dequantize nodes.
+
+Before: `quantized_decomposed` nodes and constants. After: plain values; the graph is not changed.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torchao.quantization.pt2e  # noqa: F401  (registers the operators of quantized_decomposed)
+from torch import Tensor, fx
+
+from quantplug.core.graph import constant_value, operands
+from quantplug.core.pattern import Op, op
+
+QD = torch.ops.quantized_decomposed
+FULL_RANGE = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
+
+
+@dataclass(frozen=True)
+class QParams:
+    """Per-tensor parameters: real value = (integer - zero_point) * scale.
+
+    Attributes:
+        scale: a positive number, or a node that computes it at run time.
+        zero_point: an integer, or a node that computes it at run time.
+        qmin: lowest integer.
+        qmax: highest integer.
+        dtype: the integers' dtype.
+    """
+
+    scale: float | fx.Node
+    zero_point: int | fx.Node
+    qmin: int
+    qmax: int
+    dtype: torch.dtype
+
+    @property
+    def is_static(self) -> bool:
+        """Tells whether scale and zero point are numbers known now."""
+        return not isinstance(self.scale, fx.Node) and not isinstance(self.zero_point, fx.Node)
+
+    @property
+    def is_full_range(self) -> bool:
+        """Tells whether every integer of the dtype is allowed, so that a kernel's saturation is the clamp."""
+        return FULL_RANGE.get(self.dtype) == (self.qmin, self.qmax)
+
+    def shifted(self, by: int, dtype: torch.dtype) -> "QParams":
+        """Returns the parameters of the same real values with every integer moved by a constant."""
+        assert isinstance(self.zero_point, int)
+        return replace(self, zero_point=self.zero_point + by, qmin=self.qmin + by, qmax=self.qmax + by, dtype=dtype)
+
+    def args(self) -> tuple[float | fx.Node, int | fx.Node, int, int, torch.dtype]:
+        """Returns the operands that follow the tensor in quantize_per_tensor and dequantize_per_tensor."""
+        return (self.scale, self.zero_point, self.qmin, self.qmax, self.dtype)
+
+
+def qparams(node: fx.Node) -> QParams:
+    """Returns the parameters of a quantize_per_tensor or dequantize_per_tensor node; constants are read."""
+    given = operands(node)
+    scale, zero_point = (_number(given[name]) for name in ("scale", "zero_point"))
+    return QParams(
+        scale if isinstance(scale, fx.Node) else float(scale),
+        zero_point if isinstance(zero_point, fx.Node) else int(zero_point),
+        *(_limit(given[name], given["dtype"], side) for side, name in enumerate(("quant_min", "quant_max"))),
+        given["dtype"],
+    )
+
+
+def _number(found: float | int | fx.Node) -> float | int | fx.Node:
+    value = constant_value(found) if isinstance(found, fx.Node) else None
+    return found if value is None else value.item()
+
+
+def _limit(found: int | fx.Node, dtype: torch.dtype, side: int) -> int:
+    number = _number(found)
+    return FULL_RANGE[dtype][side] if isinstance(number, fx.Node) else int(number)
+
+
+def quantize(**inputs: object) -> Op:
+    """Returns the pattern of a per-tensor quantization."""
+    return op("quantized_decomposed::quantize_per_tensor", **inputs)  # type: ignore[arg-type]
+
+
+def dequantize(**inputs: object) -> Op:
+    """Returns the pattern of a per-tensor dequantization."""
+    return op("quantized_decomposed::dequantize_per_tensor", **inputs)  # type: ignore[arg-type]
+
+
+def is_static(node: fx.Node) -> str | None:
+    """A condition: the node's parameters are numbers, not computed at run time."""
+    return None if qparams(node).is_static else "its quantization parameters are computed at run time"
+
+
+@dataclass(frozen=True)
+class IntegerWeight:
+    """A symmetric int8 weight, output channel first.
+
+    Attributes:
+        values: int8, shape (output channels, ...).
+        scales: float32, shape (output channels,).
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+DEQUANTIZE_PER_TENSOR = (
+    QD.dequantize_per_tensor.default,
+    QD.dequantize_per_tensor.tensor,
+    QD.dequantize_per_tensor.tensor2,
+)
+TRANSPOSES = (torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.numpy_T.default)
+
+
+def integer_weight(node: fx.Node, channel_axis: int = 0) -> IntegerWeight | str:
+    """Returns the int8 constant behind a weight operand, or why it is none that oneDNN multiplies.
+
+    Args:
+        node: the weight operand; a two-dimensional transpose of the dequantized constant is seen through.
+        channel_axis: the operand's axis of output channels.
+    """
+    if node.target in TRANSPOSES and node.args and isinstance(node.args[0], fx.Node):
+        found = integer_weight(node.args[0], 1 - channel_axis)
+        return found if isinstance(found, str) or found.values.dim() == 2 else "a transposed weight is not a matrix"
+    if node.target in DEQUANTIZE_PER_TENSOR:
+        return _per_tensor_weight(node, channel_axis)
+    if node.target is QD.dequantize_per_channel.default:
+        return _per_channel_weight(node, channel_axis)
+    return "its weight is not quantized"
+
+
+def _per_tensor_weight(node: fx.Node, channel_axis: int) -> IntegerWeight | str:
+    given, params = operands(node), qparams(node)
+    values = constant_value(given["input"])
+    if values is None or isinstance(params.scale, fx.Node):
+        return "its weight is not a constant"
+    values = values.detach().movedim(channel_axis, 0)
+    scales = torch.full((values.shape[0],), float(params.scale))
+    return _checked(values, scales, torch.tensor([params.zero_point]))
+
+
+def _per_channel_weight(node: fx.Node, channel_axis: int) -> IntegerWeight | str:
+    given = operands(node)
+    values, scales, zero_points = (constant_value(given[name]) for name in ("input", "scales", "zero_points"))
+    if values is None or scales is None:
+        return "its weight is not a constant"
+    if given["axis"] % values.dim() != channel_axis:
+        return f"its weight has scales along axis {given['axis']}, the kernel wants axis {channel_axis}"
+    zeros = torch.zeros(1) if zero_points is None else zero_points
+    return _checked(values.detach().movedim(channel_axis, 0), scales.detach(), zeros)
+
+
+def _checked(values: Tensor, scales: Tensor, zero_points: Tensor) -> IntegerWeight | str:
+    if values.dtype != torch.int8:
+        return f"its weight is {values.dtype}, the kernel wants torch.int8"
+    if bool((zero_points != 0).any()):
+        return "its weight has a zero point other than 0"
+    return IntegerWeight(values.contiguous(), scales.to(torch.float32).contiguous())

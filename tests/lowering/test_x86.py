@@ -1,0 +1,160 @@
+"""A q/dq graph against its lowering to oneDNN kernels: whole models, saving, loading, errors."""
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as torchao_x86
+
+from quantplug.core.errors import ArtefactError, LoweringError, ModelError
+from quantplug.lowering.x86 import X86Program, lower
+
+
+def sqnr(reference, found):
+    noise = (reference - found).pow(2).sum().clamp_min(1e-30)
+    return float(10 * torch.log10(reference.pow(2).sum() / noise))
+
+
+def converted(model, inputs, *, dynamic_shapes=None, is_dynamic=False):
+    """The reference: torchao's own quantizer, which needs strict export, and torchao's own flow."""
+    exported = torch.export.export(model.eval(), inputs, dynamic_shapes=dynamic_shapes, strict=True)
+    config = torchao_x86.get_default_x86_inductor_quantization_config(is_dynamic=is_dynamic)
+    prepared = prepare_pt2e(exported.module(), torchao_x86.X86InductorQuantizer().set_global(config))
+    with torch.no_grad():
+        prepared(*inputs)
+    return convert_pt2e(prepared)
+
+
+class Residual(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.one = nn.Conv2d(channels, channels, 3, padding=1)
+        self.two = nn.Conv2d(channels, channels, 3, padding=1)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        out = self.two(self.relu(self.one(x)))
+        out += x
+        return self.relu(out)
+
+
+class Network(nn.Module):
+    """The pieces of a ResNet, with a depthwise stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 7, stride=2, padding=3), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        self.blocks = nn.Sequential(Residual(16), Residual(16))
+        self.depthwise = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.ReLU6(), nn.Conv2d(16, 32, 1))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = self.depthwise(self.blocks(self.stem(x)))
+        return self.head(torch.flatten(nn.functional.adaptive_avg_pool2d(x, 1), 1))
+
+
+@pytest.fixture(scope="module")
+def network():
+    torch.manual_seed(0)
+    inputs = (torch.randn(2, 3, 32, 32),)
+    model = converted(Network(), inputs, dynamic_shapes=({0: torch.export.Dim("batch", max=64)},))
+    return model, inputs, lower(model, inputs, dynamic_shapes=({0: torch.export.Dim("batch", max=64)},))
+
+
+def kernels(program):
+    return [str(node.target) for node in program.module.graph.nodes if "onednn" in str(node.target)]
+
+
+def test_r20_every_convolution_and_linear_is_a_onednn_operator(network):
+    _, _, program = network
+    assert len(kernels(program)) == 8
+    assert not [n for n in program.module.graph.nodes if n.target in (torch.ops.aten.conv2d.default, torch.ops.aten.linear.default)]
+
+
+def test_a_lowered_network_agrees_with_its_reference(network):
+    model, inputs, program = network
+    assert sqnr(model(*inputs), program(*inputs)) > 40
+
+
+def test_integers_flow_between_kernels_without_conversion(network):
+    _, _, program = network
+    conversions = [n for n in program.portable.graph.nodes if "quantize_per_tensor" in str(n.target)]
+    # the input, and the mean, which has no integer kernel
+    assert len(conversions) == 3
+
+
+def test_what_has_no_integer_kernel_is_reported_with_its_reason(network):
+    _, _, program = network
+    floats = {operator.target: operator.reason for operator in program.ops if operator.placement != "int8"}
+    assert set(floats) == {"aten.adaptive_avg_pool2d.default"}
+    assert "no integer kernel" in floats["aten.adaptive_avg_pool2d.default"]
+
+
+def test_another_batch_size_runs_where_export_left_it_open(network):
+    model, _, program = network
+    inputs = (torch.randn(5, 3, 32, 32),)
+    assert sqnr(model(*inputs), program(*inputs)) > 40
+
+
+def test_running_does_not_change_the_input_nor_later_results(network):
+    _, inputs, program = network
+    before = inputs[0].clone()
+    first = program(*inputs).clone()
+    assert torch.equal(program(*inputs), first)
+    assert torch.equal(inputs[0], before)
+
+
+def test_a_saved_program_loads_and_gives_the_same_numbers(network, tmp_path):
+    _, inputs, program = network
+    path = program.save(tmp_path / "model.pt2")
+    loaded = X86Program.load(path)
+    assert torch.equal(loaded(*inputs), program(*inputs))
+    assert loaded.ops == program.ops
+    more = torch.randn(3, 3, 32, 32)
+    assert torch.equal(loaded(more), program(more))
+    assert program.nbytes < 100_000
+
+
+def test_lowering_leaves_the_converted_model_alone(network):
+    model, inputs, _ = network
+    code, numbers = model.code, model(*inputs)
+    names = {name for name, _ in model.named_buffers()}
+    lower(model, inputs)
+    assert model.code == code
+    assert {name for name, _ in model.named_buffers()} == names
+    assert torch.equal(model(*inputs), numbers)
+
+
+def test_a_module_that_is_not_exported_is_refused():
+    with pytest.raises(ModelError, match="Network"):
+        lower(Network(), (torch.randn(1, 3, 32, 32),))
+
+
+def test_a_model_with_observers_is_refused():
+    inputs = (torch.randn(1, 3, 32, 32),)
+    exported = torch.export.export(Network().eval(), inputs, strict=True)
+    config = torchao_x86.get_default_x86_inductor_quantization_config()
+    prepared = prepare_pt2e(exported.module(), torchao_x86.X86InductorQuantizer().set_global(config))
+    with pytest.raises(LoweringError, match="convert_pt2e"):
+        lower(prepared, inputs)
+
+
+def test_a_float_model_lowers_and_says_that_nothing_is_integer():
+    inputs = (torch.randn(1, 3, 32, 32),)
+    model = torch.export.export(Network().eval(), inputs).module()
+    program = lower(model, inputs)
+    assert {operator.placement for operator in program.ops} == {"float"}
+    torch.testing.assert_close(program(*inputs), model(*inputs))
+
+
+def test_loading_what_is_no_program_names_the_file(tmp_path):
+    with pytest.raises(ArtefactError, match=r"missing\.pt2"):
+        X86Program.load(tmp_path / "missing.pt2")
+    (tmp_path / "junk.pt2").write_bytes(b"junk")
+    with pytest.raises(ArtefactError, match=r"junk\.pt2"):
+        X86Program.load(tmp_path / "junk.pt2")
+
+
+def test_saving_into_a_missing_folder_is_refused(network, tmp_path):
+    with pytest.raises(ArtefactError, match="does not exist"):
+        network[2].save(tmp_path / "missing" / "model.pt2")
