@@ -1,0 +1,114 @@
+"""Which nodes of a graph compute the same value at every call, and what that value is.
+
+Before: an exported graph with parameters, buffers and lifted constants as `get_attr` nodes. After: the
+set of nodes that depend on nothing else, without mutable buffers and random numbers.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from quantplug.core.graph import constant_value
+from quantplug.core.observation import observer_of
+
+
+def constant_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Returns the nodes whose tensors are the same at every call; observers between them included.
+
+    A buffer that the graph writes to, and every view of it, is no constant. Linear in the graph.
+    """
+    written = written_buffers(graph)
+    constant: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            if str(node.target) not in written and constant_value(node) is not None:
+                constant.add(node)
+        elif _is_pure(node) and node.all_input_nodes and all(n in constant for n in node.all_input_nodes):
+            constant.add(node)
+    return constant
+
+
+def _is_pure(node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return observer_of(node) is not None
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def written_buffers(graph: fx.Graph) -> set[str]:
+    """Returns the paths of the attributes that an in-place operator of the graph may write to."""
+    return {path for _, paths in _writes(graph) for path in paths}
+
+
+def buffer_writes(graph: fx.Graph) -> set[tuple[fx.Node, fx.Node]]:
+    """Returns (destination, operator) of every in-place operator that writes into an attribute."""
+    return {(node.all_input_nodes[0], node) for node, paths in _writes(graph) if paths}
+
+
+def _writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, frozenset[str]]]:
+    """Yields every in-place operator with the attributes that its first argument may be a view of."""
+    origins: dict[fx.Node, frozenset[str]] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            origins[node] = frozenset((str(node.target),))
+        elif node.op == "call_function":
+            destination = written_argument(node)
+            if destination is not None:
+                yield node, origins.get(destination, frozenset())
+            origins[node] = _aliased(node, origins)
+
+
+def written_argument(node: fx.Node) -> fx.Node | None:
+    """Returns the node that an in-place operator writes into, or None if it writes into none."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable or not node.args:
+        return None
+    alias = target._schema.arguments[0].alias_info
+    first = node.args[0]
+    return first if alias is not None and alias.is_write and isinstance(first, fx.Node) else None
+
+
+def _aliased(node: fx.Node, origins: dict[fx.Node, frozenset[str]]) -> frozenset[str]:
+    """Returns the attributes that an operator's result may be a view of: those of its first argument."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.args:
+        return frozenset()
+    returns = node.target._schema.returns
+    first = node.args[0]
+    if not returns or returns[0].alias_info is None or not isinstance(first, fx.Node):
+        return frozenset()
+    return origins.get(first, frozenset())
+
+
+def evaluate_constants(nodes: Iterable[fx.Node], wanted: set[fx.Node]) -> dict[fx.Node, Tensor]:
+    """Returns the values of the wanted constant nodes.
+
+    Args:
+        nodes: the constant nodes in graph order.
+        wanted: those whose values are needed; only what they depend on is computed.
+    """
+    ordered = list(nodes)
+    needed = set(wanted)
+    for node in reversed(ordered):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    values: dict[fx.Node, Any] = {}
+    with torch.no_grad():
+        for node in ordered:
+            if node in needed:
+                values[node] = _evaluate(node, values)
+    return {node: values[node] for node in wanted if isinstance(values.get(node), Tensor)}
+
+
+def _evaluate(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    if node.op == "get_attr":
+        return constant_value(node)
+    if node.op == "call_module":
+        # An observer returns what it is given.
+        return values[node.all_input_nodes[0]]
+    target: Any = node.target
+    args = fx.node.map_arg(node.args, lambda n: values[n])
+    return target(*args, **fx.node.map_arg(node.kwargs, lambda n: values[n]))

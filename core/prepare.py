@@ -1,0 +1,224 @@
+"""Observers in: an exported graph and a quantizer become a graph that can be calibrated or trained.
+
+Before: `torch.export.export(model, inputs).module()`. After: a graph module of our own in which every
+annotated tensor passes through an observer (PTQ) or a fake quantize (QAT); points of one sharing group
+call the same instance. The caller's module stays as it was, whether the call succeeds or raises.
+
+The semantics are those of torchao's `prepare_pt2e`; the time is linear in the graph, and each node is
+rewired once.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_arg
+from torchao.quantization.pt2e.quantizer import Quantizer
+
+from quantplug.core.constants import buffer_writes, constant_nodes
+from quantplug.core.errors import ModelError
+from quantplug.core.fold import Folding, fold_batch_norms
+from quantplug.core.graph import attribute, require_graph_module, tensor_value
+from quantplug.core._pending import enable_train_eval
+from quantplug.core.observation import create_observers, defer, observer_of
+from quantplug.core._pending import fuse_batch_norms_qat
+from quantplug.core.regions import region_targets
+from quantplug.core.sharing import Point, sharing_groups
+from quantplug.core.stage import CONFLICTS_KEY, FOLDINGS_KEY, PREPARED, STAGE_KEY, stage_of
+from quantplug.core.verify import verify_annotations
+from quantplug.core.working_copy import rebuilt, working_copy
+
+# An output's observer stands for the output: it carries the handles by which debuggers find it.
+OUTPUT_META = ("val", "from_node", "nn_module_stack", "stack_trace", "custom")
+
+
+def prepare_pt2e(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphModule:
+    """Prepares an exported model for post-training quantization.
+
+    Args:
+        model: a graph module from `torch.export.export(...).module()`; it is not changed.
+        quantizer: any quantizer of torchao's interface. If its `folds_batch_norm` is false, batch
+            norms are left as they are; quantizers without that attribute fold.
+
+    Returns:
+        A graph module with observers: run it on calibration data, then convert it.
+
+    Raises:
+        ModelError: the model is no exported graph module, or is prepared or converted already.
+        AnnotationError: the quantizer's annotations cannot be carried out.
+    """
+    _require_float_model(model, "prepare_pt2e")
+    return _prepare(working_copy(model), quantizer, is_qat=False)
+
+
+def prepare_qat_pt2e(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphModule:
+    """Prepares an exported model for quantization-aware training.
+
+    Args:
+        model: a graph module from `torch.export.export(...).module()`; it is not changed, its
+            parameters are copied.
+        quantizer: any quantizer of torchao's interface whose specs make fake quantizes.
+
+    Returns:
+        A graph module with fake quantizes and trainable batch norms: train it, then convert it.
+
+    Raises:
+        ModelError: the model is no exported graph module, or is prepared or converted already.
+        AnnotationError: the quantizer's annotations cannot be carried out.
+    """
+    _require_float_model(model, "prepare_qat_pt2e")
+    return _prepare(working_copy(model, own_parameters=True), quantizer, is_qat=True)
+
+
+def _require_float_model(model: fx.GraphModule, stage: str) -> None:
+    found = stage_of(require_graph_module(model, stage))
+    if found:
+        raise ModelError(f"{stage} takes an exported float model, found one that is {found} already; export it again.")
+
+
+def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.GraphModule:
+    """Prepares a graph module that is ours to change."""
+    meta = dict(model.meta)
+    model.graph.eliminate_dead_code()
+    if not is_qat:
+        meta[FOLDINGS_KEY] = _fold(model, quantizer)
+    model = _annotate(model, quantizer)
+    if is_qat:
+        fuse_batch_norms_qat(model)
+    sharing = sharing_groups(model.graph)
+    observers = create_observers(sharing, is_qat)
+    quantizer.prepare_obs_or_fq_callback(model, observers)
+    meta[CONFLICTS_KEY] = tuple(group.conflict for group in sharing.groups if group.conflict)
+    meta[STAGE_KEY] = PREPARED
+    prepared = _insert(model, observers, is_qat, _prepared_regions(model, quantizer, is_qat))
+    prepared.meta |= meta
+    return enable_train_eval(prepared)
+
+
+def _fold(model: fx.GraphModule, quantizer: Quantizer) -> tuple[Folding, ...]:
+    permission = getattr(quantizer, "folds_batch_norm", True)
+    if not permission:
+        return ()
+    return tuple(fold_batch_norms(model, permission if callable(permission) else None))
+
+
+def _annotate(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphModule:
+    model = quantizer.transform_for_annotation(model)
+    quantizer.annotate(model)
+    quantizer.validate(model)
+    verify_annotations(model)
+    return model
+
+
+def _prepared_regions(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> dict[str, fx.GraphModule]:
+    return {target: _prepare(attribute(model, target), quantizer, is_qat) for target in region_targets(model)}
+
+
+def _insert(
+    model: fx.GraphModule,
+    observers: Mapping[Point, nn.Module | None],
+    is_qat: bool,
+    regions: Mapping[str, fx.GraphModule],
+) -> fx.GraphModule:
+    insertion = _Insertion(model, observers)
+    for node in list(model.graph.nodes):
+        insertion.visit(node)
+    model.graph.eliminate_dead_code()
+    attributes = {
+        str(n.target): attribute(model, str(n.target))
+        for n in model.graph.nodes
+        if n.op in ("get_attr", "call_module") and n.target not in insertion.modules
+    }
+    prepared = rebuilt({**attributes, **insertion.modules, **regions}, model.graph, model)
+    if not is_qat:
+        _defer_constants(prepared)
+    return prepared
+
+
+class _Insertion:
+    """Rewires each node of a graph once, in graph order, so that it reads observed tensors.
+
+    Attributes:
+        modules: the observers by the attribute that the graph calls them under, in order of first use.
+    """
+
+    def __init__(self, model: fx.GraphModule, observers: Mapping[Point, nn.Module | None]) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self._graph = model.graph
+        self._taken = set(dir(model))
+        self._observers = observers
+        self._writes = buffer_writes(model.graph)
+        self._names: dict[int, str] = {}
+        # What consumers read instead of a node: the node that observes its output.
+        self._stand_in: dict[fx.Node, fx.Node] = {}
+        # Observers of one tensor at some of its consumers, by what they read and which instance they are.
+        self._at_edges: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def visit(self, node: fx.Node) -> None:
+        """Rewires a node's operands and observes its output."""
+        if any(n in self._stand_in or (n, node) in self._observers for n in node.all_input_nodes):
+            node.args = map_arg(node.args, lambda n: self._operand(n, node))
+            node.kwargs = map_arg(node.kwargs, lambda n: self._operand(n, node))
+        observer = self._observers.get(node)
+        if observer is not None and yields_tensor(node):
+            self._stand_in[node] = self._call(observer, node, node.name)
+            _carry(node, self._stand_in[node], OUTPUT_META)
+
+    def _operand(self, producer: fx.Node, consumer: fx.Node) -> fx.Node:
+        read = self._stand_in.get(producer, producer)
+        observer = self._observers.get((producer, consumer))
+        if observer is None or (producer, consumer) in self._writes:
+            return read
+        if read is not producer and observer is self._observers.get(producer):
+            return read
+        key = (read, id(observer))
+        if key not in self._at_edges:
+            name = f"{producer.name}_to_{consumer.name}" if read is not producer else producer.name
+            self._at_edges[key] = self._call(observer, read, name)
+            _carry(producer, self._at_edges[key], ("val",))
+        return self._at_edges[key]
+
+    def _call(self, observer: nn.Module, read: fx.Node, name: str) -> fx.Node:
+        """Adds the node that passes a tensor through an observer.
+
+        The attribute says which tensor the observer was first used for: so a state dict can only be
+        loaded where the same tensors are observed.
+        """
+        if id(observer) not in self._names:
+            self._names[id(observer)] = self._free_name(f"activation_post_process_{name}")
+            self.modules[self._names[id(observer)]] = observer
+        with self._graph.inserting_after(read):
+            return self._graph.create_node("call_module", self._names[id(observer)], (read,))
+
+    def _free_name(self, name: str) -> str:
+        free, count = name, 0
+        while free in self._taken or free in self.modules:
+            count += 1
+            free = f"{name}_{count}"
+        return free
+
+
+def _carry(origin: fx.Node, target: fx.Node, keys: tuple[str, ...]) -> None:
+    target.meta.update({key: origin.meta[key] for key in keys if key in origin.meta})
+
+
+def yields_tensor(node: fx.Node) -> bool:
+    """Tells whether a node yields one tensor: as export recorded it, else as its operator's schema says."""
+    if "val" in node.meta or node.op == "get_attr":
+        return tensor_value(node) is not None
+    if isinstance(node.target, torch._ops.OpOverload):
+        return [str(r.type) for r in node.target._schema.returns] == ["Tensor"]
+    return node.op == "placeholder"
+
+
+def _defer_constants(prepared: fx.GraphModule) -> None:
+    """Lets observers that only see constants wait for convert: a weight is the same in every batch."""
+    constant = constant_nodes(prepared.graph)
+    calls: dict[nn.Module, bool] = {}
+    for node in prepared.graph.nodes:
+        observer = observer_of(node)
+        if observer is not None:
+            calls[observer] = calls.get(observer, True) and node in constant
+    for observer, only_constants in calls.items():
+        if only_constants:
+            defer(observer)

@@ -1,0 +1,163 @@
+"""What an observer becomes in the converted graph: quantize and dequantize nodes, or casts.
+
+Before: a call of an observer that has seen data. After: one of
+
+    quantize_per_tensor / per_channel -> dequantize      (static)
+    choose_qparams -> quantize -> dequantize              (dynamic)
+    convert_element_type to half -> back                  (float16, bfloat16)
+    whatever the observer's own `convert` makes           (affine observers: per group, per token)
+
+or nothing, where the observer asks for no quantization (float32).
+"""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from quantplug.core.errors import CalibrationError, ConvertError
+from quantplug.core.observation import HALF_DTYPES, PER_CHANNEL, STORAGE_DTYPES, dtype_range
+from quantplug.core.ranges import calculate_qparams
+
+_OPS = torch.ops.quantized_decomposed
+QUANTIZE_OPS = (
+    _OPS.quantize_per_tensor.default,
+    _OPS.quantize_per_tensor.tensor,
+    _OPS.quantize_per_channel.default,
+    torch.ops.torchao.quantize_affine,
+    torch.ops.torchao.quantize_affine.default,
+)
+DEQUANTIZE_OPS = (
+    _OPS.dequantize_per_tensor.default,
+    _OPS.dequantize_per_tensor.tensor,
+    _OPS.dequantize_per_channel.default,
+    torch.ops.torchao.dequantize_affine,
+    torch.ops.torchao.dequantize_affine.default,
+)
+CHOOSE_OPS = (
+    _OPS.choose_qparams.tensor,
+    _OPS.choose_qparams_symmetric.tensor,
+    torch.ops.torchao.choose_qparams_affine,
+    torch.ops.torchao.choose_qparams_affine.default,
+)
+CAST_OP = _OPS.convert_element_type.no_fuse
+_CHOOSE: Mapping[torch.qscheme, Any] = {
+    torch.per_tensor_affine: _OPS.choose_qparams.tensor,
+    torch.per_tensor_symmetric: _OPS.choose_qparams_symmetric.tensor,
+}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The numbers of a static quantization.
+
+    Attributes:
+        dtype: of the stored integers (or float8 values).
+        quant_min: least stored value.
+        quant_max: greatest stored value.
+        scale: a positive float, or a tensor with one scale for each channel.
+        zero_point: an int, or a tensor with one zero point for each channel.
+        axis: the channels' dimension; None for one scale per tensor.
+    """
+
+    dtype: torch.dtype
+    quant_min: int
+    quant_max: int
+    scale: float | Tensor
+    zero_point: int | Tensor
+    axis: int | None = None
+
+    @property
+    def tail(self) -> tuple[Any, ...]:
+        """The operators' arguments after scale and zero point."""
+        limits = (self.quant_min, self.quant_max, self.dtype)
+        return limits if self.axis is None else (self.axis, *limits)
+
+    @property
+    def operators(self) -> tuple[Any, Any]:
+        """The quantize and the dequantize operator."""
+        if self.axis is None:
+            return _OPS.quantize_per_tensor.default, _OPS.dequantize_per_tensor.default
+        return _OPS.quantize_per_channel.default, _OPS.dequantize_per_channel.default
+
+
+def kind_of(observer: nn.Module) -> str:
+    """Returns what an observer becomes: "own", "dynamic", "static", "half" or "nothing".
+
+    Raises:
+        ConvertError: its dtype has no quantize operator.
+    """
+    if hasattr(observer, "convert"):
+        return "own"
+    dtype = getattr(observer, "dtype", torch.float32)
+    if dtype in HALF_DTYPES:
+        return "half"
+    if dtype in STORAGE_DTYPES:
+        return "dynamic" if getattr(observer, "is_dynamic", False) else "static"
+    if dtype == torch.float32:
+        return "nothing"
+    raise ConvertError(
+        f"The observer {type(observer).__name__} has dtype {dtype}, for which there is no quantize operator; "
+        f"choose one of {[str(d) for d in STORAGE_DTYPES]}."
+    )
+
+
+def static_quantization(observer: nn.Module, where: str) -> Quantization:
+    """Returns an observer's quantization parameters.
+
+    Args:
+        observer: a static observer or fake quantize that has seen data.
+        where: how errors name what it observes.
+
+    Raises:
+        CalibrationError: a scale is not finite and positive (the data held Inf or NaN).
+    """
+    scale, zero_point = calculate_qparams(observer)
+    if not bool(torch.isfinite(torch.as_tensor(scale)).all()) or not bool((torch.as_tensor(scale) > 0).all()):
+        raise CalibrationError(
+            f"The scale of {where} is {_worst(scale)}, so what it observed was not finite; remove Inf and NaN from "
+            "the calibration data or the weights."
+        )
+    low, high = _limits(observer)
+    dtype = STORAGE_DTYPES[observer.dtype]  # type: ignore[index]
+    if getattr(observer, "qscheme", None) in PER_CHANNEL:
+        return Quantization(dtype, low, high, scale, zero_point, int(observer.ch_axis))  # type: ignore[arg-type]
+    return Quantization(dtype, low, high, float(scale), int(zero_point))
+
+
+def _worst(scale: Tensor) -> float:
+    flat = torch.as_tensor(scale).reshape(-1)
+    bad = flat[~torch.isfinite(flat) | (flat <= 0)]
+    return float(bad[0])
+
+
+def _limits(observer: nn.Module) -> tuple[int, int]:
+    least, greatest = dtype_range(observer.dtype)  # type: ignore[arg-type]
+    low: Any = getattr(observer, "quant_min", None)
+    high: Any = getattr(observer, "quant_max", None)
+    return (least if low is None else int(low)), (greatest if high is None else int(high))
+
+
+def add_dynamic(graph: fx.Graph, source: fx.Node, observer: Any) -> fx.Node:
+    """Adds choose_qparams, quantize and dequantize after the insertion point and returns the dequantize node."""
+    dtype = STORAGE_DTYPES[observer.dtype]
+    limits = _limits(observer)
+    scheme = getattr(observer, "qscheme", None) or torch.per_tensor_affine
+    eps = float(getattr(observer, "eps", torch.finfo(torch.float32).eps))
+    chosen = graph.call_function(_CHOOSE[scheme], (source, *limits, eps, dtype))
+    scale = graph.call_function(operator.getitem, (chosen, 0))
+    zero_point = graph.call_function(operator.getitem, (chosen, 1))
+    tail = (scale, zero_point, *limits, dtype)
+    quantize = graph.call_function(_OPS.quantize_per_tensor.tensor, (source, *tail))
+    dequantize = _OPS.dequantize_per_tensor.tensor
+    return graph.call_function(dequantize, (quantize, *tail), output_dtype(source))
+
+
+def output_dtype(source: fx.Node) -> dict[str, torch.dtype]:
+    """Returns the keyword that makes a dequantize node yield what its quantize node was given."""
+    value = source.meta.get("val")
+    dtype = value.dtype if isinstance(value, Tensor) else torch.float32
+    return {} if dtype == torch.float32 else {"out_dtype": dtype}

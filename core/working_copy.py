@@ -1,0 +1,118 @@
+"""A private copy of an exported graph module, so that nothing of the caller's is ever written to.
+
+Before: a graph module that a caller owns. After: a second graph module with its own graph, its own
+annotations and its own `Parameter` objects. Parameters share storage with the caller's unless
+`own_parameters` is asked for (training writes into them); buffers are always copied, because graphs with
+mutable buffers write into them when they run.
+"""
+
+import copy
+import warnings
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+from torchao.quantization.pt2e.quantizer import (
+    DerivedQuantizationSpec,
+    QuantizationAnnotation,
+    SharedQuantizationSpec,
+)
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+
+from quantplug.core.graph import attribute
+from quantplug.core.observation import is_observer
+
+Copies: TypeAlias = dict[int, Any]
+
+
+def working_copy(model: fx.GraphModule, own_parameters: bool = False) -> fx.GraphModule:
+    """Returns a copy of a graph module that may be changed freely, submodels of control flow included.
+
+    Tied parameters stay tied. Attributes that the graph does not use are left behind. Observers are not
+    copied: they refer to each other, and whoever copies a prepared graph only reads them.
+
+    Raises:
+        ModelError: the graph refers to an attribute that the module does not have.
+    """
+    return _copy_module(model, own_parameters, {})
+
+
+def _copy_module(model: fx.GraphModule, own_parameters: bool, copies: Copies) -> fx.GraphModule:
+    with warnings.catch_warnings():
+        # Copying a graph's input and output structure reaches a deprecated class of torch's pytree.
+        warnings.simplefilter("ignore", FutureWarning)
+        graph = copy.deepcopy(model.graph)
+    _follow_annotations(model.graph, graph)
+    attributes: dict[str, Any] = {}
+    for node in graph.nodes:
+        if node.op in ("get_attr", "call_module") and node.target not in attributes:
+            value = attribute(model, str(node.target))
+            attributes[str(node.target)] = _copy_value(value, own_parameters, copies)
+    duplicate = rebuilt(attributes, graph, model)
+    copies[id(model)] = duplicate
+    return duplicate
+
+
+def rebuilt(attributes: dict[str, Any], graph: fx.Graph, origin: fx.GraphModule) -> fx.GraphModule:
+    """Returns a graph module that holds exactly the attributes that its graph uses, with the origin's meta."""
+    used = [str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")]
+    module = fx.GraphModule({target: attributes[target] for target in used}, graph)
+    module.meta = dict(origin.meta)
+    return module
+
+
+def _copy_value(value: Any, own_parameters: bool, copies: Copies) -> Any:
+    if id(value) not in copies:
+        copies[id(value)] = _fresh(value, own_parameters, copies)
+        # The memo goes by identity, so the original must not be collected and its id reused.
+        copies.setdefault(-1, []).append(value)
+    return copies[id(value)]
+
+
+def _fresh(value: Any, own_parameters: bool, copies: Copies) -> Any:
+    if isinstance(value, torch.nn.Parameter):
+        data = value.detach().clone() if own_parameters else value.detach()
+        return torch.nn.Parameter(data, requires_grad=value.requires_grad)
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, fx.GraphModule):
+        return _copy_module(value, own_parameters, copies)
+    if isinstance(value, torch.nn.Module) and not is_observer(value):
+        return copy.deepcopy(value)
+    return value
+
+
+def _follow_annotations(old: fx.Graph, new: fx.Graph) -> None:
+    """Points the annotations of the new graph, which still name the old graph's nodes, at its own."""
+    moved = dict(zip(old.nodes, new.nodes, strict=True))
+    for node in new.nodes:
+        annotation = node.meta.get(Q_ANNOTATION_KEY)
+        if isinstance(annotation, QuantizationAnnotation):
+            node.meta[Q_ANNOTATION_KEY] = _moved_annotation(annotation, moved)
+
+
+def _moved_annotation(annotation: QuantizationAnnotation, moved: dict[fx.Node, fx.Node]) -> QuantizationAnnotation:
+    duplicate = copy.copy(annotation)
+    duplicate.input_qspec_map = {
+        moved.get(node, node): _moved_spec(spec, moved) for node, spec in (annotation.input_qspec_map or {}).items()
+    }
+    duplicate.output_qspec = _moved_spec(annotation.output_qspec, moved)
+    return duplicate
+
+
+def _moved_spec(spec: Any, moved: dict[fx.Node, fx.Node]) -> Any:
+    if isinstance(spec, SharedQuantizationSpec):
+        return SharedQuantizationSpec(_moved_point(spec.edge_or_node, moved))
+    if isinstance(spec, DerivedQuantizationSpec):
+        duplicate = copy.copy(spec)
+        points = [_moved_point(point, moved) for point in spec.derived_from]
+        # The spec is frozen; this is the copy that nobody else has seen.
+        object.__setattr__(duplicate, "derived_from", points)
+        return duplicate
+    return spec
+
+
+def _moved_point(point: Any, moved: dict[fx.Node, fx.Node]) -> Any:
+    if isinstance(point, tuple):
+        return tuple(moved.get(node, node) for node in point)
+    return moved.get(point, point)
