@@ -16,12 +16,11 @@ from torch.fx.node import map_arg
 from torch.fx.traceback import NodeSource, NodeSourceAction
 from torchao.quantization.pt2e.quantizer import is_valid_annotation
 
+from quantplug.core._pending import enable_train_eval, fold_batch_norms_qat
 from quantplug.core.constants import constant_nodes, evaluate_constants
 from quantplug.core.errors import CalibrationError, ConfigError, ConvertError
 from quantplug.core.graph import attribute, require_graph_module
-from quantplug.core._pending import enable_train_eval
 from quantplug.core.observation import is_deferred, needs_data, observe_constant, observer_of
-from quantplug.core._pending import fold_batch_norms_qat
 from quantplug.core.qdq import (
     CAST_OP,
     CHOOSE_OPS,

@@ -15,13 +15,12 @@ from torch import fx, nn
 from torch.fx.node import map_arg
 from torchao.quantization.pt2e.quantizer import Quantizer
 
+from quantplug.core._pending import enable_train_eval, fuse_batch_norms_qat
 from quantplug.core.constants import buffer_writes, constant_nodes
 from quantplug.core.errors import ModelError
 from quantplug.core.fold import Folding, fold_batch_norms
 from quantplug.core.graph import attribute, require_graph_module, tensor_value
-from quantplug.core._pending import enable_train_eval
 from quantplug.core.observation import create_observers, defer, observer_of
-from quantplug.core._pending import fuse_batch_norms_qat
 from quantplug.core.regions import region_targets
 from quantplug.core.sharing import Point, sharing_groups
 from quantplug.core.stage import CONFLICTS_KEY, FOLDINGS_KEY, PREPARED, STAGE_KEY, stage_of
@@ -79,9 +78,9 @@ def _require_float_model(model: fx.GraphModule, stage: str) -> None:
 def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.GraphModule:
     """Prepares a graph module that is ours to change."""
     meta = dict(model.meta)
-    model.graph.eliminate_dead_code()
     if not is_qat:
         meta[FOLDINGS_KEY] = _fold(model, quantizer)
+    model.graph.eliminate_dead_code()
     model = _annotate(model, quantizer)
     if is_qat:
         fuse_batch_norms_qat(model)
@@ -123,7 +122,6 @@ def _insert(
     insertion = _Insertion(model, observers)
     for node in list(model.graph.nodes):
         insertion.visit(node)
-    model.graph.eliminate_dead_code()
     attributes = {
         str(n.target): attribute(model, str(n.target))
         for n in model.graph.nodes

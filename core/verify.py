@@ -96,14 +96,19 @@ def _check_tensor(point: Point, spec: QuantizationSpecBase) -> None:
             f"The {describe_point(point)} holds {tensor.dtype}, and only floating point tensors can be "
             "quantized; remove its spec."
         )
+    _check_axis(point, spec)
+
+
+def _check_axis(point: Point, spec: QuantizationSpecBase) -> None:
     axis = getattr(spec, "ch_axis", None)
-    dimensions = rank(producer)
-    if getattr(spec, "qscheme", None) in PER_CHANNEL and axis is not None and dimensions is not None:
-        if axis >= dimensions:
-            raise AnnotationError(
-                f"The {describe_point(point)} has {dimensions} dimensions and is annotated per channel along "
-                f"axis {axis}; choose an axis below {dimensions}."
-            )
+    dimensions = rank(point[0] if isinstance(point, tuple) else point)
+    if getattr(spec, "qscheme", None) not in PER_CHANNEL or axis is None or dimensions is None:
+        return
+    if axis >= dimensions:
+        raise AnnotationError(
+            f"The {describe_point(point)} has {dimensions} dimensions and is annotated per channel along "
+            f"axis {axis}; choose an axis below {dimensions}."
+        )
 
 
 def _check_spec(point: Point, spec: QuantizationSpecBase) -> None:
