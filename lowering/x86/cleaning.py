@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from quantplug.core.graph import constant_value, operands, tensor_value
+from quantplug.core.graph import constant_value, is_constant, operands
 from quantplug.core.pattern import Match, op, value
 from quantplug.lowering.x86.functional import make_functional
 from quantplug.lowering.x86.qparams import QD, is_static, qparams, quantize
@@ -30,13 +30,16 @@ def clean(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:
 
 def _remove_guards(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_module" and not node.users:
-            graph.erase_node(node)
-        elif isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.startswith("aten::_assert"):
+        is_guard = node.op == "call_module" and not node.users
+        if is_guard or _schema_name(node).startswith("aten::_assert"):
             graph.erase_node(node)
     for node in reversed(list(graph.nodes)):
         if node.op == "get_attr":
             erase_unused(node)
+
+
+def _schema_name(node: fx.Node) -> str:
+    return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
 def _skip(match: Match) -> str | None:
@@ -53,17 +56,14 @@ NO_OPS = (
 def _fold_quantized_constants(graph: fx.Graph) -> None:
     """Quantizes weights that were left float before a quantize node, dequantizes integer biases."""
     for node in list(graph.nodes):
-        operator = getattr(node.target, "_schema", None)
-        if operator is None or not operator.name.startswith("quantized_decomposed::"):
+        name = _schema_name(node)
+        source: Any = operands(node).get("input")
+        found = constant_value(source) if name.startswith("quantized_decomposed::") and is_constant(source) else None
+        if found is None or ("dequantize" in name and found.dtype != torch.int32):
             continue
-        source = operands(node).get("input")
-        source_value = constant_value(source) if isinstance(source, fx.Node) else None
-        is_bias = "dequantize" in operator.name and source_value is not None and source_value.dtype == torch.int32
-        if source_value is not None and ("::quantize" in operator.name or is_bias):
-            folded = _evaluate(node)
-            if folded is not None:
-                new = constant(node, f"{source.target}_folded", folded)
-                replace(node, new)
+        folded = _evaluate(node)
+        if folded is not None:
+            replace(node, constant(node, f"{source.target}_folded", folded))
 
 
 def _evaluate(node: fx.Node) -> Tensor | None:
@@ -126,5 +126,9 @@ def _to_unsigned(match: Match) -> str | None:
     return None
 
 
-DEQUANTIZE_STATIC = (QD.dequantize_per_tensor.default, QD.dequantize_per_tensor.tensor, QD.dequantize_per_tensor.tensor2)
+DEQUANTIZE_STATIC = (
+    QD.dequantize_per_tensor.default,
+    QD.dequantize_per_tensor.tensor,
+    QD.dequantize_per_tensor.tensor2,
+)
 TO_UNSIGNED = (Rule(quantize(input=value("x"), dtype=torch.int8).where(lambda m: is_static(m.root)), _to_unsigned),)

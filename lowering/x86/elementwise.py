@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from quantplug.core.graph import tensor_value
+from quantplug.core.graph import operands, tensor_value
 from quantplug.core.pattern import Match, Op, op, single_use, value
 from quantplug.lowering.x86.qparams import dequantize, qparams, quantize
 from quantplug.lowering.x86.rewriting import Rule, absorb, call, replace
@@ -41,12 +41,19 @@ def _of_two(name: str) -> Op:
         name,
         self=dequantize(input=value("one_integers"), name="one"),
         other=dequantize(input=value("other_integers"), name="other"),
-        **({"alpha": 1} if name == "add.Tensor" else {}),
+        where=(_unscaled,),
     )
 
 
+def _unscaled(match: Match) -> str | None:
+    alpha = operands(match.nodes[0]).get("alpha", 1)
+    return None if alpha == 1 else f"the sum multiplies its second input by {alpha}"
+
+
 ELEMENTWISE = (
-    Rule(quantize(input=single_use(op("relu", self=single_use(_of_two("add.Tensor"))))), _lower(onednn.qadd_relu.tensor)),
+    Rule(
+        quantize(input=single_use(op("relu", self=single_use(_of_two("add.Tensor"))))), _lower(onednn.qadd_relu.tensor)
+    ),
     Rule(quantize(input=single_use(_of_two("add.Tensor"))), _lower(onednn.qadd.tensor)),
     Rule(quantize(input=single_use(_of_two("mul.Tensor"))), _lower(onednn.qmul.tensor)),
 )

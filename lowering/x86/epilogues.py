@@ -19,7 +19,6 @@ from quantplug.lowering.x86.rewriting import Rule, absorb, apply, call, replace
 
 onednn = torch.ops.onednn
 CONVOLUTION, LINEAR = "onednn::qconv_pointwise", "onednn::qlinear_pointwise"
-ATTRIBUTE = {CONVOLUTION: "attr", LINEAR: "post_op_name"}
 CONV_UNARIES = ("relu", "hardtanh", "hardswish", "swish")
 LINEAR_UNARIES = (*CONV_UNARIES, "gelu", "leaky_relu", "tanh")
 # positions in the kernels' schemas: both end in (scale, zero point, dtype, unary, scalars, algorithm)
@@ -36,9 +35,13 @@ def fuse(graph: fx.Graph) -> None:
 
 def kernel(name: str, unary: str | None = "none") -> Op:
     """Returns the pattern of a static or dynamic kernel that still yields float32."""
-    wanted = {} if unary is None else {ATTRIBUTE[name]: unary}
-    overloads = [f"{name}.default", f"{name}.tensor"]
-    return op(*overloads, name="kernel", output_dtype=torch.float32, **wanted)
+    pattern = op(f"{name}.default", f"{name}.tensor", name="kernel", output_dtype=torch.float32)
+    return pattern if unary is None else pattern.where(lambda match: _has_unary(match["kernel"], unary))
+
+
+def _has_unary(node: fx.Node, unary: str) -> str | None:
+    found = node.args[UNARY]
+    return None if found == unary else f"the kernel already ends in {found}"
 
 
 def set_args(node: fx.Node, changes: dict[int, Any]) -> None:
@@ -52,7 +55,9 @@ def set_args(node: fx.Node, changes: dict[int, Any]) -> None:
 # ---- unary functions
 
 
-def _unary(function: Op, name: str, scalars: Callable[[dict[str, Any]], list[Any] | str], algorithm: str = "approximate") -> Rule:
+def _unary(
+    function: Op, name: str, scalars: Callable[[dict[str, Any]], list[Any] | str], algorithm: str = "approximate"
+) -> Rule:
     def rewrite(match: Match) -> str | None:
         given = operands(match.root)
         numbers = scalars(given)
@@ -100,7 +105,9 @@ def _unaries(name: str) -> Iterator[Rule]:
     yield _unary(op("silu", self=source), "swish", _nothing)
     gate = op("sigmoid", self=kernel(name))
     yield _unary(
-        op("mul.Tensor", self=kernel(name), other=single_use(gate), commutative=("self", "other"), where=(_used_twice,)),
+        op(
+            "mul.Tensor", self=kernel(name), other=single_use(gate), commutative=("self", "other"), where=(_used_twice,)
+        ),
         "swish",
         _nothing,
     )

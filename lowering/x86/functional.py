@@ -20,7 +20,8 @@ def make_functional(graph: fx.Graph) -> None:
             continue
         mutated = node.args[0]
         assert isinstance(mutated, fx.Node)
-        mutated.replace_all_uses_with(node, delete_user_cb=lambda user, node=node: order[user] > order[node])
+        for reader in [user for user in mutated.users if order[user] > order[node]]:
+            reader.replace_input_with(mutated, node)
         node.target = target
 
 
@@ -59,5 +60,15 @@ def is_view(node: fx.Node) -> bool:
 # composite operators whose schema does not say that they may return a view
 MAY_SHARE = frozenset(
     f"aten::{name}"
-    for name in ("reshape", "flatten", "contiguous", "to", "type_as", "dropout", "feature_dropout", "chunk", "unflatten")
+    for name in (
+        "reshape",
+        "flatten",
+        "contiguous",
+        "to",
+        "type_as",
+        "dropout",
+        "feature_dropout",
+        "chunk",
+        "unflatten",
+    )
 )

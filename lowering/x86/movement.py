@@ -16,10 +16,10 @@ from quantplug.lowering.x86.qparams import QD, QParams, dequantize, is_static, q
 from quantplug.lowering.x86.rewriting import Rule, absorb, apply, call, replace
 
 MOVES = (
-    "view", "reshape", "_unsafe_view", "flatten.using_ints", "unflatten.int", "permute", "transpose.int", "t", "squeeze",
-    "unsqueeze", "movedim.int", "contiguous", "clone", "flip", "roll", "pixel_shuffle", "pixel_unshuffle",
-    "channel_shuffle", "select.int", "slice.Tensor", "narrow",
-)  # fmt: skip
+    *("view", "reshape", "_unsafe_view", "flatten.using_ints", "unflatten.int", "contiguous", "clone"),
+    *("permute", "transpose.int", "t", "movedim.int", "squeeze", "unsqueeze"),
+    *("flip", "roll", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "select.int", "slice.Tensor", "narrow"),
+)
 REPEATS = ("expand", "repeat", "repeat_interleave.self_int")
 
 STATIC_DEQUANTIZE = dequantize(input=value("integers"), name="dequantize").where(lambda m: is_static(m["dequantize"]))
@@ -44,23 +44,25 @@ def _hoist(match: Match) -> str | None:
     return None
 
 
-HOIST = tuple(
+HOIST = (
     Rule(
-        quantize(input=single_use(op(*names, name="mover", **{operand: value("source")})), dtype=torch.uint8).where(
+        quantize(input=single_use(op(*MOVES, *REPEATS, name="mover", self=value("source"))), dtype=torch.uint8).where(
             lambda m: is_static(m.root)
         ),
         _hoist,
-    )
-    for operand, names in (("self", tuple(n for n in (*MOVES, *REPEATS))),)
+    ),
 )
 
 
 def _sink(match: Match) -> str | None:
     mover = match.root
-    integers = call(mover, mover.target, (match["integers"], *mover.args[1:]), mover, qparams(match["dequantize"]).dtype)
+    integers = call(
+        mover, mover.target, (match["integers"], *mover.args[1:]), mover, qparams(match["dequantize"]).dtype
+    )
     integers.kwargs = mover.kwargs
     absorb(integers, mover)
-    return _dequantize_instead(mover, integers, qparams(match["dequantize"]))
+    _dequantize_instead(mover, integers, qparams(match["dequantize"]))
+    return None
 
 
 def _dequantize_instead(old: fx.Node, integers: fx.Node, params: QParams) -> None:
@@ -69,7 +71,7 @@ def _dequantize_instead(old: fx.Node, integers: fx.Node, params: QParams) -> Non
 
 
 def _sink_join(match: Match) -> str | None:
-    """cat and stack of tensors that share one set of parameters."""
+    """Cat and stack of tensors that share one set of parameters."""
     sources = match["sources"]
     params = {qparams(source) for source in sources}
     if len(params) > 1 or not all(p.is_static for p in params):
@@ -79,7 +81,8 @@ def _sink_join(match: Match) -> str | None:
     joined = call(match.root, match.root.target, (integers, *match.root.args[1:]), match.root, shared.dtype)
     joined.kwargs = match.root.kwargs
     absorb(joined, match.root)
-    return _dequantize_instead(match.root, joined, shared)
+    _dequantize_instead(match.root, joined, shared)
+    return None
 
 
 def _sink_relu(match: Match) -> str | None:
@@ -90,12 +93,13 @@ def _sink_relu(match: Match) -> str | None:
         clamp = torch.ops.aten.clamp_min.default
         integers = call(match.root, clamp, (integers, params.zero_point), match.root, params.dtype)
     absorb(integers, match.root)
-    return _dequantize_instead(match.root, integers, params)
+    _dequantize_instead(match.root, integers, params)
+    return None
 
 
 def _sink_pad(match: Match) -> str | None:
     params, given = qparams(match["dequantize"]), operands(match.root)
-    number = match.root.args[2] if len(match.root.args) > 2 else given.get("value") or 0.0
+    number: Any = given.get("value") or 0.0
     assert not isinstance(params.scale, fx.Node)
     assert not isinstance(params.zero_point, fx.Node)
     integer = round(float(number) / params.scale) + params.zero_point
@@ -105,7 +109,8 @@ def _sink_pad(match: Match) -> str | None:
     pad = torch.ops.aten.constant_pad_nd.default
     padded = call(match.root, pad, (match["integers"], given["pad"], integer), match.root, params.dtype)
     absorb(padded, match.root)
-    return _dequantize_instead(match.root, padded, params)
+    _dequantize_instead(match.root, padded, params)
+    return None
 
 
 def _sink_max_pool(match: Match) -> str | None:
@@ -118,7 +123,8 @@ def _sink_max_pool(match: Match) -> str | None:
     rest = (_pair(given["stride"]) or kernel, _pair(given["padding"]), _pair(given["dilation"]), given["ceil_mode"])
     pooled = call(match.root, target, (match["integers"], kernel, *rest), match.root, torch.uint8)
     absorb(pooled, match.root)
-    return _dequantize_instead(match.root, pooled, qparams(match["dequantize"]))
+    _dequantize_instead(match.root, pooled, qparams(match["dequantize"]))
+    return None
 
 
 def _pair(found: int | list[int]) -> list[int]:

@@ -50,8 +50,8 @@ def register_fakes() -> None:
     library = torch.library
     _registered.append(library.register_fake("onednn::qconv_prepack", _prepacked))
     _registered.append(library.register_fake("onednn::qlinear_prepack", _linear_prepacked))
-    for name in ("qadd", "qadd_relu", "qmul"):
-        _registered.append(library.register_fake(f"onednn::{name}.tensor", _elementwise))
+    elementwise = (f"onednn::{name}.tensor" for name in ("qadd", "qadd_relu", "qmul"))
+    _registered.extend(library.register_fake(name, _elementwise) for name in elementwise)
 
 
 def _prepacked(weight: Tensor, *rest: Any, **named: Any) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from quantplug.core.graph import constant_value, operands, rank
-from quantplug.core.pattern import Match, Pattern, anything, op, optional, value
+from quantplug.core.pattern import Match, Pattern, op, optional, value
 from quantplug.lowering.x86.qparams import IntegerWeight, QParams, dequantize, integer_weight, qparams
 from quantplug.lowering.x86.rewriting import Rule, absorb, call, constant, replace
 
@@ -38,13 +38,18 @@ def _lower_convolution(match: Match) -> str | None:
     node, params = match.root, qparams(match["dequantize"])
     weight = integer_weight(match["weight"])
     geometry = _geometry(node, weight)
-    reason = next((found for found in (weight, geometry, _activation_objection(params, conv=True)) if isinstance(found, str)), None)
+    reason = next(
+        (found for found in (weight, geometry, _activation_objection(params, conv=True)) if isinstance(found, str)),
+        None,
+    )
     if reason:
         return reason
     assert isinstance(weight, IntegerWeight)
     assert isinstance(geometry, tuple)
     values, scales, zeros = _constants(node, weight, node.name)
-    packed = call(node, onednn.qconv_prepack.default, (values, scales, params.scale, params.zero_point, *geometry), node)
+    packed = call(
+        node, onednn.qconv_prepack.default, (values, scales, params.scale, params.zero_point, *geometry), node
+    )
     packed.meta["val"] = values.meta["val"]
     args = (match["integers"], params.scale, params.zero_point, packed, scales, zeros, match.get("bias"), *geometry)
     kernel = call(node, onednn.qconv_pointwise.default, (*args, *NO_OUTPUT_QPARAMS, *NO_UNARY), node)
@@ -117,7 +122,10 @@ def _linear_objection(match: Match, weight: IntegerWeight | str) -> str | None:
         return "its weight is not a matrix"
     if bias is not None and (constant_value(bias) is None or rank(bias) != 1):
         return "its bias is not a constant vector"
-    if match.root.target is torch.ops.aten.addmm.default and (operands(match.root)["alpha"], operands(match.root)["beta"]) != (1, 1):
+    if match.root.target is torch.ops.aten.addmm.default and (
+        operands(match.root)["alpha"],
+        operands(match.root)["beta"],
+    ) != (1, 1):
         return "addmm with alpha or beta other than 1"
     return None
 

@@ -5,7 +5,6 @@ weights packed for this machine, called like the model. The saved file keeps the
 packed layout depends on the processor.
 """
 
-import copy
 import dataclasses
 import json
 import tempfile

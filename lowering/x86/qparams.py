@@ -61,7 +61,8 @@ def qparams(node: fx.Node) -> QParams:
     return QParams(
         scale if isinstance(scale, fx.Node) else float(scale),
         zero_point if isinstance(zero_point, fx.Node) else int(zero_point),
-        *(_limit(given[name], given["dtype"], side) for side, name in enumerate(("quant_min", "quant_max"))),
+        _limit(given["quant_min"], given["dtype"], 0),
+        _limit(given["quant_max"], given["dtype"], 1),
         given["dtype"],
     )
 
@@ -109,7 +110,12 @@ DEQUANTIZE_PER_TENSOR = (
     QD.dequantize_per_tensor.tensor,
     QD.dequantize_per_tensor.tensor2,
 )
-TRANSPOSES = (torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.numpy_T.default)
+TRANSPOSES = (
+    torch.ops.aten.t.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.numpy_T.default,
+)
 
 
 def integer_weight(node: fx.Node, channel_axis: int = 0) -> IntegerWeight | str:

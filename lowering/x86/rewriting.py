@@ -97,6 +97,7 @@ def call(before: fx.Node, target: Any, args: Sequence[Any], like: fx.Node, dtype
 def constant(before: fx.Node, name: str, value: Tensor) -> fx.Node:
     """Registers a tensor as a buffer under a fresh name and inserts a node that reads it before a node."""
     owner = before.graph.owning_module
+    assert owner is not None
     fresh = fresh_name(owner, name)
     owner.register_buffer(fresh, value)
     with before.graph.inserting_before(before):
@@ -134,7 +135,10 @@ def erase_unused(node: fx.Node) -> None:
 def drop_unread_attributes(module: fx.GraphModule) -> None:
     """Deletes parameters and buffers that no node reads: float weights next to their integer copies."""
     read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
-    held = [name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))]
+    held = [
+        name
+        for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    ]
     for name in held:
         if name not in read:
             owner, _, leaf = name.rpartition(".")

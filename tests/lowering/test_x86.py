@@ -10,6 +10,7 @@ from quantplug.core.errors import ArtefactError, LoweringError, ModelError
 from quantplug.lowering.x86 import X86Program, lower
 
 
+@torch.no_grad()
 def sqnr(reference, found):
     noise = (reference - found).pow(2).sum().clamp_min(1e-30)
     return float(10 * torch.log10(reference.pow(2).sum() / noise))
@@ -68,7 +69,11 @@ def kernels(program):
 def test_r20_every_convolution_and_linear_is_a_onednn_operator(network):
     _, _, program = network
     assert len(kernels(program)) == 8
-    assert not [n for n in program.module.graph.nodes if n.target in (torch.ops.aten.conv2d.default, torch.ops.aten.linear.default)]
+    assert not [
+        n
+        for n in program.module.graph.nodes
+        if n.target in (torch.ops.aten.conv2d.default, torch.ops.aten.linear.default)
+    ]
 
 
 def test_a_lowered_network_agrees_with_its_reference(network):
@@ -112,7 +117,12 @@ def test_a_saved_program_loads_and_gives_the_same_numbers(network, tmp_path):
     assert loaded.ops == program.ops
     more = torch.randn(3, 3, 32, 32)
     assert torch.equal(loaded(more), program(more))
-    assert program.nbytes < 100_000
+
+
+def test_a_saved_program_keeps_integer_weights_only(tmp_path):
+    inputs = (torch.randn(1, 1024),)
+    program = lower(converted(nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 512)), inputs), inputs)
+    assert program.nbytes < 1.1 * 1024 * 1536
 
 
 def test_lowering_leaves_the_converted_model_alone(network):
