@@ -1,0 +1,321 @@
+"""What every observer here is: an immutable state, a pure update and a pure search for the range.
+
+Before: tensors that flow through a prepared model. After: `calculate_qparams()` gives scale and
+zero point. The classes have torchao's observer interface, so that they stand in a
+`QuantizationSpec.observer_or_fake_quant_ctr` and work in torchao's own prepare and convert.
+
+Since a state is never changed but replaced, a run can be rolled back, saved, and merged with the
+runs of other processes by keeping references. Weights (`nn.Parameter`) are not copied into a state
+at all: the observer remembers the parameter and reads it when its range is asked for.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torchao.quantization.pt2e import UniformQuantizationObserverBase
+
+from quantplug.core.errors import CalibrationError, ConfigError
+from quantplug.core.observers.scheme import Scheme, integer_range, symmetric_zero
+
+State = tuple[Tensor, ...]
+
+
+class NonFiniteError(CalibrationError):
+    """An observer was given NaN or infinity."""
+
+
+NonFinite = Literal["raise", "report"]
+_PER_TENSOR = (torch.per_tensor_affine, torch.per_tensor_symmetric)
+_PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_symmetric, torch.per_channel_affine_float_qparams)
+_SYMMETRIC = (torch.per_tensor_symmetric, torch.per_channel_symmetric)
+
+
+class Recorder(Protocol):
+    """Who takes an observer's tensors over during a calibration run."""
+
+    def record(self, observer: "DataObserver", value: Tensor) -> None:
+        """Takes one tensor that reached the observer."""
+
+
+class DataObserver(UniformQuantizationObserverBase):
+    """Base of the observers: options, state keeping, and scale and zero point from the range found.
+
+    Args:
+        dtype: integer type of the quantized tensor.
+        qscheme: torch's scheme; per channel for the PerChannel classes, else per tensor.
+        reduce_range: drops one bit of the integer range.
+        quant_min: smallest integer, None for the dtype's.
+        quant_max: largest integer, None for the dtype's.
+        eps: smallest scale.
+        is_dynamic: the range is found at run time, and the observer is a placeholder.
+        ch_axis: channel axis of the PerChannel classes.
+        power_of_two: scales are powers of two.
+        nonfinite: "raise" on a NaN or an infinity, or "report": leave such elements out and count them.
+
+    Raises:
+        ConfigError: an option is out of its domain or does not go with another.
+    """
+
+    per_channel: ClassVar[bool] = False
+    dynamic: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.int8,
+        qscheme: torch.qscheme | None = None,
+        reduce_range: bool = False,
+        quant_min: int | None = None,
+        quant_max: int | None = None,
+        factory_kwargs: dict[str, Any] | None = None,
+        eps: float = torch.finfo(torch.float32).eps,
+        is_dynamic: bool = False,
+        ch_axis: int = 0,
+        power_of_two: bool = False,
+        nonfinite: NonFinite = "raise",
+    ) -> None:
+        name = type(self).__name__
+        qscheme = self._checked_scheme(qscheme, is_dynamic, eps, nonfinite)
+        low, high = integer_range(dtype, quant_min, quant_max, reduce_range, name)
+        explicit = quant_min is not None or quant_max is not None or reduce_range
+        symmetric = qscheme in _SYMMETRIC
+        super().__init__(dtype, qscheme, False, low, high, factory_kwargs, eps, is_dynamic)
+        self.reduce_range, self.has_customized_qrange = reduce_range, explicit
+        self.ch_axis, self.nonfinite = ch_axis, nonfinite
+        self.scheme = Scheme(
+            low, high, symmetric, symmetric_zero(dtype, low, high, explicit) if symmetric else 0, eps, power_of_two,
+            qscheme == torch.per_channel_affine_float_qparams,
+        )  # fmt: skip
+        self.site = ""
+        self.recorder: Recorder | None = None
+        self.nonfinite_elements = 0
+        self._state: State | None = None
+        self._constant: tuple[Tensor, int] | None = None
+        self._found: tuple[State, Tensor, Tensor] | None = None
+
+    def _checked_scheme(
+        self, qscheme: torch.qscheme | None, is_dynamic: bool, eps: float, nonfinite: str
+    ) -> torch.qscheme:
+        name, allowed = type(self).__name__, _PER_CHANNEL if self.per_channel else _PER_TENSOR
+        if qscheme is None:
+            qscheme = allowed[0]
+        if qscheme not in allowed:
+            raise ConfigError(f"{name} has qscheme {qscheme}; choose one of {[str(s) for s in allowed]}.")
+        if is_dynamic and not self.dynamic:
+            raise ConfigError(f"{name} finds its range by calibration and cannot be dynamic; use MinMaxObserver.")
+        if not (0 < eps < float("inf")):
+            raise ConfigError(f"{name} has eps {eps}; pass a positive smallest scale, such as 2**-12.")
+        if nonfinite not in ("raise", "report"):
+            raise ConfigError(f"{name} has nonfinite '{nonfinite}'; choose 'raise' or 'report'.")
+        return qscheme
+
+    # --- data in
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Takes note of a tensor and returns it unchanged.
+
+        Raises:
+            CalibrationError: the tensor is complex or boolean, holds NaN or infinity (where
+                `nonfinite` is "raise"), or has another number of channels than those before.
+        """
+        if type(x) is nn.Parameter and self._took_constant(x):
+            return x
+        if self.recorder is not None:
+            self.recorder.record(self, x)
+        else:
+            self.observe([x])
+        return x
+
+    def observe(self, tensors: Sequence[Tensor]) -> None:
+        """Updates the state with tensors, in order; empty ones leave no trace.
+
+        Raises:
+            CalibrationError: as for `forward`; the state is as before.
+        """
+        self._settle_constant()
+        state = self._state
+        for tensor in tensors:
+            if tensor.numel():
+                state = self.updated(state, self._rows(tensor))
+        self._state = state
+
+    @abstractmethod
+    def updated(self, state: State | None, rows: Tensor) -> State:
+        """Returns the state after one more tensor, given as float32 [channels or 1, n]; pure."""
+
+    @abstractmethod
+    def merged(self, first: State, second: State) -> State:
+        """Returns the state of both runs' data; pure."""
+
+    def _took_constant(self, parameter: nn.Parameter) -> bool:
+        """Remembers the first parameter that comes as the only data; further visits cost nothing."""
+        if self._constant is None and self._state is None:
+            # In a tuple: as an attribute of its own it would become a parameter of this module.
+            self._constant = (parameter, parameter._version)
+            return True
+        return self._constant is not None and self._constant[0] is parameter
+
+    def _settle_constant(self) -> None:
+        """Counts the remembered parameter into the state, since other data joins it."""
+        if self._constant is not None:
+            parameter, self._constant = self._constant[0], None
+            self._state = self.updated(None, self._rows(parameter))
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        if tensor.is_complex() or tensor.dtype == torch.bool:
+            raise CalibrationError(
+                f"{self.where()} was given a tensor of {tensor.dtype}; only real numbers have a range, so leave this "
+                "tensor float."
+            )
+        if not self.per_channel:
+            return _dense(tensor).to(torch.float32)[None]
+        if not -tensor.dim() <= self.ch_axis < tensor.dim():
+            raise CalibrationError(
+                f"{self.where()} has channel axis {self.ch_axis} but was given a tensor of shape {list(tensor.shape)}; set "
+                "the spec's ch_axis."
+            )
+        return tensor.movedim(self.ch_axis, 0).flatten(1).to(torch.float32).contiguous()
+
+    def where(self) -> str:
+        """Returns how errors and reports name this observer."""
+        return f"{type(self).__name__} of {self.site}" if self.site else type(self).__name__
+
+    # --- state
+
+    @property
+    def observed(self) -> bool:
+        """Tells whether any element has been seen."""
+        return self._state is not None or self._constant is not None
+
+    @property
+    def constant(self) -> bool:
+        """Tells whether all that was seen is one parameter."""
+        return self._constant is not None
+
+    @property
+    def state(self) -> State | None:
+        """Everything that was seen, as tensors that nobody changes; None before the first data."""
+        if self._constant is None:
+            return self._state
+        parameter, version = self._constant
+        if self._state is None or version != parameter._version:
+            self._constant = (parameter, parameter._version)
+            self._state = self.updated(None, self._rows(parameter))
+        return self._state
+
+    @state.setter
+    def state(self, state: State | None) -> None:
+        self._state, self._constant, self._found = state, None, None
+
+    def reset_min_max_vals(self) -> None:
+        """Forgets all data."""
+        self.state = None
+
+    @property
+    def min_val(self) -> Tensor:
+        """Smallest value seen, float32 (per channel [channels]); inf before the first data."""
+        return self._extreme(0, float("inf"))
+
+    @property
+    def max_val(self) -> Tensor:
+        """Largest value seen, float32 (per channel [channels]); -inf before the first data."""
+        return self._extreme(1, float("-inf"))
+
+    def _extreme(self, which: int, nothing: float) -> Tensor:
+        state = self.state
+        if state is None:
+            return torch.tensor([]) if self.per_channel else torch.tensor(nothing)
+        return state[which] if self.per_channel else state[which][0]
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Returns what `state_dict` keeps of this observer."""
+        state = self.state
+        return {"format": 1, "state": None if state is None else tuple(state)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Takes what `get_extra_state` returned.
+
+        Raises:
+            CalibrationError: it is not such a value.
+        """
+        if not isinstance(state, dict) or state.get("format") != 1:
+            raise CalibrationError(f"{self.where()} cannot read the saved state; it is not one of format 1.")
+        self.state = None if state["state"] is None else self.restored(state["state"])
+
+    def restored(self, tensors: Sequence[Tensor]) -> State:
+        """Returns the state that consists of these tensors."""
+        return tuple(tensors)
+
+    # --- range out
+
+    def search_key(self) -> tuple[Any, ...]:
+        """Returns a value that is equal for observers whose ranges `search` may find in one call."""
+        return (type(self), self.scheme)
+
+    @abstractmethod
+    def search(self, state: State) -> tuple[Tensor, Tensor]:
+        """Returns the ends of the range to quantize, float32 [rows], for the rows of a state; pure."""
+
+    def ranges(self) -> tuple[Tensor, Tensor]:
+        """Returns low and high end of the range to quantize, float32 [channels or 1].
+
+        Raises:
+            CalibrationError: no data was seen.
+        """
+        state = self.state
+        if state is None:
+            raise CalibrationError(
+                f"{self.where()} has seen no data; calibrate the prepared model with at least one batch that reaches "
+                "it."
+            )
+        if self._found is None or self._found[0] is not state:
+            self.remember(state, *self.search(state))
+        assert self._found is not None
+        return self._found[1], self._found[2]
+
+    def remember(self, state: State, low: Tensor, high: Tensor) -> None:
+        """Keeps the range that was found for a state, so that it is not searched again."""
+        self._found = (state, low, high)
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
+        """Returns scale (float32) and zero point (int64), each [channels] or [1].
+
+        Raises:
+            CalibrationError: no data was seen.
+        """
+        return self.scheme.qparams(*self.ranges())
+
+    def extra_repr(self) -> str:
+        """Returns scheme and range as text."""
+        return f"{self.dtype}, {self.quant_min}..{self.quant_max}, min_val={self.min_val}, max_val={self.max_val}"
+
+    def checked_extremes(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns each row's smallest and largest finite value, and where values are finite (None: everywhere).
+
+        Raises:
+            CalibrationError: a value is NaN or infinite and `nonfinite` is "raise".
+        """
+        low, high = torch.aminmax(rows, dim=1) if rows.shape[0] > 1 else (e[None] for e in torch.aminmax(rows))
+        if bool(torch.isfinite(low).all() & torch.isfinite(high).all()):
+            return low, high, None
+        finite = torch.isfinite(rows)
+        spoiled = int(rows.numel() - finite.sum())
+        if self.nonfinite == "raise":
+            raise NonFiniteError(
+                f"{self.where()} was given {spoiled} NaN or infinite values among {rows.numel()}; find the operator "
+                "that makes them, or calibrate with nonfinite='skip' or 'report'."
+            )
+        self.nonfinite_elements += spoiled
+        infinity = torch.tensor(float("inf"), device=rows.device)
+        return torch.where(finite, rows, infinity).amin(1), torch.where(finite, rows, -infinity).amax(1), finite
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Returns the elements as a vector in memory order where that needs no copy, else in logical order."""
+    for layout in (torch.channels_last, torch.channels_last_3d):
+        if tensor.dim() == (4 if layout is torch.channels_last else 5) and tensor.is_contiguous(memory_format=layout):
+            return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.reshape(-1)

@@ -1,0 +1,318 @@
+"""Searches for the range to quantize: histograms -> (low, high), all rows at once.
+
+Between two bin edges values are taken to be spread evenly. Then the mean squared error of a
+quantizer has a closed form. With F the cumulative distribution, G(t) = integral of F up to t, v the
+largest representable value, s the step and t_q the midpoints between neighbouring representable
+values,
+
+    E[(x - Q(x))^2] = E[(x - v)^2] - 2 s * sum_q G(t_q)
+
+(summation by parts of the sum over cells; clipping on both sides is part of it), so that one table
+look-up per integer level gives the exact error, whatever the number of bins.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantplug.core.observers.grid import GridHistogram
+from quantplug.core.observers.scheme import Scheme
+
+Ranges = tuple[Tensor, Tensor]
+# Largest number of table look-ups in one pass; bounds the memory of a search to some 50 MB.
+LOOKUPS = 1 << 20
+# Factors by which an end is pulled in: four per octave, down to the thousandth that bins still resolve.
+COARSE = tuple(2.0 ** (-i / 4) for i in range(40))
+# Then nine factors around the best one, in ever finer steps of an octave.
+FINE = (1 / 16, 1 / 64)
+# Shares of the values that one side may lose: none, then four per decade from 1e-6 to a tenth.
+TAILS = (0.0, *(10.0 ** (-6 + i / 4) for i in range(21)))
+# Bins of magnitudes that the entropy search looks at, as in TensorRT's notes.
+ENTROPY_BINS = 2048
+
+
+class Tables(NamedTuple):
+    """What the error of a range is looked up in; positions are in bins from the window's start.
+
+    Attributes:
+        counts: values in a bin, float64 [rows, bins].
+        below: values below a bin's lower edge, float64 [rows, bins].
+        integral: integral of `below` up to that edge, float64 [rows, bins].
+        moments: number, sum and sum of squares of all positions, float64 [rows, 3].
+        start: index of the first bin, float64 [rows].
+        width: bin width, float64 [rows].
+    """
+
+    counts: Tensor
+    below: Tensor
+    integral: Tensor
+    moments: Tensor
+    start: Tensor
+    width: Tensor
+
+
+def tables(histogram: GridHistogram) -> Tables:
+    """Returns the tables of a histogram."""
+    counts = histogram.counts.double()
+    below = counts.cumsum(1) - counts
+    pieces = below + counts / 2
+    centre = torch.arange(counts.shape[1], device=counts.device, dtype=torch.float64) + 0.5
+    moments = torch.stack([counts.sum(1), counts @ centre, counts @ (centre * centre + 1 / 12)], 1)
+    return Tables(
+        counts, below, pieces.cumsum(1) - pieces, moments, histogram.start.double(), histogram.width
+    )  # fmt: skip
+
+
+def squared_error(table: Tables, scheme: Scheme, low: Tensor, high: Tensor) -> Tensor:
+    """Returns the mean squared quantization error of candidate ranges.
+
+    Args:
+        table: of `rows` histograms.
+        scheme: how a range becomes scale and zero point.
+        low: lower ends, float32 [rows, candidates].
+        high: upper ends, float32 [rows, candidates].
+
+    Returns:
+        float64 [rows, candidates], in squared units of the data.
+    """
+    scale, zero = scheme.qparams(low, high)
+    step = scale.double() / table.width[:, None]
+    start = table.start[:, None]
+    largest = (scheme.quant_max - zero) * step - start
+    level = torch.arange(scheme.quant_min, scheme.quant_max, device=low.device, dtype=torch.float64) + 0.5
+    middle = (level - zero[..., None]) * step[..., None] - start[..., None]
+    area = _integral(table, middle.flatten(1)).view(middle.shape).sum(2)
+    number, first, second = (m[:, None] for m in table.moments.unbind(1))
+    error = second - 2 * largest * first + largest * largest * number - 2 * step * area
+    # The difference of two large sums: what is left below zero is rounding.
+    return error.clamp(min=0) * table.width[:, None] ** 2 / number.clamp(min=1)
+
+
+def _integral(table: Tables, position: Tensor) -> Tensor:
+    bins = table.counts.shape[1]
+    inside = position.clamp(0, bins)
+    index = inside.long().clamp(max=bins - 1)
+    rest = inside - index
+    value = table.counts.gather(1, index).mul_(rest).mul_(0.5).add_(table.below.gather(1, index)).mul_(rest)
+    value += table.integral.gather(1, index)
+    return value.add_((position - inside).clamp_(min=0).mul_(table.moments[:, :1]))
+
+
+def by_rows(search: Callable[[GridHistogram], Ranges], histogram: GridHistogram, lookups: int) -> Ranges:
+    """Runs a search that makes `lookups` table look-ups a row on so many rows at a time that memory stays bounded."""
+    step = max(1, LOOKUPS // max(1, lookups))
+    rows = histogram.counts.shape[0]
+    parts = [search(GridHistogram(*(field[i : i + step] for field in histogram))) for i in range(0, rows, step)]
+    return torch.cat([low for low, _ in parts]), torch.cat([high for _, high in parts])
+
+
+def full_range(histogram: GridHistogram) -> Ranges:
+    """Returns the smallest range with zero that holds every value; [0, 0] where there is none."""
+    return histogram.low.clamp(max=0), histogram.high.clamp(min=0)
+
+
+def _pick(table: Tables, scheme: Scheme, low: Tensor, high: Tensor) -> Tensor:
+    """Returns the index of each row's candidate of least error, the first of equals, int64 [rows, 1]."""
+    return squared_error(table, scheme, low, high).argmin(1, keepdim=True)
+
+
+def mse_range(histogram: GridHistogram, scheme: Scheme) -> Ranges:
+    """Finds the range of least mean squared error (Nagel et al., "A White Paper on Neural Network Quantization", 3.1).
+
+    Both ends of the full range are pulled in by the best common factor of `COARSE`, then (unless
+    symmetric) each by its own, then each is refined in the steps of `FINE`. Where levels are finer than
+    bins, clipping never pays and the full range stays.
+    """
+    if scheme.steps >= histogram.counts.shape[1]:
+        return full_range(histogram)
+    return by_rows(lambda part: _mse_rows(part, scheme), histogram, len(COARSE) * scheme.steps)
+
+
+def _mse_rows(histogram: GridHistogram, scheme: Scheme) -> Ranges:
+    table, ends = tables(histogram), torch.stack(full_range(histogram), 1)
+    coarse = torch.tensor(COARSE, device=ends.device)
+    factor = coarse[_pick(table, scheme, ends[:, :1] * coarse, ends[:, 1:] * coarse)].expand(-1, 2)
+    sides = [slice(0, 2)] if scheme.symmetric else [slice(0, 1), slice(1, 2)]
+    if not scheme.symmetric:
+        for side in sides:
+            factor = _best_factor(table, scheme, ends, factor, side, coarse.expand(len(ends), -1))
+    for fine in FINE:
+        around = 2.0 ** (torch.arange(4, -5, -1, device=ends.device) * fine)
+        for side in sides:
+            options = (factor[:, side][:, :1] * around).clamp(max=1)
+            factor = _best_factor(table, scheme, ends, factor, side, options)
+    return (ends * factor)[:, 0], (ends * factor)[:, 1]
+
+
+def _best_factor(table: Tables, scheme: Scheme, ends: Tensor, factor: Tensor, side: slice, options: Tensor) -> Tensor:
+    """Returns the factors [rows, 2] with one side (or both) replaced by each row's best option."""
+    tried = factor[:, :, None].repeat(1, 1, options.shape[1])
+    tried[:, side] = options[:, None]
+    low, high = (ends[:, :, None] * tried).unbind(1)
+    best = _pick(table, scheme, low, high)
+    return tried.gather(2, best[:, None].expand(-1, 2, -1))[:, :, 0]
+
+
+def quantile(histogram: GridHistogram, share: Tensor) -> Tensor:
+    """Returns the values below which given shares of each row lie.
+
+    Args:
+        histogram: of `rows` rows.
+        share: float64 [rows, k], within 0..1.
+
+    Returns:
+        float32 [rows, k], within [low, high]; off the data's own quantile by at most one bin width.
+    """
+    total = histogram.counts.sum(1, keepdim=True).double()
+    upto = histogram.counts.double().cumsum(1)
+    wanted = share * total
+    index = torch.searchsorted(upto, wanted.contiguous()).clamp(max=upto.shape[1] - 1)
+    held = histogram.counts.gather(1, index).double()
+    inside = (wanted - (upto.gather(1, index) - held)) / held.clamp(min=1)
+    value = (histogram.start[:, None] + index + inside.clamp(0, 1)) * histogram.width[:, None]
+    return torch.minimum(torch.maximum(value.float(), histogram.low[:, None]), histogram.high[:, None])
+
+
+def magnitudes(histogram: GridHistogram) -> GridHistogram:
+    """Returns the histogram of the absolute values; exact, since zero is a bin edge."""
+    bins = histogram.counts.shape[1]
+    index = torch.arange(bins, device=histogram.start.device) - histogram.start[:, None]
+    mirrored = -1 - torch.arange(bins, device=histogram.start.device) - histogram.start[:, None]
+    counts = _taken(histogram.counts, index) + _taken(histogram.counts, mirrored)
+    high = torch.maximum(-histogram.low, histogram.high)
+    low = torch.minimum(high, torch.zeros_like(high))
+    return GridHistogram(low, high, histogram.exponent, torch.zeros_like(histogram.start), counts)
+
+
+def _taken(counts: Tensor, index: Tensor) -> Tensor:
+    inside = (index >= 0) & (index < counts.shape[1])
+    return torch.where(inside, counts.gather(1, index.clamp(0, counts.shape[1] - 1)), 0)
+
+
+def percentile_range(histogram: GridHistogram, scheme: Scheme, percentile: float) -> Ranges:
+    """Returns the range that holds `percentile` percent of the values (McKinstry et al., arXiv:1809.04191, section 3).
+
+    Symmetric schemes cut the largest magnitudes, others half of the rest on each side.
+    """
+    rows = histogram.counts.shape[0]
+    share = torch.full((rows, 1), percentile / 100, dtype=torch.float64, device=histogram.low.device)
+    if scheme.symmetric:
+        high = quantile(magnitudes(histogram), share)[:, 0]
+        return _known(-high, histogram), _known(high, histogram)
+    low, high = quantile(histogram, (1 - share) / 2)[:, 0], quantile(histogram, (1 + share) / 2)[:, 0]
+    return _known(low, histogram).clamp(max=0), _known(high, histogram).clamp(min=0)
+
+
+def _known(end: Tensor, histogram: GridHistogram) -> Tensor:
+    return torch.where(histogram.low <= histogram.high, end, torch.zeros_like(end))
+
+
+def quantile_range(histogram: GridHistogram, scheme: Scheme) -> Ranges:
+    """Finds the range of least squared error among ends that are quantiles of the data.
+
+    The objective is that of the norm minimization in Caffe2's quantization server (L2 norm, values
+    spread evenly within bins), which torchao's HistogramObserver follows; here with the integer levels
+    that the scheme really has, and a search over all of `TAILS` in place of a walk that stops at the
+    first rise: both sides lose the same share, then each its own. Where levels are finer than bins the
+    full range stays.
+    """
+    if scheme.steps >= histogram.counts.shape[1]:
+        return full_range(histogram)
+    return by_rows(lambda part: _quantile_rows(part, scheme), histogram, len(TAILS) * scheme.steps)
+
+
+def _quantile_rows(histogram: GridHistogram, scheme: Scheme) -> Ranges:
+    table = tables(histogram)
+    tails = torch.tensor(TAILS, dtype=torch.float64, device=histogram.low.device).expand(len(histogram.low), -1)
+    if scheme.symmetric:
+        highs = _known(quantile(magnitudes(histogram), 1 - tails).T, histogram).T
+        high = highs.gather(1, _pick(table, scheme, -highs, highs))[:, 0]
+        return -high, high
+    lows = _known(quantile(histogram, tails).T, histogram).T.clamp(max=0)
+    highs = _known(quantile(histogram, 1 - tails).T, histogram).T.clamp(min=0)
+    lows[:, 0], highs[:, 0] = full_range(histogram)
+    both = _pick(table, scheme, lows, highs)
+    low = lows.gather(1, _pick(table, scheme, lows, highs.gather(1, both).expand_as(lows)))
+    high = highs.gather(1, _pick(table, scheme, low.expand_as(highs), highs))
+    return low[:, 0], high[:, 0]
+
+
+def entropy_range(histogram: GridHistogram, scheme: Scheme, stride: int) -> Ranges:
+    """Finds the threshold of least Kullback-Leibler divergence (Migacz, "8-bit Inference with TensorRT", GTC 2017).
+
+    For each number i of kept magnitude bins from the number of levels to the last filled bin (in steps
+    of `stride`; the notes try each): P is the first i bins with everything beyond added to the last, Q the first i bins merged into the
+    levels (bin j into level floor(j * levels / i)) and spread evenly over each level's non-empty bins;
+    i with the least KL(P, Q) gives the threshold (i + 1/2) bin widths, at most the largest magnitude. A
+    candidate whose last bin is empty although values lie beyond it has no finite divergence. Levels are
+    the integers of one sign, or all of them where an affine scheme meets data of one sign. Where levels
+    are finer than bins the full range stays.
+    """
+    folded = _coarser(magnitudes(histogram))
+    one_sided = (histogram.low >= 0) | (histogram.high <= 0)
+    threshold = folded.high.clone()
+    for sided in (False, True):
+        rows = (one_sided == sided).nonzero()[:, 0]
+        levels = scheme.steps + 1 if sided and not scheme.symmetric else (scheme.steps + 2) // 2
+        if len(rows) and levels < folded.counts.shape[1]:
+            part = GridHistogram(*(field[rows] for field in folded))
+            threshold[rows] = _thresholds(part, levels, stride)
+    low, high = full_range(histogram)
+    limit = threshold.clamp(min=0)
+    return torch.maximum(low, -limit), torch.minimum(high, limit)
+
+
+def _coarser(folded: GridHistogram) -> GridHistogram:
+    """Adds neighbouring bins of each row until no more than `ENTROPY_BINS` are in use."""
+    counts, exponent = folded.counts, folded.exponent
+    while (wide := counts[:, ENTROPY_BINS:].any(1)).any():
+        pairs = torch.zeros_like(counts)
+        pairs[:, : counts.shape[1] // 2] = counts.view(len(counts), -1, 2).sum(2)
+        counts, exponent = torch.where(wide[:, None], pairs, counts), exponent + wide.long()
+    return folded._replace(counts=counts[:, :ENTROPY_BINS].contiguous(), exponent=exponent)
+
+
+def _thresholds(folded: GridHistogram, levels: int, stride: int) -> Tensor:
+    kept = torch.arange(levels, folded.counts.shape[1] + 1, stride, device=folded.counts.device)
+    return by_rows(lambda part: (_kept_range(part, kept, levels),) * 2, folded, len(kept) * levels)[0]
+
+
+def _kept_range(folded: GridHistogram, kept: Tensor, levels: int) -> Tensor:
+    divergence = kl_divergences(folded.counts, kept, levels)
+    filled = (folded.counts > 0) * torch.arange(1, folded.counts.shape[1] + 1, device=kept.device)
+    divergence = divergence.masked_fill(kept > filled.amax(1, keepdim=True), math.inf)
+    best, index = divergence.min(1)
+    threshold = torch.minimum(((kept[index] + 0.5) * folded.width).float(), folded.high)
+    # No candidate at all where the data fills fewer bins than there are levels.
+    return torch.where(torch.isfinite(best), threshold, folded.high)
+
+
+def kl_divergences(counts: Tensor, kept: Tensor, levels: int) -> Tensor:
+    """Returns KL(P, Q) of each row for each number of kept bins, float64 [rows, candidates]; inf where undefined.
+
+    Args:
+        counts: magnitudes in each bin, int64 [rows, bins].
+        kept: candidates i, int64 [candidates], from `levels` to `bins`.
+        levels: levels that Q has.
+    """
+    value = counts.double()
+    total = value.sum(1, keepdim=True)
+    inside = _before(value).index_select(1, kept)
+    beyond = total - inside
+    last = value.index_select(1, kept - 1)
+    own = _before(torch.xlogy(value, value)).index_select(1, kept - 1) + torch.xlogy(last + beyond, last + beyond)
+    edges = (torch.arange(levels + 1, device=kept.device) * kept[:, None] + levels - 1) // levels
+    group = _before(value).index_select(1, edges.view(-1)).view(len(counts), *edges.shape).diff(dim=2)
+    filled = _before((counts > 0).double()).index_select(1, edges.view(-1)).view(len(counts), *edges.shape).diff(dim=2)
+    spread = torch.log(group / filled.clamp(min=1))
+    cross = torch.where(group > 0, group * spread, 0).sum(2) + torch.where(beyond > 0, beyond * spread[..., -1], 0)
+    divergence = (own - cross) / total + torch.log(inside / total)
+    defined = (inside > 0) & ((beyond == 0) | (last > 0))
+    return torch.where(defined, divergence, math.inf)
+
+
+def _before(value: Tensor) -> Tensor:
+    return torch.nn.functional.pad(value.cumsum(1), (1, 0))
