@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import LoweringError
 from quantplug.core.graph import require_graph_module
+from quantplug.lowering.xnnpack.legalize import legalize
+from quantplug.lowering.xnnpack.partition import partitioner
 from quantplug.lowering.xnnpack.placement import place
 from quantplug.lowering.xnnpack.program import Signature, XNNPACKProgram
 from quantplug.lowering.xnnpack.records import recorded_kernel_calls
@@ -47,9 +49,7 @@ def lower(
     """
     check_threads(threads)
     model = require_graph_module(converted, "lower")
-    inputs = pytree.tree_map(
-        lambda v: v.detach().contiguous() if isinstance(v, Tensor) else v, tuple(example_inputs)
-    )
+    inputs = pytree.tree_map(lambda v: v.detach().contiguous() if isinstance(v, Tensor) else v, tuple(example_inputs))
     with quiet(), torch.no_grad():
         expected = _reference(model, inputs)
         program = _emit(_working_copy(model), inputs, dynamic_shapes, threads)
@@ -77,23 +77,22 @@ def _working_copy(model: fx.GraphModule) -> fx.GraphModule:
     return working
 
 
-def _emit(
-    working: fx.GraphModule, inputs: tuple[Any, ...], dynamic_shapes: Any, threads: int | None
-) -> XNNPACKProgram:
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+def _emit(working: fx.GraphModule, inputs: tuple[Any, ...], dynamic_shapes: Any, threads: int | None) -> XNNPACKProgram:
+    import executorch.kernels.quantized  # noqa: F401  q/dq operators outside delegates need its out variants
     from executorch.exir import to_edge_transform_and_lower
+
+    legal = legalize(working)
 
     with recorded_kernel_calls() as calls:
         try:
             exported = torch.export.export(working, inputs, dynamic_shapes=dynamic_shapes)
-            edge = to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()])
+            edge = to_edge_transform_and_lower(exported, partitioner=[partitioner(working.graph, legal)])
             buffer = edge.to_executorch().buffer
         except Exception as error:
             raise LoweringError(
-                f"The q/dq graph cannot be lowered to XNNPACK: {_first_line(error)}; "
-                "keep the operator it names float."
+                f"The q/dq graph cannot be lowered to XNNPACK: {_first_line(error)}; keep the operator it names float."
             ) from error
-    ops, counts = place(working, edge.exported_program(), calls)
+    ops, counts = place(working, edge.exported_program(), calls, legal.floats)
     return XNNPACKProgram(Method(buffer, threads), ops, counts, _signature(exported))
 
 
@@ -133,9 +132,7 @@ def _output_sqnr(index: int, value: Tensor, reference: Tensor, minimum_sqnr: flo
         )
     value, reference = value.double(), reference.double()
     noise = (
-        (value - reference).nan_to_num(posinf=0.0, neginf=0.0)
-        if not reference.isfinite().all()
-        else value - reference
+        (value - reference).nan_to_num(posinf=0.0, neginf=0.0) if not reference.isfinite().all() else value - reference
     )
     ratio = 10 * torch.log10(reference.nan_to_num().square().sum() / noise.square().sum())
     decibels = float("inf") if not noise.any() else float(ratio)

@@ -5,14 +5,14 @@ compute operator, and the numbers of kernel calls.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
 
 from quantplug.core.graph import compute_nodes, module_path
 from quantplug.lowering.program import LoweredOp
+from quantplug.lowering.xnnpack.conversions import is_conversion
 from quantplug.lowering.xnnpack.program import KernelCounts
 from quantplug.lowering.xnnpack.records import KernelCall
 
@@ -34,7 +34,10 @@ def origins(node: fx.Node, graph: fx.Graph) -> set[str]:
 
 
 def place(
-    working: fx.GraphModule, edge: torch.export.ExportedProgram, calls: Sequence[KernelCall]
+    working: fx.GraphModule,
+    edge: torch.export.ExportedProgram,
+    calls: Sequence[KernelCall],
+    floats: Mapping[str, str],
 ) -> tuple[list[LoweredOp], KernelCounts]:
     """Returns where each compute operator runs, and how many kernel calls of each kind there are."""
     outside = [n for n in edge.graph.nodes if _is_portable(n)]
@@ -48,7 +51,7 @@ def place(
         delegates=delegates,
         portable=len(outside),
     )
-    return _placements(working, outside, calls), counts
+    return _placements(working, outside, calls, floats), counts
 
 
 def _is_portable(node: fx.Node) -> bool:
@@ -63,7 +66,7 @@ def _operator_name(node: fx.Node) -> str:
 
 
 def _placements(
-    working: fx.GraphModule, outside: Iterable[fx.Node], calls: Iterable[KernelCall]
+    working: fx.GraphModule, outside: Iterable[fx.Node], calls: Iterable[KernelCall], floats: Mapping[str, str]
 ) -> list[LoweredOp]:
     kernels: dict[str, list[KernelCall]] = defaultdict(list)
     portable: dict[str, list[fx.Node]] = defaultdict(list)
@@ -80,18 +83,9 @@ def _placements(
             continue
         placement, reason = _placement(node, kernels[node.name], portable[node.name], placed)
         placed[node] = placement
+        reason = floats.get(node.name, reason) if placement != "int8" else ""
         ops.append(LoweredOp(node.name, str(node.target), module_path(node), placement, reason))
     return ops
-
-
-def is_conversion(node: Any) -> bool:
-    """Tells whether a node quantizes, dequantizes or chooses quantization parameters."""
-    if not isinstance(node, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    namespace, _, name = node.target._schema.name.partition("::")
-    return namespace in ("quantized_decomposed", "torchao") and name.startswith(
-        ("quantize_", "dequantize_", "choose_qparams")
-    )
 
 
 def _placement(

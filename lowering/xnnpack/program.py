@@ -128,8 +128,7 @@ class Signature:
         flat, spec = pytree.tree_flatten(tuple(inputs))
         if len(flat) != len(self.inputs) or spec != self.in_spec:
             raise LoweringError(
-                f"The program takes inputs of structure {self.in_spec}, found {spec}; "
-                "pass them as they were exported."
+                f"The program takes inputs of structure {self.in_spec}, found {spec}; pass them as they were exported."
             )
         return [self._checked(i, value) for i, value in enumerate(flat)]
 

@@ -43,9 +43,7 @@ class KernelCall:
     @property
     def is_movement(self) -> bool:
         """Tells whether it only moves data and does no arithmetic."""
-        return self.kind.startswith(
-            ("StaticTranspose", "StaticReshape", "StaticSlice", "Concatenate", "Copy")
-        )
+        return self.kind.startswith(("StaticTranspose", "StaticReshape", "StaticSlice", "Concatenate", "Copy"))
 
 
 @contextmanager

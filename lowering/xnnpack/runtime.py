@@ -110,9 +110,7 @@ _POOL = _ThreadPool()
 def check_threads(threads: int | None) -> None:
     """Raises a ConfigError if the value is no number of threads."""
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
-        raise ConfigError(
-            f"threads is {threads!r}; pass a whole number of at least 1, or None for the runtime's own."
-        )
+        raise ConfigError(f"threads is {threads!r}; pass a whole number of at least 1, or None for the runtime's own.")
 
 
 class Method:

@@ -1,0 +1,80 @@
+"""Which nodes ExecuTorch hands to XNNPACK: its own partition configs, with the integer kernels it withholds.
+
+Before: an edge program. After: the same program with every node tagged that XNNPACK runs. The stock configs
+allow about twenty elementwise operators in float only, although the runtime in the same wheel has integer
+kernels for them; the subclasses here say so. Nodes that legalization marked stay float or portable.
+"""
+
+from typing import Any
+
+from torch import fx
+
+from quantplug.lowering.xnnpack.conversions import operator_name
+from quantplug.lowering.xnnpack.legalize import Legalized
+from quantplug.lowering.xnnpack.placement import origins
+
+# Stock configs that allow float only, of operators with an integer kernel (each tried in the runtime).
+_INTEGER_TOO = (
+    "AbsConfig", "CeilConfig", "ConstantPadConfig", "CosConfig", "DivConfig", "ExpConfig", "FloorConfig",
+    "GeluConfig", "HardswishConfig", "LeakyReLUConfig", "LogConfig", "MaximumConfig", "MinimumConfig", "NegConfig",
+    "PowConfig", "ReciprocalSquareRootConfig", "SigmoidConfig", "SinConfig", "SquareRootConfig", "TanhConfig",
+)  # fmt: skip
+# Stock configs whose kernels take output bounds, so that a relu or hardtanh behind them is fused.
+_BOUNDED = ("AddConfig", "SubConfig", "MulConfig")
+_BOUNDS = ["relu.default", "hardtanh.default"]
+_GEMM_CONFIGS = ("ConvolutionConfig", "LinearConfig", "AddmmConfig", "MMConfig")
+
+
+def partitioner(graph: fx.Graph, legal: Legalized) -> Any:
+    """Returns an XNNPACK partitioner for the edge program of a legalized q/dq graph.
+
+    Args:
+        graph: the legalized graph; edge nodes are traced back to it.
+        legal: which of its operators must not be paired with integer neighbours or not be taken at all.
+    """
+    from executorch.backends.xnnpack.partition.config import ALL_PARTITIONER_CONFIGS
+    from executorch.backends.xnnpack.partition.config.generic_node_configs import EluConfig
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+
+    stock = [*ALL_PARTITIONER_CONFIGS]
+    stock += [EluConfig] if EluConfig not in stock else []  # its kernel is in the runtime, the list omits it
+    return XnnpackPartitioner(configs=[_guarded(config, graph, legal) for config in stock])
+
+
+def _guarded(stock: Any, graph: fx.Graph, legal: Legalized) -> type:
+    """Returns a subclass of a stock config that knows the marked nodes and the integer kernels."""
+    from executorch.backends.xnnpack.partition.config.xnnpack_config import ConfigPrecisionType
+
+    def check_constraints(self: Any, node: fx.Node, ep: Any) -> bool:
+        names = origins(node, graph)
+        if names & legal.portable.keys():
+            return False
+        return _is_weight_only(node, names, legal) or bool(stock.check_constraints(self, node, ep))
+
+    def get_node_and_deps(self: Any, node: fx.Node, ep: Any) -> list[fx.Node]:
+        names = origins(node, graph)
+        if _is_weight_only(node, names, legal):
+            weight = node.all_input_nodes[1]
+            return [node, weight, *weight.all_input_nodes]
+        # A convolution or linear reads its precision off its own operands, and those are float already.
+        if names & legal.floats.keys() and stock.__name__ not in _GEMM_CONFIGS:
+            return [node]
+        return list(stock.get_node_and_deps(self, node, ep))
+
+    def precisions(self: Any) -> list[Any]:
+        return [ConfigPrecisionType.FP32, ConfigPrecisionType.STATIC_QUANT]
+
+    def initialize(self: Any, **options: Any) -> None:
+        stock.__init__(self, **options)
+        self.fused_acts = list(_BOUNDS)
+
+    members: dict[str, Any] = {"check_constraints": check_constraints, "get_node_and_deps": get_node_and_deps}
+    if stock.__name__ in _INTEGER_TOO:
+        members["supported_precision_types"] = precisions
+    if stock.__name__ in _BOUNDED:
+        members["__init__"] = initialize
+    return type(stock.__name__, (stock,), members)
+
+
+def _is_weight_only(node: fx.Node, names: set[str], legal: Legalized) -> bool:
+    return bool(names & legal.weight_only) and operator_name(node) == "aten::linear"
