@@ -11,7 +11,7 @@ The parameters that were there before are only read, so a copy may share them wi
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, fx
 from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
+from quantplug.core.constants import written_buffers
 from quantplug.core.errors import ModelError
 from quantplug.core.graph import (
-    compute_nodes,
     constant_value,
     describe,
     is_constant,
@@ -142,12 +142,12 @@ class Normalized:
         return value
 
 
-def normalized_producer(node: fx.Node, written: frozenset[str]) -> Normalized | str:
+def normalized_producer(node: fx.Node, written: Set[str]) -> Normalized | str:
     """Reads a batch norm together with the operator that it can be folded into.
 
     Args:
         node: the batch norm.
-        written: the constants that the graph changes when it runs (`written_constants`).
+        written: the constants that the graph changes when it runs (`written_buffers`).
 
     Returns:
         The pair, or the reason in words why the batch norm cannot be folded exactly.
@@ -167,7 +167,7 @@ def _read(found: Match) -> Normalized:
     )
 
 
-def _objection(pair: Normalized, written: frozenset[str]) -> str | None:
+def _objection(pair: Normalized, written: Set[str]) -> str | None:
     readers = (u for u in pair.producer.users if u is not pair.batch_norm and u.target not in _SHAPE_ONLY)
     other = next(readers, None)
     if other is not None:
@@ -180,18 +180,6 @@ def _objection(pair: Normalized, written: frozenset[str]) -> str | None:
         )
     changing = next((c.target for c in pair.constants.values() if c.target in written), None)
     return f"the graph writes to '{changing}' when it runs" if changing else _unread_results(pair.batch_norm)
-
-
-def written_constants(graph: fx.Graph) -> frozenset[str]:
-    """Returns the names of the parameters and buffers that operators of the graph write to in place."""
-    mutating = (n for n in compute_nodes(graph) if n.target._schema.is_mutable)  # type: ignore[union-attr]
-    return frozenset(str(n.target) for node in mutating for n in _written_operands(node) if is_constant(n))
-
-
-def _written_operands(node: fx.Node) -> Iterable[Any]:
-    given = operands(node)
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    return (given.get(argument.name) for argument in arguments if argument.is_write)
 
 
 def _unread_results(batch_norm: fx.Node) -> str | None:
@@ -235,7 +223,7 @@ class _Folder:
     def __init__(self, model: fx.GraphModule, allow: Permission | None) -> None:
         self._model = model
         self._allow = allow
-        self._written = written_constants(model.graph)
+        self._written = written_buffers(model.graph)
         self._folded: dict[tuple[Any, ...], tuple[fx.Node, fx.Node]] = {}
 
     def visit(self, node: fx.Node) -> Folding:
@@ -244,7 +232,7 @@ class _Folder:
             pair = refused(pair, self._allow) or pair
         if isinstance(pair, str):
             return left_alone(node, pair)
-        outcome = Folding(node.name, module_path(node), pair.producer.name, True)
+        outcome = taken(node, pair.producer)
         _give(pair, *self._constants(pair))
         bypass(pair.batch_norm, pair.producer)
         return outcome
@@ -265,6 +253,11 @@ class _Folder:
 def refused(pair: Normalized, allow: Permission | None) -> str | None:
     """Returns the reason that a permission has against a pair, or None."""
     return allow(pair.producer, pair.batch_norm) if allow else None
+
+
+def taken(batch_norm: fx.Node, producer: fx.Node) -> Folding:
+    """Returns the record of a batch norm that goes into its producer; to be called while it is in the graph."""
+    return Folding(batch_norm.name, module_path(batch_norm), producer.name, True)
 
 
 def left_alone(batch_norm: fx.Node, reason: str) -> Folding:

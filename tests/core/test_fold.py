@@ -1,7 +1,6 @@
 """Batch norms folded for inference: exact on every producer, left alone wherever folding would be wrong."""
 
 import copy
-import time
 
 import pytest
 import torch
@@ -379,35 +378,3 @@ def test_folding_never_changes_what_a_network_computes(network):
     folded, outcome = folded_copy(model)
     torch.testing.assert_close(folded(x), model(x), rtol=1e-9, atol=1e-9)
     assert sum(not folding.folded for folding in outcome) == batch_norms(folded)
-
-
-def _chain(length: int) -> fx.GraphModule:
-    graph, attributes = fx.Graph(), {}
-    x = graph.placeholder("x")
-    x.meta["val"] = torch.empty(1, 2, 1, 1)
-    for i in range(length):
-        conv, norm = nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)
-        for name, value in {**conv.state_dict(), **{f"norm_{k}": v for k, v in norm.state_dict().items()}}.items():
-            attributes[f"{name}_{i}"] = value
-        read = {name: graph.get_attr(f"{name}_{i}") for name in ("weight", "bias")}
-        stats = [graph.get_attr(f"norm_{n}_{i}") for n in ("weight", "bias", "running_mean", "running_var")]
-        x = graph.call_function(torch.ops.aten.conv2d.default, (x, read["weight"], read["bias"]))
-        x.meta["val"] = torch.empty(1, 2, 1, 1)
-        x = graph.call_function(torch.ops.aten.batch_norm.default, (x, *stats, False, 0.1, 1e-5, False))
-    graph.output(x)
-    root = nn.Module()
-    for name, value in attributes.items():
-        root.register_buffer(name, value)
-    return fx.GraphModule(root, graph)
-
-
-@pytest.mark.slow
-def test_time_grows_linearly():
-    def seconds(model):
-        start = time.perf_counter()
-        fold_batch_norms(model)
-        return time.perf_counter() - start
-
-    small, large = (min(seconds(_chain(n)) for _ in range(2)) for n in (250, 2500))
-    print(f"250 pairs {small:.3f} s, 2500 pairs {large:.3f} s")
-    assert large < 10 * small * 2.5
