@@ -99,6 +99,13 @@ class BackendQuantizer(Quantizer):
         default.set_global(self.backend.config())
         return default
 
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether any config in force has activation scales that calibration has to find."""
+        configs = (scope.config for scope in self._effective_scopes().settings)
+        activations = (c.input_activation or c.output_activation for c in configs if c is not None)
+        return any(spec is not None and not spec.is_dynamic for spec in activations)
+
     def transform_for_annotation(self, model: fx.GraphModule) -> fx.GraphModule:
         """Runs the backend's rewrites on the graph that is about to be annotated."""
         for transform in self.backend.transforms:

@@ -1,0 +1,138 @@
+"""The command line: `quantplug demo`, `backends`, `quantize`, `explain`.
+
+Errors on what the user passed are one sentence on the error stream and exit code 2.
+"""
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from quantplug.core.errors import ConfigError, QuantplugError
+
+if TYPE_CHECKING:
+    from quantplug.core.report import Report
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Quantize exported PyTorch models for real kernels.")
+console = Console()
+
+BackendOption = Annotated[str, typer.Option("--backend", "-b", help="A name that `quantplug backends` lists.")]
+ModelArgument = Annotated[Path, typer.Argument(metavar="MODEL.pt2", help="What torch.export.save wrote.")]
+ConfigOption = Annotated[str | None, typer.Option("--config", "-c", help="A config of the backend.")]
+ReportOption = Annotated[Path | None, typer.Option(help="Write the report to this .html or .json file.")]
+
+
+@app.command()
+def demo(out: Annotated[Path, typer.Option(help="Folder for artefacts, picture and report.")] = Path("out")) -> None:
+    """Train a small CNN on handwritten digits, quantize it for both backends, run it and show what happened."""
+    from quantplug.demo import run
+
+    run(out, console)
+
+
+@app.command()
+def backends() -> None:
+    """List the backends that are installed."""
+    from quantplug.quantizers.registry import backends as registered
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("backend", "package", "configs", "summary"):
+        table.add_column(heading)
+    for entry in registered():
+        if entry.quantizer is None:
+            table.add_row(entry.name, entry.distribution, "-", f"broken: {entry.problem}")
+        else:
+            backend = entry.quantizer.backend
+            table.add_row(entry.name, entry.distribution, ", ".join(backend.configs), backend.summary)
+    console.print(table)
+
+
+@app.command()
+def quantize(
+    model: ModelArgument,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The artefact to write.")],
+    backend: BackendOption = "xnnpack",
+    calibration: Annotated[Path | None, typer.Option(metavar="DATA.npz", help="Arrays [samples, ...].")] = None,
+    config: ConfigOption = None,
+    limit: Annotated[int | None, typer.Option(help="At most so many calibration batches.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples of a batch; that of the export by default.")] = None,
+    report: ReportOption = None,
+) -> None:
+    """Quantize an exported model and lower it to a backend's kernels."""
+    from quantplug.files import example_inputs, load_batches, load_exported, require_writable
+    from quantplug.flow import quantize as quantize_model
+    from quantplug.quantizers.registry import get_quantizer
+
+    # Names are checked before files are read.
+    get_quantizer(backend).set_global(config)
+    for path in filter(None, (out, report)):
+        require_writable(path)
+    _require_report_kind(report)
+    program = load_exported(model)
+    batches = load_batches(calibration, program, batch_size) if calibration else None
+    artefact = quantize_model(program, example_inputs(program), backend, batches, config, limit=limit)
+    artefact.save(out)
+    _write_report(artefact.report, report, model.name)
+    console.print(artefact.report.table())
+    console.print(artefact.report.summary())
+    console.print(f"Wrote {out} ({out.stat().st_size / 1e6:.2f} MB; the exported model has {_megabytes(model)} MB).")
+
+
+@app.command()
+def explain(
+    model: ModelArgument, backend: BackendOption = "xnnpack", config: ConfigOption = None, report: ReportOption = None
+) -> None:
+    """Show, for every operator, which rule would quantize it, or why none does; no data is needed."""
+    from quantplug.core.prepare import prepare_pt2e
+    from quantplug.core.report import explain as explain_model
+    from quantplug.files import load_exported, require_writable
+    from quantplug.quantizers.registry import get_quantizer
+
+    quantizer = get_quantizer(backend)
+    if config is not None:
+        quantizer.set_global(config)
+    _require_report_kind(report)
+    if report is not None:
+        require_writable(report)
+    found = explain_model(prepare_pt2e(load_exported(model).module(), quantizer))
+    _write_report(found, report, model.name)
+    console.print(found.table())
+    console.print(found.summary())
+
+
+def _require_report_kind(path: Path | None) -> None:
+    if path is not None and path.suffix not in (".html", ".json"):
+        raise ConfigError(f"The report '{path}' has no known kind; end its name in .html or .json.")
+
+
+def _write_report(report: "Report", path: Path | None, title: str) -> None:
+    if path is not None:
+        path.write_text(report.html(title) if path.suffix == ".html" else report.json())
+
+
+def _megabytes(path: Path) -> str:
+    return f"{path.stat().st_size / 1e6:.2f}"
+
+
+def _hush() -> None:
+    """Keeps notes that the imported libraries address to their own developers off the screen."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    for name in ("torchao", "torch.utils._pytree", "root"):
+        logging.getLogger(None if name == "root" else name).setLevel(logging.ERROR)
+
+
+def main() -> None:
+    """Runs the command line; errors of quantplug's end it with one sentence and exit code 2."""
+    _hush()
+    try:
+        app()
+    except QuantplugError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)

@@ -1,0 +1,222 @@
+"""The demo: a small CNN on real handwritten digits, from training to two real runtimes.
+
+Before: nothing but the digits that scikit-learn ships. After: one table of accuracy, agreement, size and
+speed, the explanation of every layer, and a picture of float against quantized activations.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, fx, nn
+
+from quantplug.core.compare import compare_layers, sqnr
+from quantplug.core.errors import ArtefactError
+from quantplug.flow import Artefact, export, quantize
+
+BATCH = 64
+_SUFFIX = {"xnnpack": ".pte", "x86": ".pt2"}
+
+
+@dataclass(frozen=True)
+class Digits:
+    """8x8 grey images of digits: images float32 [N, 1, 8, 8] in 0..1, labels int64 [N]."""
+
+    train: Tensor
+    train_labels: Tensor
+    test: Tensor
+    test_labels: Tensor
+
+
+def load_digits() -> Digits:
+    """Returns scikit-learn's digits, shuffled with a fixed seed: 1,413 to train on, 384 to test."""
+    from sklearn.datasets import load_digits as bundled
+
+    found = bundled()
+    images = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16
+    labels = torch.tensor(found.target)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    images, labels = images[order], labels[order]
+    split = len(images) - 6 * BATCH
+    return Digits(images[:split], labels[:split], images[split:], labels[split:])
+
+
+class Residual(nn.Module):
+    """Two 3x3 convolutions with batch norm, added to the input."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns [N, C, H, W] for [N, C, H, W]."""
+        y = self.relu(self.bn1(self.conv1(x)))
+        out: Tensor = self.relu(x + self.bn2(self.conv2(y)))
+        return out
+
+
+class DigitNet(nn.Module):
+    """A small residual CNN: float32 [N, 1, 8, 8] to logits [N, 10]."""
+
+    def __init__(self, channels: int = 32) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU())
+        self.block1 = Residual(channels)
+        self.pool = nn.MaxPool2d(2)
+        self.widen = nn.Sequential(nn.Conv2d(channels, 2 * channels, 1), nn.ReLU6())
+        self.block2 = Residual(2 * channels)
+        self.head = nn.Linear(2 * channels, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the logits."""
+        x = self.widen(self.pool(self.block1(self.stem(x))))
+        logits: Tensor = self.head(F.adaptive_avg_pool2d(self.block2(x), 1).flatten(1))
+        return logits
+
+
+def _batches(samples: Tensor) -> list[Tensor]:
+    return [samples[start : start + BATCH] for start in range(0, len(samples), BATCH)]
+
+
+def train(digits: Digits, epochs: int = 12) -> DigitNet:
+    """Returns a trained network in eval mode; a few seconds on two cores."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = DigitNet()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 1e-2, epochs=epochs, steps_per_epoch=-(-len(digits.train) // BATCH)
+        )
+        for _ in range(epochs):
+            for chosen in _batches(torch.randperm(len(digits.train))):
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(digits.train[chosen]), digits.train_labels[chosen])
+                torch.autograd.backward(loss)
+                optimizer.step()
+                schedule.step()
+    return model.eval()
+
+
+def run(out: Path, console: Console) -> dict[str, Artefact]:
+    """Trains, quantizes for every backend, measures, prints and writes what a reader wants to look at.
+
+    Args:
+        out: folder for the artefacts, the picture and the reports; made if it does not exist.
+        console: where to print.
+
+    Returns:
+        The artefacts by backend.
+
+    Raises:
+        ArtefactError: `out` is a file.
+    """
+    if out.exists() and not out.is_dir():
+        raise ArtefactError(f"'{out}' is a file; give a folder to write to.")
+    out.mkdir(parents=True, exist_ok=True)
+    digits = load_digits()
+    with console.status("Training a CNN on 1,413 handwritten digits ..."):
+        model = train(digits)
+    example = (digits.test[:BATCH],)
+    calibration = _batches(digits.train[: 8 * BATCH])
+    artefacts = {}
+    for backend, suffix in _SUFFIX.items():
+        with console.status(f"Quantizing for {backend} ..."):
+            artefacts[backend] = quantize(model, example, backend, calibration, progress=False)
+            artefacts[backend].save(out / f"digits{suffix}")
+            (out / f"report_{backend}.html").write_text(artefacts[backend].report.html(f"digits on {backend}"))
+    exported = export(model, example)
+    console.print(_comparison(model, exported, artefacts, digits))
+    console.print(artefacts["xnnpack"].report.table())
+    console.print(artefacts["xnnpack"].report.summary())
+    picture = out / "activations.png"
+    draw_layers(exported, artefacts["xnnpack"].reference, example, picture)
+    console.print(f"Wrote {', '.join(sorted(str(path) for path in out.iterdir()))}.", soft_wrap=True)
+    return artefacts
+
+
+def _comparison(model: nn.Module, exported: fx.GraphModule, artefacts: dict[str, Artefact], digits: Digits) -> Table:
+    table = Table(title="Handwritten digits, 384 test images", box=box.SIMPLE_HEAD)
+    for heading in ("model", "accuracy", "agrees with float", "SQNR", "size", "speed"):
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    with torch.no_grad():
+        expected = _logits(exported, digits)
+    accuracy = _percent(expected.argmax(1) == digits.test_labels)
+    table.add_row("float32, PyTorch", accuracy, "", "", _kilobytes(_weight_bytes(model)), "1.0x")
+    for name, artefact in artefacts.items():
+        found = _logits(artefact, digits)
+        agreement = _percent(found.argmax(1) == expected.argmax(1))
+        speed = _speedup(artefact, exported, digits.test[:BATCH])
+        noise = f"{sqnr(found, expected):.1f} dB"
+        accuracy = _percent(found.argmax(1) == digits.test_labels)
+        table.add_row(f"int8, {name}", accuracy, agreement, noise, _kilobytes(artefact.nbytes), f"{speed:.1f}x")
+    return table
+
+
+def _logits(runs: Callable[[Tensor], Any], digits: Digits) -> Tensor:
+    return torch.cat([runs(batch) for batch in _batches(digits.test)])
+
+
+def _percent(hits: Tensor) -> str:
+    return f"{hits.double().mean() * 100:.1f} %"
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    return sum(value.numel() * value.element_size() for value in model.state_dict().values())
+
+
+def _kilobytes(size: int) -> str:
+    return f"{size / 1e3:.0f} kB"
+
+
+@torch.no_grad()
+def _speedup(fast: Callable[[Tensor], Any], slow: Callable[[Tensor], Any], batch: Tensor, rounds: int = 30) -> float:
+    """Median time of `slow` over that of `fast` on one batch, measured in turn."""
+    times: dict[Callable[[Tensor], Any], list[float]] = {fast: [], slow: []}
+    for _ in range(rounds):
+        for candidate, taken in times.items():
+            start = time.perf_counter()
+            candidate(batch)
+            taken.append(time.perf_counter() - start)
+    return statistics.median(times[slow][3:]) / statistics.median(times[fast][3:])
+
+
+def draw_layers(exported: fx.GraphModule, reference: fx.GraphModule, inputs: tuple[Tensor, ...], path: Path) -> None:
+    """Draws, for every layer, quantized against float activations, and writes the picture.
+
+    Args:
+        exported: the float graph.
+        reference: the q/dq graph made of it.
+        inputs: positional inputs of both.
+        path: the .png to write.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    layers = compare_layers(exported, reference, inputs)
+    columns = 4
+    rows = -(-len(layers) // columns)
+    with mpl.rc_context({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(3 * columns, 2.7 * rows), layout="constrained")
+        panels = figure.subplots(rows, columns, squeeze=False).flatten()
+        for panel, (name, (expected, found)) in zip(panels, layers.items(), strict=False):
+            x, y = expected.flatten(), found.flatten()
+            panel.hexbin(x, y, gridsize=60, bins="log", cmap="viridis", mincnt=1)
+            limits = (float(x.min()), float(x.max()))
+            panel.plot(limits, limits, color="#d9822b", linewidth=0.8)
+            panel.set_title(f"{name}: {sqnr(found, expected):.1f} dB")
+        for panel in panels[len(layers) :]:
+            panel.set_visible(False)
+        figure.suptitle("Quantized (vertical) against float (horizontal) activations, per layer")
+        figure.savefig(path, dpi=110)
