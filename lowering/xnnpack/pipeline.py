@@ -34,7 +34,7 @@ def lower(
     Args:
         converted: the graph module that `convert_pt2e` returned; it is not changed.
         example_inputs: positional inputs, as for `torch.export.export`.
-        dynamic_shapes: as for `torch.export.export`.
+        dynamic_shapes: as for `torch.export.export`; None for the sizes that are dynamic in the graph itself.
         threads: threads of the runtime, None for its own number. The runtime has one pool for the
             whole process; a program with another number replaces it when it runs.
         minimum_sqnr: decibels that the program must keep of the q/dq graph on the example inputs.
@@ -52,7 +52,8 @@ def lower(
     inputs = pytree.tree_map(lambda v: v.detach().contiguous() if isinstance(v, Tensor) else v, tuple(example_inputs))
     with quiet(), torch.no_grad():
         expected = _reference(model, inputs)
-        program = _emit(_working_copy(model), inputs, dynamic_shapes, threads)
+        shapes = _dynamic_sizes(model, inputs) if dynamic_shapes is None else dynamic_shapes
+        program = _emit(_working_copy(model), inputs, shapes, threads)
     program.sqnr = _compare(program(*inputs), expected, minimum_sqnr)
     return program
 
@@ -65,6 +66,28 @@ def _reference(model: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
             f"The q/dq graph does not run on the example inputs: {_first_line(error)}; "
             "pass inputs like those it was exported with."
         ) from error
+
+
+def _dynamic_sizes(model: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
+    """Returns the dynamic sizes that a graph was exported with, as `torch.export.export` takes them."""
+    known: dict[str, Any] = {}
+    specs = [_dynamic_size(n.meta.get("val"), known) for n in model.graph.nodes if n.op == "placeholder"]
+    leaves, structure = pytree.tree_flatten(inputs)
+    return pytree.tree_unflatten(specs, structure) if known and len(specs) == len(leaves) else None
+
+
+def _dynamic_size(value: Any, known: dict[str, Any]) -> dict[int, Any] | None:
+    if not isinstance(value, Tensor):
+        return None
+    found: dict[int, Any] = {}
+    sizes: list[Any] = list(value.shape)
+    for axis, size in enumerate(sizes):
+        if isinstance(size, torch.SymInt):
+            limits = size.node.shape_env.bound_sympy(size.node.expr)
+            name = f"size{len(known)}"
+            known.setdefault(str(size), torch.export.Dim(name, min=int(limits.lower), max=int(limits.upper)))
+            found[axis] = known[str(size)]
+    return found
 
 
 def _working_copy(model: fx.GraphModule) -> fx.GraphModule:
