@@ -16,11 +16,11 @@ from torch.fx.node import map_arg
 from torch.fx.traceback import NodeSource, NodeSourceAction
 from torchao.quantization.pt2e.quantizer import is_valid_annotation
 
-from quantplug.core._pending import enable_train_eval, fold_batch_norms_qat
 from quantplug.core.constants import constant_nodes, evaluate_constants
 from quantplug.core.errors import CalibrationError, ConfigError, ConvertError
 from quantplug.core.graph import attribute, require_graph_module
 from quantplug.core.observation import is_deferred, needs_data, observe_constant, observer_of
+from quantplug.core.qat import fold_batch_norms_qat
 from quantplug.core.qdq import (
     CAST_OP,
     CHOOSE_OPS,
@@ -94,7 +94,7 @@ def _convert(prepared: fx.GraphModule, fold: bool) -> fx.GraphModule:
     model.graph.eliminate_dead_code()
     converted = rebuilt({**_used_attributes(model), **regions}, model.graph, prepared)
     converted.meta[STAGE_KEY] = CONVERTED
-    return enable_train_eval(converted)
+    return converted
 
 
 def _used_attributes(model: fx.GraphModule) -> dict[str, Any]:

@@ -15,15 +15,15 @@ from torch import fx, nn
 from torch.fx.node import map_arg
 from torchao.quantization.pt2e.quantizer import Quantizer
 
-from quantplug.core._pending import enable_train_eval, fuse_batch_norms_qat
 from quantplug.core.constants import buffer_writes, constant_nodes
 from quantplug.core.errors import ModelError
 from quantplug.core.fold import Folding, fold_batch_norms
 from quantplug.core.graph import attribute, require_graph_module, tensor_value
 from quantplug.core.observation import create_observers, defer, observer_of
+from quantplug.core.qat import fuse_batch_norms_qat
 from quantplug.core.regions import region_targets
 from quantplug.core.sharing import Point, sharing_groups
-from quantplug.core.stage import CONFLICTS_KEY, FOLDINGS_KEY, PREPARED, STAGE_KEY, stage_of
+from quantplug.core.stage import CONFLICTS_KEY, FOLDINGS_KEY, FOLDS_KEY, PREPARED, STAGE_KEY, stage_of
 from quantplug.core.verify import verify_annotations
 from quantplug.core.working_copy import rebuilt, working_copy
 
@@ -77,7 +77,7 @@ def _require_float_model(model: fx.GraphModule, stage: str) -> None:
 
 def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.GraphModule:
     """Prepares a graph module that is ours to change."""
-    meta = dict(model.meta)
+    meta = {**model.meta, FOLDS_KEY: bool(getattr(quantizer, "folds_batch_norm", True))}
     if not is_qat:
         meta[FOLDINGS_KEY] = _fold(model, quantizer)
     model.graph.eliminate_dead_code()
@@ -91,7 +91,7 @@ def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.Gr
     meta[STAGE_KEY] = PREPARED
     prepared = _insert(model, observers, is_qat, _prepared_regions(model, quantizer, is_qat))
     prepared.meta |= meta
-    return enable_train_eval(prepared)
+    return prepared
 
 
 def _fold(model: fx.GraphModule, quantizer: Quantizer) -> tuple[Folding, ...]:

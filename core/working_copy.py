@@ -8,6 +8,7 @@ mutable buffers write into them when they run.
 
 import copy
 import warnings
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +21,7 @@ from torchao.quantization.pt2e.quantizer import (
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.graph import attribute
+from quantplug.core.modes import SwitchableGraphModule
 from quantplug.core.observation import is_observer
 
 Copies: TypeAlias = dict[int, Any]
@@ -34,10 +36,13 @@ def working_copy(model: fx.GraphModule, own_parameters: bool = False) -> fx.Grap
     Raises:
         ModelError: the graph refers to an attribute that the module does not have.
     """
-    return _copy_module(model, own_parameters, {})
+    attributes, graph = _copied(model, own_parameters, {})
+    duplicate = _Draft(_used(attributes, graph), graph)
+    duplicate.meta = dict(model.meta)
+    return duplicate
 
 
-def _copy_module(model: fx.GraphModule, own_parameters: bool, copies: Copies) -> fx.GraphModule:
+def _copied(model: fx.GraphModule, own_parameters: bool, copies: Copies) -> tuple[dict[str, Any], fx.Graph]:
     with warnings.catch_warnings():
         # Copying a graph's input and output structure reaches a deprecated class of torch's pytree.
         warnings.simplefilter("ignore", FutureWarning)
@@ -48,17 +53,34 @@ def _copy_module(model: fx.GraphModule, own_parameters: bool, copies: Copies) ->
         if node.op in ("get_attr", "call_module") and node.target not in attributes:
             value = attribute(model, str(node.target))
             attributes[str(node.target)] = _copy_value(value, own_parameters, copies)
-    duplicate = rebuilt(attributes, graph, model)
-    copies[id(model)] = duplicate
-    return duplicate
+    return attributes, graph
 
 
-def rebuilt(attributes: dict[str, Any], graph: fx.Graph, origin: fx.GraphModule) -> fx.GraphModule:
+def rebuilt(attributes: Mapping[str, Any], graph: fx.Graph, origin: fx.GraphModule) -> fx.GraphModule:
     """Returns a graph module that holds exactly the attributes that its graph uses, with the origin's meta."""
-    used = [str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")]
-    module = fx.GraphModule({target: attributes[target] for target in used}, graph)
+    module = SwitchableGraphModule(_used(attributes, graph), graph)
     module.meta = dict(origin.meta)
     return module
+
+
+def _used(attributes: Mapping[str, Any], graph: fx.Graph) -> dict[str, Any]:
+    used = [str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")]
+    return {target: attributes[target] for target in used}
+
+
+class _Draft(fx.GraphModule):
+    """A graph module to be edited: it compiles its graph only if it is run.
+
+    Compiling takes longer than editing, and every pass over a graph module asks for it.
+    """
+
+    def recompile(self) -> Any:
+        """Puts the compilation off."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compiles the graph as it is now and runs it."""
+        super().recompile()
+        return type(self).forward(self, *args, **kwargs)
 
 
 def _copy_value(value: Any, own_parameters: bool, copies: Copies) -> Any:
@@ -76,7 +98,7 @@ def _fresh(value: Any, own_parameters: bool, copies: Copies) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, fx.GraphModule):
-        return _copy_module(value, own_parameters, copies)
+        return rebuilt(*_copied(value, own_parameters, copies), value)
     if isinstance(value, torch.nn.Module) and not is_observer(value):
         return copy.deepcopy(value)
     return value

@@ -1,0 +1,235 @@
+"""Our core against torchao's: the same quantizers on the same models give the same graphs and numbers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
+from torch import Tensor, nn
+from torchao.quantization.pt2e import quantize_pt2e as peer
+from torchao.quantization.pt2e.quantizer import ComposableQuantizer, Quantizer
+from torchao.quantization.pt2e.quantizer.arm_inductor_quantizer import ArmInductorQuantizer
+from torchao.quantization.pt2e.quantizer.arm_inductor_quantizer import (
+    get_default_arm_inductor_quantization_config as arm_config,
+)
+from torchao.quantization.pt2e.quantizer.embedding_quantizer import EmbeddingQuantizer
+from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer
+from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
+    get_default_x86_inductor_quantization_config as x86_config,
+)
+
+from quantplug.core.convert import convert_pt2e
+from quantplug.core.prepare import prepare_pt2e, prepare_qat_pt2e
+from quantplug.core.reference import differences
+
+
+class Residual(nn.Module):
+    def __init__(self, pool: bool = True) -> None:
+        super().__init__()
+        self.stem, self.bn = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.conv, self.bn2 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.max_pool2d(F.relu(self.bn(self.stem(x))), 2)
+        y = F.relu(self.bn2(self.conv(y)) + y)
+        return self.fc(F.adaptive_avg_pool2d(y, 1).flatten(1))
+
+
+class Inverted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.expand, self.bn = nn.Conv2d(4, 8, 1, bias=False), nn.BatchNorm2d(8)
+        self.depth, self.bn2 = nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False), nn.BatchNorm2d(8)
+        self.squeeze, self.excite = nn.Conv2d(8, 2, 1), nn.Conv2d(2, 8, 1)
+        self.project, self.bn3 = nn.Conv2d(8, 4, 1, bias=False), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.hardtanh(self.bn(self.expand(x)), 0.0, 6.0)
+        y = F.hardswish(self.bn2(self.depth(y)))
+        gate = F.hardsigmoid(self.excite(F.relu(self.squeeze(y.mean((2, 3), keepdim=True)))))
+        return x + self.bn3(self.project(y * gate))
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(7, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cat([x, self.one(x)], 1)
+        z = torch.cat([y, F.relu(self.two(y))], 1)
+        return F.avg_pool2d(z, 2)[:, 2:].permute(0, 2, 3, 1)
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.out, self.norm = nn.Linear(8, 8, bias=False), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        weights = F.softmax(q @ k.transpose(-1, -2) * 0.35, -1)
+        return self.norm(x + self.out(weights @ v))
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.fc = nn.Embedding(10, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.fc(self.embed(x)))
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.conv = nn.Linear(6, 6, bias=False), nn.Conv1d(2, 2, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.fc(F.relu(self.fc(self.conv(x)))))
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = c = torch.zeros(2, 4)
+        for step in range(3):
+            h, c = self.cell(x[:, step], (h, c))
+        return h
+
+
+class Upscaler(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 6, 3, stride=2, padding=1), nn.ConvTranspose2d(6, 3, 2, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.up(F.leaky_relu(self.down(x)))) * x
+
+
+class Fan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        total = x
+        for branch in self.branches:
+            total = total + branch(x)
+        return total, x * 2
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros(1))
+        self.register_buffer("cache", torch.zeros(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps.add_(1.0)
+        self.cache.copy_(self.fc(x))
+        return self.cache + x
+
+
+class Volume(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv3d(1, 2, 3, padding=1), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(F.relu(self.conv(x))).split(2, dim=1)[0].squeeze(1)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "residual": (Residual, (2, 3, 16, 16)),
+    "inverted": (Inverted, (2, 4, 8, 8)),
+    "dense": (Dense, (2, 3, 8, 8)),
+    "perceptron": (Perceptron, (3, 6)),
+    "attention": (Attention, (2, 5, 8)),
+    "tagger": (Tagger, (3, 5)),
+    "shared": (Shared, (2, 2, 6)),
+    "cell": (Cell, (2, 3, 4)),
+    "upscaler": (Upscaler, (2, 3, 8, 8)),
+    "fan": (Fan, (2, 4)),
+    "counter": (Counter, (2, 4)),
+    "volume": (Volume, (2, 1, 3, 4, 4)),
+}
+
+
+def xnnpack(**options: Any) -> Quantizer:
+    return XNNPACKQuantizer().set_global(get_symmetric_quantization_config(**options))
+
+
+QUANTIZERS: dict[str, Callable[[], Quantizer]] = {
+    "xnnpack": lambda: xnnpack(),
+    "xnnpack per channel": lambda: xnnpack(is_per_channel=True),
+    "xnnpack dynamic": lambda: xnnpack(is_per_channel=True, is_dynamic=True),
+    "xnnpack 4 bit": lambda: xnnpack(weight_qmin=-8, weight_qmax=7),
+    "x86": lambda: X86InductorQuantizer().set_global(x86_config()),
+    "x86 dynamic": lambda: X86InductorQuantizer().set_global(x86_config(is_dynamic=True)),
+    "x86 reduced": lambda: X86InductorQuantizer().set_global(x86_config(reduce_range=True)),
+    "arm": lambda: ArmInductorQuantizer().set_global(arm_config()),
+    "arm dynamic": lambda: ArmInductorQuantizer().set_global(arm_config(is_dynamic=True)),
+    "embedding": lambda: EmbeddingQuantizer(),
+    "composed": lambda: ComposableQuantizer([EmbeddingQuantizer(), xnnpack(is_per_channel=True)]),
+}
+
+QAT_QUANTIZERS: dict[str, Callable[[], Quantizer]] = {
+    "xnnpack": lambda: xnnpack(is_qat=True),
+    "xnnpack per channel": lambda: xnnpack(is_qat=True, is_per_channel=True),
+    "x86": lambda: X86InductorQuantizer().set_global(x86_config(is_qat=True)),
+    "arm": lambda: ArmInductorQuantizer().set_global(arm_config(is_qat=True)),
+}
+
+
+def exported(name: str, training: bool = False) -> tuple[torch.fx.GraphModule, Tensor]:
+    torch.manual_seed(len(name))
+    make, shape = MODELS[name]
+    model = make()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.running_mean)
+            nn.init.uniform_(module.running_var, 0.5, 2.0)
+    example = torch.randint(0, 10, shape) if name == "tagger" else torch.randn(shape)
+    # The x86 quantizers look for source_fn_stack metadata, which only strict export leaves.
+    program = torch.export.export(model.train(training), (example,), strict=True)
+    return program.module(), example
+
+
+def run(prepare: Any, convert: Any, model: torch.fx.GraphModule, quantizer: Quantizer, x: Tensor) -> Any:
+    prepared = prepare(model, quantizer)
+    for scale in (1, 2) if x.is_floating_point() else (1, 1):
+        prepared(x * scale)
+    return convert(prepared)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_post_training_graphs_equal_the_peers(quantizer: str, model: str) -> None:
+    module, x = exported(model)
+    try:
+        theirs = run(peer.prepare_pt2e, peer.convert_pt2e, module, QUANTIZERS[quantizer](), x)
+    except Exception as error:
+        pytest.skip(f"torchao fails: {type(error).__name__}")
+    module, x = exported(model)
+    ours = run(prepare_pt2e, convert_pt2e, module, QUANTIZERS[quantizer](), x)
+    assert differences(ours, theirs) == []
+    torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=0)
