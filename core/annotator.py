@@ -26,7 +26,7 @@ from quantplug.core.errors import AnnotationError, PatternError
 from quantplug.core.graph import describe, is_constant, tensor_value
 from quantplug.core.matching import Findings, Found, PatternIndex
 from quantplug.core.pattern import Match, Op, Pattern
-from quantplug.core.plan import Decision, record
+from quantplug.core.decision import Decision, record
 
 Annotations: TypeAlias = dict[fx.Node, QuantizationAnnotation]
 Decide: TypeAlias = Callable[[Match, QuantizationConfig], Annotations]

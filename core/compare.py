@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.graph import compute_nodes
-from quantplug.core.plan import decision
+from quantplug.core.decision import decision
 
 
 def sqnr(found: Tensor, expected: Tensor) -> float:

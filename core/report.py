@@ -21,7 +21,7 @@ from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, Quantiz
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.graph import compute_nodes, is_constant, module_path, require_graph_module, tensor_value
-from quantplug.core.plan import decision
+from quantplug.core.decision import decision
 
 
 @dataclass(frozen=True)

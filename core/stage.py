@@ -7,6 +7,8 @@ from quantplug.core.observation import is_observer
 STAGE_KEY = "quantplug_stage"
 FOLDINGS_KEY = "quantplug_foldings"
 CONFLICTS_KEY = "quantplug_conflicts"
+FOLDS_KEY = "quantplug_folds_batch_norm"
+TRANSFORMS_KEY = "quantplug_transforms"
 PREPARED = "prepared"
 CONVERTED = "converted"
 

@@ -9,6 +9,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantizer
 from quantplug.core.annotator import annotate
 from quantplug.core.errors import ConfigError
 from quantplug.core.graph import require_graph_module
+from quantplug.core.stage import TRANSFORMS_KEY
 from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.scopes import OperatorType, Scopes
 
@@ -110,6 +111,7 @@ class BackendQuantizer(Quantizer):
         """Runs the backend's rewrites on the graph that is about to be annotated."""
         for transform in self.backend.transforms:
             model = transform(model)
+        model.meta[TRANSFORMS_KEY] = tuple(f"{t.__module__}:{t.__qualname__}" for t in self.backend.transforms)
         return model
 
     def annotate(self, model: fx.GraphModule) -> fx.GraphModule:

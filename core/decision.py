@@ -1,0 +1,50 @@
+"""What annotation decided about each compute node, as plain values.
+
+The engine leaves one `Decision` on every compute node that it looked at; reports and plans are made from
+them, on the annotated graph and on every graph that is derived from it.
+"""
+
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+DECISION_KEY = "quantplug_decision"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Why a node is quantized, or why it stays float.
+
+    Attributes:
+        owner: the backend that decided.
+        rule: label of the pattern that quantizes the node; "" if it stays float.
+        root: name of the last node of the matched piece; the node's own name if it stays float.
+        config: the scope that chose the config, in words.
+        nearest: label of the pattern that came nearest, if the node stays float.
+        reason: the first failing predicate of that pattern, if the node stays float.
+    """
+
+    owner: str
+    rule: str = ""
+    root: str = ""
+    config: str = ""
+    nearest: str = ""
+    reason: str = ""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether a rule took the node."""
+        return bool(self.rule)
+
+
+def decision(node: fx.Node) -> Decision | None:
+    """Returns what was decided about a node, or None if no engine of ours looked at it."""
+    found = node.meta.get(DECISION_KEY)
+    return found if isinstance(found, Decision) else None
+
+
+def record(node: fx.Node, decided: Decision) -> None:
+    """Leaves a decision on a node; a node that another backend quantized keeps that backend's decision."""
+    before = decision(node)
+    if before is None or not before.quantized:
+        node.meta[DECISION_KEY] = replace(decided, root=decided.root or node.name)

@@ -1,0 +1,107 @@
+"""Quantization specs as plain JSON values, and back.
+
+Before: a spec of torchao's, which holds nodes, classes and constructors. After: a dictionary of strings
+and numbers that names them; points of the graph stand as text that the caller chooses. Classes and
+functions are named "module:qualified name", so a spec can be read back only where the same names exist.
+"""
+
+import pkgutil
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torchao.quantization.pt2e.quantizer import (
+    DerivedQuantizationSpec,
+    FixedQParamsQuantizationSpec,
+    QuantizationSpec,
+    QuantizationSpecBase,
+    SharedQuantizationSpec,
+)
+
+from quantplug.core.errors import AnnotationError
+
+SpecValue: TypeAlias = dict[str, Any]
+
+_KINDS: dict[str, type[QuantizationSpecBase]] = {
+    "own": QuantizationSpec,
+    "fixed": FixedQParamsQuantizationSpec,
+    "derived": DerivedQuantizationSpec,
+}
+_FIELDS = ("dtype", "scale", "zero_point", "quant_min", "quant_max", "qscheme", "ch_axis", "is_dynamic")
+
+
+def spec_value(spec: QuantizationSpecBase, name_point: Callable[[Any], str]) -> SpecValue:
+    """Returns a spec as a JSON value.
+
+    Args:
+        spec: one of torchao's four kinds.
+        name_point: gives the text of an edge or node that the spec refers to.
+
+    Raises:
+        AnnotationError: the spec holds a function or object that has no name to find it by.
+    """
+    if isinstance(spec, SharedQuantizationSpec):
+        return {"kind": "shared", "with": name_point(spec.edge_or_node)}
+    kind = next((name for name, known in _KINDS.items() if type(spec) is known), None)
+    if kind is None:
+        raise AnnotationError(
+            f"A plan has no place for specs of type {type(spec).__name__}; use one of torchao's four."
+        )
+    value: SpecValue = {"kind": kind}
+    value |= {name: _plain(getattr(spec, name)) for name in _FIELDS if getattr(spec, name, None) is not None}
+    if isinstance(spec, QuantizationSpec):
+        value["observer"] = _plain(spec.observer_or_fake_quant_ctr)
+    if isinstance(spec, DerivedQuantizationSpec):
+        value["from"] = [name_point(point) for point in spec.derived_from]
+        value["function"] = _plain(spec.derive_qparams_fn)
+    return value
+
+
+def spec_of(value: SpecValue, find_point: Callable[[str], Any]) -> QuantizationSpecBase:
+    """Returns the spec that `spec_value` wrote.
+
+    Args:
+        value: the JSON value.
+        find_point: gives the edge or node of a text.
+
+    Raises:
+        AnnotationError: a class or function that the value names does not exist here.
+    """
+    if value["kind"] == "shared":
+        return SharedQuantizationSpec(find_point(value["with"]))
+    arguments = {name: _object(found) for name, found in value.items() if name in _FIELDS}
+    if value["kind"] == "own":
+        arguments["observer_or_fake_quant_ctr"] = _object(value["observer"])
+    if value["kind"] == "derived":
+        arguments["derived_from"] = [find_point(point) for point in value["from"]]
+        arguments["derive_qparams_fn"] = _object(value["function"])
+    return _KINDS[value["kind"]](**arguments)
+
+
+def _plain(found: Any) -> Any:
+    if found is None or isinstance(found, bool | int | float | str):
+        return found
+    if isinstance(found, torch.dtype | torch.qscheme):
+        return {"torch": str(found).removeprefix("torch.")}
+    inner = getattr(found, "p", found)
+    if isinstance(inner, partial):
+        return {"call": _plain(inner.func), "with": {name: _plain(v) for name, v in sorted(inner.keywords.items())}}
+    module, name = getattr(inner, "__module__", None), getattr(inner, "__qualname__", "<nothing>")
+    if module is None or "<" in name:
+        raise AnnotationError(f"A plan cannot name {found!r}; give it as a function or class of a module.")
+    return {"name": f"{module}:{name}"}
+
+
+def _object(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "torch" in value:
+        return getattr(torch, value["torch"])
+    if "call" in value:
+        made = _object(value["call"])
+        return made.with_args(**{name: _object(v) for name, v in value["with"].items()})
+    try:
+        return pkgutil.resolve_name(value["name"])
+    except (ImportError, AttributeError, ValueError) as error:
+        raise AnnotationError(f"The plan names '{value['name']}', which is not here ({error}); install it.") from error

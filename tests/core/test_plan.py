@@ -1,0 +1,103 @@
+"""A plan survives JSON, compares, and gives the same quantization when it is replayed on a re-export."""
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization.pt2e.quantizer import Quantizer
+
+import quantplug
+from quantplug.core.errors import AnnotationError, ArtefactError
+from quantplug.core.plan import Plan, plan_of
+
+X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
+
+
+class Net(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.conv = nn.Conv2d(3, width, 3, padding=1)
+        self.bn = nn.BatchNorm2d(width)
+        self.shortcut = nn.Conv2d(3, width, 1)
+        self.fc = nn.Linear(2 * width, 5)
+
+    def forward(self, x):
+        y = torch.relu(self.bn(self.conv(x))) + self.shortcut(x)
+        y = torch.cat([y, torch.sigmoid(y)], 1)
+        return self.fc(torch.nn.functional.adaptive_avg_pool2d(y, 1).flatten(1))
+
+
+@pytest.fixture(scope="module")
+def net():
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+def _prepare(net, quantizer, strict=False):
+    return quantplug.prepare_pt2e(torch.export.export(net, (X,), strict=strict).module(), quantizer)
+
+
+def _finish(prepared):
+    quantplug.calibrate(prepared, [X], progress=False)
+    return quantplug.convert_pt2e(prepared)
+
+
+@pytest.mark.parametrize("backend", ["xnnpack", "x86"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_plan_read_from_json_replays_on_a_re_export(net, backend, strict):
+    prepared = _prepare(net, quantplug.get_quantizer(backend))
+    plan = plan_of(prepared)
+    read = Plan.from_json(plan.json())
+    assert read == plan
+    assert isinstance(read.quantizer(), Quantizer)
+    replayed = _prepare(net, read.quantizer(), strict)
+    assert plan_of(replayed).differences(plan) == []
+    assert torch.equal(_finish(replayed)(X), _finish(prepared)(X))
+
+
+def test_a_plan_tells_who_decided_what_and_why(net):
+    plan = plan_of(_prepare(net, quantplug.get_quantizer("xnnpack").set_global("int8").set_module_name("fc", None)))
+    decided = {node.node: node.decided for node in plan.nodes}
+    assert decided["conv:aten.conv2d.default#0"].rule == "conv_relu"
+    assert decided["conv:aten.conv2d.default#0"].owner == "xnnpack"
+    assert "module name 'fc'" in decided["fc:aten.linear.default#0"].reason
+    assert plan.folds_batch_norm
+    assert ":aten.cat.default#0" in next(group for group in plan.groups if any("tensors[0]" in p for p in group))
+
+
+def test_derived_dependencies_are_listed(net):
+    config = quantplug.get_symmetric_quantization_config(is_per_channel=True, int32_bias=True)
+    plan = plan_of(_prepare(net, quantplug.get_quantizer("xnnpack").set_global(config)))
+    bias = "fc:aten.linear.default#0<-bias"
+    assert plan.derived[bias] == ("fc:aten.linear.default#0<-input", "fc:aten.linear.default#0<-weight")
+    assert Plan.from_json(plan.json()) == plan
+
+
+def test_differences_name_the_node_and_both_values(net):
+    one = plan_of(_prepare(net, quantplug.get_quantizer("xnnpack").set_global("int8")))
+    other = plan_of(_prepare(net, quantplug.get_quantizer("xnnpack").set_global("int8_per_tensor")))
+    told = one.differences(other)
+    assert any(text.startswith("fc:aten.linear.default#0: inputs") and "per_tensor_symmetric" in text for text in told)
+
+
+def test_a_plan_works_for_a_foreign_quantizer(net):
+    from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
+        X86InductorQuantizer,
+        get_default_x86_inductor_quantization_config,
+    )
+
+    quantizer = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config())
+    prepared = _prepare(net, quantizer, strict=True)
+    plan = Plan.from_json(plan_of(prepared).json())
+    assert torch.equal(_finish(_prepare(net, plan.quantizer(), strict=True))(X), _finish(prepared)(X))
+
+
+def test_a_plan_for_another_model_is_refused(net):
+    plan = plan_of(_prepare(net, quantplug.get_quantizer("xnnpack")))
+    with pytest.raises(AnnotationError, match="nodes that the model has not"):
+        _prepare(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), plan.quantizer())
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 99}'])
+def test_text_that_is_no_plan_is_refused(text):
+    with pytest.raises(ArtefactError, match="plan"):
+        Plan.from_json(text)
