@@ -43,6 +43,10 @@ class Recorder(Protocol):
 class DataObserver(UniformQuantizationObserverBase):
     """Base of the observers: options, state keeping, and scale and zero point from the range found.
 
+    A subclass names its kind of state, a NamedTuple, as `form`, and says with `per_channel` whether it
+    keeps one range for each channel, with `dynamic` whether it may stand for a range found at run time,
+    and with `ordered` whether the order of the tensors matters.
+
     Args:
         dtype: integer type of the quantized tensor.
         qscheme: torch's scheme; per channel for the PerChannel classes, else per tensor.
@@ -61,6 +65,8 @@ class DataObserver(UniformQuantizationObserverBase):
 
     per_channel: ClassVar[bool] = False
     dynamic: ClassVar[bool] = False
+    ordered: ClassVar[bool] = False
+    form: ClassVar[type[Any]]
 
     def __init__(
         self,
@@ -92,8 +98,8 @@ class DataObserver(UniformQuantizationObserverBase):
         self.recorder: Recorder | None = None
         self.nonfinite_elements = 0
         self._state: State | None = None
-        self._constant: tuple[Tensor, int] | None = None
-        self._found: tuple[State, Tensor, Tensor] | None = None
+        self._constants: tuple[nn.Parameter, ...] = ()
+        self._found: tuple[Any, int, Tensor, Tensor] | None = None
 
     def _checked_scheme(
         self, qscheme: torch.qscheme | None, is_dynamic: bool, eps: float, nonfinite: str
@@ -138,7 +144,7 @@ class DataObserver(UniformQuantizationObserverBase):
         state = self._state
         for tensor in tensors:
             if tensor.numel():
-                state = self.updated(state, self._rows(tensor))
+                state = self.updated(state, self.rows(tensor))
         self._state = state
 
     @abstractmethod
@@ -151,19 +157,23 @@ class DataObserver(UniformQuantizationObserverBase):
 
     def _took_constant(self, parameter: nn.Parameter) -> bool:
         """Remembers the first parameter that comes as the only data; further visits cost nothing."""
-        if self._constant is None and self._state is None:
+        if self._state is None and not self._constants:
             # In a tuple: as an attribute of its own it would become a parameter of this module.
-            self._constant = (parameter, parameter._version)
+            self._constants = (parameter,)
             return True
-        return self._constant is not None and self._constant[0] is parameter
+        return self.constant is parameter
 
     def _settle_constant(self) -> None:
         """Counts the remembered parameter into the state, since other data joins it."""
-        if self._constant is not None:
-            parameter, self._constant = self._constant[0], None
-            self._state = self.updated(None, self._rows(parameter))
+        if self._constants:
+            self._state, self._constants = self.state, ()
 
-    def _rows(self, tensor: Tensor) -> Tensor:
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor's elements as float32 [channels or 1, n].
+
+        Raises:
+            CalibrationError: it is complex or boolean, or has no such channel axis.
+        """
         tensor = tensor.detach()
         if tensor.is_complex() or tensor.dtype == torch.bool:
             raise CalibrationError(
@@ -174,8 +184,8 @@ class DataObserver(UniformQuantizationObserverBase):
             return _dense(tensor).to(torch.float32)[None]
         if not -tensor.dim() <= self.ch_axis < tensor.dim():
             raise CalibrationError(
-                f"{self.where()} has channel axis {self.ch_axis} but was given a tensor of shape {list(tensor.shape)}; set "
-                "the spec's ch_axis."
+                f"{self.where()} has channel axis {self.ch_axis} but was given a tensor of shape {list(tensor.shape)}; "
+                "set the spec's ch_axis."
             )
         return tensor.movedim(self.ch_axis, 0).flatten(1).to(torch.float32).contiguous()
 
@@ -186,29 +196,33 @@ class DataObserver(UniformQuantizationObserverBase):
     # --- state
 
     @property
-    def observed(self) -> bool:
+    def has_data(self) -> bool:
         """Tells whether any element has been seen."""
-        return self._state is not None or self._constant is not None
+        return self._state is not None or bool(self._constants)
 
     @property
-    def constant(self) -> bool:
-        """Tells whether all that was seen is one parameter."""
-        return self._constant is not None
+    def constant(self) -> nn.Parameter | None:
+        """The parameter that is all that was seen, or None."""
+        return self._constants[0] if self._constants else None
 
     @property
     def state(self) -> State | None:
         """Everything that was seen, as tensors that nobody changes; None before the first data."""
-        if self._constant is None:
-            return self._state
-        parameter, version = self._constant
-        if self._state is None or version != parameter._version:
-            self._constant = (parameter, parameter._version)
-            self._state = self.updated(None, self._rows(parameter))
-        return self._state
+        return self._state if self.constant is None else self.updated(None, self.rows(self.constant))
 
     @state.setter
     def state(self, state: State | None) -> None:
-        self._state, self._constant, self._found = state, None, None
+        self._state, self._constants, self._found = state, (), None
+
+    @property
+    def data(self) -> tuple[State | None, tuple[nn.Parameter, ...], int]:
+        """All that was seen, as a value that can be given back to this observer or to its like."""
+        return self._state, self._constants, self.nonfinite_elements
+
+    @data.setter
+    def data(self, data: tuple[State | None, tuple[nn.Parameter, ...], int]) -> None:
+        self._state, self._constants, self.nonfinite_elements = data
+        self._found = None
 
     def reset_min_max_vals(self) -> None:
         """Forgets all data."""
@@ -225,10 +239,14 @@ class DataObserver(UniformQuantizationObserverBase):
         return self._extreme(1, float("-inf"))
 
     def _extreme(self, which: int, nothing: float) -> Tensor:
-        state = self.state
-        if state is None:
+        if not self.has_data:
             return torch.tensor([]) if self.per_channel else torch.tensor(nothing)
-        return state[which] if self.per_channel else state[which][0]
+        # A parameter's extremes need no histogram.
+        seen = self._state if self.constant is None else self.checked_extremes(self.rows(self.constant))
+        assert seen is not None
+        end = seen[which]
+        assert end is not None
+        return end if self.per_channel else end[0]
 
     def get_extra_state(self) -> dict[str, Any]:
         """Returns what `state_dict` keeps of this observer."""
@@ -247,13 +265,18 @@ class DataObserver(UniformQuantizationObserverBase):
 
     def restored(self, tensors: Sequence[Tensor]) -> State:
         """Returns the state that consists of these tensors."""
-        return tuple(tensors)
+        state: State = self.form(*tensors)
+        return state
 
     # --- range out
 
     def search_key(self) -> tuple[Any, ...]:
         """Returns a value that is equal for observers whose ranges `search` may find in one call."""
         return (type(self), self.scheme)
+
+    def update_key(self) -> tuple[Any, ...]:
+        """Returns a value that is equal for observers whose states `updated` may treat as rows of one."""
+        return (type(self).updated, self.nonfinite)
 
     @abstractmethod
     def search(self, state: State) -> tuple[Tensor, Tensor]:
@@ -265,20 +288,32 @@ class DataObserver(UniformQuantizationObserverBase):
         Raises:
             CalibrationError: no data was seen.
         """
-        state = self.state
-        if state is None:
+        if not self.has_data:
             raise CalibrationError(
                 f"{self.where()} has seen no data; calibrate the prepared model with at least one batch that reaches "
                 "it."
             )
-        if self._found is None or self._found[0] is not state:
-            self.remember(state, *self.search(state))
-        assert self._found is not None
-        return self._found[1], self._found[2]
+        if self.found is None:
+            state = self.state
+            assert state is not None
+            self.remember(*self.search(state))
+        assert self.found is not None
+        return self.found
 
-    def remember(self, state: State, low: Tensor, high: Tensor) -> None:
-        """Keeps the range that was found for a state, so that it is not searched again."""
-        self._found = (state, low, high)
+    def remember(self, low: Tensor, high: Tensor) -> None:
+        """Keeps the range that was found for what has been seen so far, so that it is not searched again."""
+        self._found = (*self._seen(), low, high)
+
+    @property
+    def found(self) -> tuple[Tensor, Tensor] | None:
+        """The range found for what has been seen so far, or None where it was not searched yet."""
+        if self._found is None or self._found[0] is not self._seen()[0] or self._found[1] != self._seen()[1]:
+            return None
+        return self._found[2], self._found[3]
+
+    def _seen(self) -> tuple[Any, int]:
+        # States are replaced, never changed; a parameter that an optimizer changed in place has a new version.
+        return (self._state, 0) if self.constant is None else (self.constant, self.constant._version)
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
         """Returns scale (float32) and zero point (int64), each [channels] or [1].

@@ -24,6 +24,8 @@ class GridObserver(DataObserver):
         **options: those of `DataObserver`.
     """
 
+    form = GridHistogram
+
     def __init__(self, bins: int | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.bins = bins or (1024 if self.per_channel else 4096)
@@ -49,13 +51,13 @@ class GridObserver(DataObserver):
         """Returns the histogram of both's data; exact."""
         return grid.merged(GridHistogram(*first), GridHistogram(*second))
 
-    def restored(self, tensors: Any) -> State:
-        """Returns the histogram that consists of these tensors."""
-        return GridHistogram(*tensors)
+    def update_key(self) -> tuple[Any, ...]:
+        """Returns what must be equal for a joint update."""
+        return (*super().update_key(), self.bins)
 
     def search_key(self) -> tuple[Any, ...]:
         """Returns what must be equal for a joint search."""
-        return (type(self), self.scheme, self.bins)
+        return (*super().search_key(), self.bins)
 
     @property
     def histogram(self) -> GridHistogram | None:

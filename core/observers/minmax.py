@@ -4,7 +4,7 @@ Sources: the min-max and moving-average ranges of Jacob et al., "Quantization an
 Networks for Efficient Integer-Arithmetic-Only Inference", arXiv:1712.05877, section 3.1.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,19 @@ class Extremes(NamedTuple):
     high: Tensor
 
 
+class Averages(NamedTuple):
+    """Averaged ends of each row, float32 [rows], and the number of batches behind them, int64 [rows]."""
+
+    low: Tensor
+    high: Tensor
+    batches: Tensor
+
+
 class MinMaxObserver(DataObserver):
     """Quantizes the whole range that was seen; merging is exact."""
 
     dynamic = True
+    form: ClassVar[type[Any]] = Extremes
 
     def updated(self, state: State | None, rows: Tensor) -> State:
         """Returns the extremes of both."""
@@ -65,6 +74,9 @@ class MovingAverageMinMaxObserver(MinMaxObserver):
     the two, and equals a single run's only if the averages agree.
     """
 
+    ordered = True
+    form = Averages
+
     def __init__(self, averaging_constant: float = 0.01, **options: Any) -> None:
         if not 0 < averaging_constant <= 1:
             raise ConfigError(
@@ -77,18 +89,19 @@ class MovingAverageMinMaxObserver(MinMaxObserver):
         """Returns the averages after one more batch."""
         low, high, _ = self.checked_extremes(rows)
         if state is None:
-            return low, high, torch.ones(1, dtype=torch.int64)
+            return Averages(low, high, torch.ones_like(low, dtype=torch.int64))
         self.check_channels(state[0], low)
         # Increments as torchao adds them; a batch without finite values in a row has no say there.
         steps = [torch.where(torch.isfinite(n), n - o, 0) for n, o in zip((low, high), state[:2], strict=True)]
         ends = [old + self.averaging_constant * step for old, step in zip(state[:2], steps, strict=True)]
-        return ends[0], ends[1], state[2] + 1
+        return Averages(ends[0], ends[1], state[2] + 1)
 
     def merged(self, first: State, second: State) -> State:
         """Returns the averages weighted by the numbers of batches."""
         total = first[2] + second[2]
         share = (second[2].double() / total).float()
-        return first[0] + share * (second[0] - first[0]), first[1] + share * (second[1] - first[1]), total
+        low, high = (old + share * (new - old) for old, new in zip(first[:2], second[:2], strict=True))
+        return Averages(low, high, total)
 
 
 class PerChannelMinMaxObserver(MinMaxObserver):

@@ -244,12 +244,12 @@ def entropy_range(histogram: GridHistogram, scheme: Scheme, stride: int) -> Rang
     """Finds the threshold of least Kullback-Leibler divergence (Migacz, "8-bit Inference with TensorRT", GTC 2017).
 
     For each number i of kept magnitude bins from the number of levels to the last filled bin (in steps
-    of `stride`; the notes try each): P is the first i bins with everything beyond added to the last, Q the first i bins merged into the
-    levels (bin j into level floor(j * levels / i)) and spread evenly over each level's non-empty bins;
-    i with the least KL(P, Q) gives the threshold (i + 1/2) bin widths, at most the largest magnitude. A
-    candidate whose last bin is empty although values lie beyond it has no finite divergence. Levels are
-    the integers of one sign, or all of them where an affine scheme meets data of one sign. Where levels
-    are finer than bins the full range stays.
+    of `stride`; the notes try each): P is the first i bins with everything beyond added to the last, Q
+    the first i bins merged into the levels (bin j into level floor(j * levels / i)) and spread evenly
+    over each level's non-empty bins; i with the least KL(P, Q) gives the threshold (i + 1/2) bin widths,
+    at most the largest magnitude. A candidate whose last bin is empty although values lie beyond it has
+    no finite divergence. Levels are the integers of one sign, or all of them where an affine scheme meets
+    data of one sign. Where levels are finer than bins the full range stays.
     """
     folded = _coarser(magnitudes(histogram))
     one_sided = (histogram.low >= 0) | (histogram.high <= 0)

@@ -1,0 +1,71 @@
+"""Checkpoints of a calibration run: states of observers <-> a file that is whole or absent.
+
+A file is written beside its destination and renamed over it, so that a process killed at any moment
+leaves either the old checkpoint or the new one. It holds plain tensors and numbers only and is read
+with `weights_only=True`: reading a checkpoint runs no code.
+"""
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantplug.core.errors import ArtefactError, CalibrationError
+
+FORMAT = 1
+
+
+def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
+    """Writes a checkpoint.
+
+    Raises:
+        ArtefactError: the file cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            torch.save({"format": FORMAT, **content}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise ArtefactError(
+            f"The calibration checkpoint '{path}' cannot be written ({error.strerror}); pass a path in a "
+            "writable folder."
+        ) from error
+
+
+def read_checkpoint(path: Path, fingerprint: list[str]) -> dict[str, Any] | None:
+    """Returns a checkpoint's content, or None if there is no file.
+
+    Args:
+        path: the file.
+        fingerprint: what identifies the observers; must equal the writer's.
+
+    Raises:
+        ArtefactError: the file is no checkpoint.
+        CalibrationError: it was written for other observers.
+    """
+    if not path.exists():
+        return None
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise ArtefactError(f"'{path}' is no calibration checkpoint ({type(error).__name__}); delete it.") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ArtefactError(f"'{path}' is no calibration checkpoint of format {FORMAT}; delete it.")
+    if content["fingerprint"] != fingerprint:
+        raise CalibrationError(
+            f"The checkpoint '{path}' belongs to a model with other observers ({_difference(content, fingerprint)}); "
+            "delete it or pass resume=False."
+        )
+    return dict(content)
+
+
+def _difference(content: dict[str, Any], fingerprint: list[str]) -> str:
+    for theirs, ours in zip(content["fingerprint"], fingerprint, strict=False):
+        if theirs != ours:
+            return f"'{theirs}' there, '{ours}' here"
+    return f"{len(content['fingerprint'])} observers there, {len(fingerprint)} here"

@@ -1,0 +1,69 @@
+"""Calibration on many processes: each rank's observer states -> the same merged states on every rank.
+
+The exchange runs on `torch.distributed` with a process group of its own on gloo, which works on
+tensors of any device's job, notices when a peer's connection closes, and has a deadline; so a rank
+that died is an error on the others and never a wait without end.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from quantplug.core.errors import CalibrationError
+
+
+def is_distributed() -> bool:
+    """Tells whether this process is one of several in an initialized `torch.distributed` job."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+class Exchange:
+    """The ranks of a calibration run, created by all of them together.
+
+    Args:
+        timeout: seconds to wait for the slowest rank.
+
+    Raises:
+        CalibrationError: a rank does not answer.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timedelta(seconds=timeout)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._group: Any = self._guarded(lambda: dist.new_group(backend="gloo", timeout=self._timeout))
+
+    def gather(self, value: Any, failure: str = "") -> list[Any]:
+        """Returns every rank's value, in the order of ranks.
+
+        Args:
+            value: this rank's, made of plain values and tensors.
+            failure: why this rank has nothing to give; then all ranks raise.
+
+        Raises:
+            CalibrationError: a rank failed or does not answer.
+        """
+        failures: list[str] = [""] * self.size
+        self._guarded(lambda: dist.all_gather_object(failures, failure, group=self._group))
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text]
+        if failed:
+            raise CalibrationError(f"Calibration failed on other processes ({'; '.join(failed)}); mend them and rerun.")
+        values: list[Any] = [None] * self.size
+        self._guarded(lambda: dist.all_gather_object(values, value, group=self._group))
+        return values
+
+    def close(self) -> None:
+        """Gives the process group back."""
+        dist.destroy_process_group(self._group)
+
+    def _guarded(self, collective: Callable[[], Any]) -> Any:
+        try:
+            return collective()
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+            raise CalibrationError(
+                f"Rank {self.rank} of {self.size} lost another process or waited longer than "
+                f"{self._timeout.total_seconds():g} s for it ({reason}); see that process's own error and rerun, "
+                "a checkpoint is taken up again."
+            ) from error

@@ -1,0 +1,65 @@
+"""Channels that never change: a tensor's batches -> the channels that are constant in all of them."""
+
+import torch
+from torch import Tensor
+
+Activity = tuple[int, Tensor | None, Tensor | None]
+
+
+class ChannelActivity:
+    """Looks for channels that ever take two values, at ever fewer channels.
+
+    Most channels show two values in the first sample of the first batch; from then on only the few
+    others are looked at, and none once all are known to be active.
+
+    Args:
+        axis: channel axis.
+    """
+
+    def __init__(self, axis: int) -> None:
+        self.axis = axis
+        self.channels = 0
+        self.reference: Tensor | None = None
+        self.silent: Tensor | None = None
+
+    @property
+    def done(self) -> bool:
+        """Tells whether all channels are known to be active."""
+        return self.silent is not None and self.silent.numel() == 0
+
+    @property
+    def silent_channels(self) -> tuple[int, ...]:
+        """Channels that have kept one value."""
+        return () if self.silent is None else tuple(self.silent.tolist())
+
+    def saved(self) -> Activity:
+        """Returns what `restore` needs to go on from here."""
+        return self.channels, self.reference, self.silent
+
+    def restore(self, saved: Activity) -> None:
+        """Goes on from what `saved` returned."""
+        self.channels, self.reference, self.silent = saved
+
+    def see(self, value: Tensor) -> None:
+        """Takes one tensor, of any sizes but that of the channel axis."""
+        if value.numel() == 0 or value.dim() < 2:
+            return
+        value = value.detach()
+        if self.silent is None:
+            self.channels = value.shape[self.axis]
+            self.silent = torch.arange(self.channels, device=value.device)
+            self.reference = value.movedim(self.axis, 0).flatten(1)[:, 0].clone()
+            if self.axis % value.dim() != 0:
+                self._narrow(value[:1])
+        if not self.done:
+            self._narrow(value)
+
+    def _narrow(self, value: Tensor) -> None:
+        assert self.silent is not None
+        assert self.reference is not None
+        if value.shape[self.axis] != self.channels:
+            return
+        shown = value if self.silent.numel() == self.channels else value.index_select(self.axis, self.silent)
+        rows = shown.movedim(self.axis, 0).flatten(1)
+        still = ~(rows != self.reference[self.silent][:, None]).any(1)
+        self.silent = self.silent[still]

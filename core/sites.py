@@ -1,0 +1,126 @@
+"""Where observers stand in a prepared graph: modules and nodes -> names, repeated calls, channel axes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from quantplug.core.constants import constant_nodes
+from quantplug.core.errors import ModelError
+from quantplug.core.graph import describe, is_constant, operands, rank, require_graph_module
+from quantplug.core.observation import is_observer
+from quantplug.core.observers import DataObserver
+
+_CHANNELS_FIRST = ("conv", "batch_norm", "instance_norm", "group_norm")
+_CHANNELS_LAST = ("linear", "addmm", "aten::mm", "matmul", "layer_norm", "rms_norm", "embedding")
+# A channel axis is looked for through operators that keep it; longer chains of them do not occur.
+_WALK = 16
+
+
+@dataclass(frozen=True)
+class Site:
+    """One observer of a prepared graph.
+
+    Attributes:
+        name: its module's name in the graph module.
+        observer: the module.
+        calls: the nodes that call it.
+        of_constants: only values that are the same at every call reach it.
+    """
+
+    name: str
+    observer: nn.Module
+    calls: tuple[fx.Node, ...]
+    of_constants: bool
+
+    @property
+    def producers(self) -> tuple[fx.Node, ...]:
+        """The nodes whose values reach it, in the order of the calls."""
+        return tuple(call.args[0] for call in self.calls if isinstance(call.args[0], fx.Node))
+
+    @property
+    def place(self) -> str:
+        """How errors and reports say where it stands."""
+        return " and ".join(_said(node) for node in dict.fromkeys(self.producers)) or f"module '{self.name}'"
+
+    @property
+    def repeats(self) -> tuple[bool, ...]:
+        """For each call whether it is the first behind its tensor."""
+        return tuple(node not in self.producers[:i] for i, node in enumerate(self.producers))
+
+
+def observer_sites(prepared: fx.GraphModule) -> list[Site]:
+    """Returns the observers and fake quantizers that the graph calls, in the order of their first calls."""
+    calls: dict[int, list[fx.Node]] = {}
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for node in prepared.graph.nodes:
+        if node.op == "call_module":
+            module = prepared.get_submodule(str(node.target))
+            if is_observer(module):
+                calls.setdefault(id(module), []).append(node)
+                found.setdefault(id(module), (str(node.target), module))
+    constant = constant_nodes(prepared.graph)
+    return [
+        Site(name, module, tuple(calls[key]), all(call in constant for call in calls[key]))
+        for key, (name, module) in found.items()
+    ]
+
+
+def require_prepared(model: Any, stage: str) -> fx.GraphModule:
+    """Returns the model if it is a graph module with observers.
+
+    Raises:
+        ModelError: it is no graph module, or none of its submodules observes.
+    """
+    graph_module = require_graph_module(model, stage)
+    if not any(is_observer(module) for module in model.modules()):
+        raise ModelError(
+            f"{stage} takes a prepared model, found a graph module without observers; call "
+            "`prepare_pt2e(exported.module(), quantizer)` first and check what the quantizer annotated."
+        )
+    return graph_module
+
+
+def twins(sites: list[Site]) -> dict[DataObserver, DataObserver]:
+    """Returns observers that would see and find just what another one does, each with that other one.
+
+    They stand behind the same tensors, are of one class and have equal options, so that one of them
+    can be run for all.
+    """
+    first: dict[Any, DataObserver] = {}
+    found: dict[DataObserver, DataObserver] = {}
+    for site in sites:
+        observer = site.observer
+        if isinstance(observer, DataObserver):
+            key = (site.producers, observer.search_key(), observer.update_key(), observer.ch_axis)
+            if key in first:
+                found[observer] = first[key]
+            first.setdefault(key, observer)
+    return found
+
+
+def channel_axis(node: fx.Node) -> int | None:
+    """Returns the axis of a value that an operator with channels gave it, or None where none did.
+
+    Looked for at the node and, through operators of one tensor that keep its rank, at its producers.
+    """
+    for _ in range(_WALK):
+        name = str(getattr(node.target, "_schema", node.target)).split("(")[0].lower()
+        if any(kind in name for kind in _CHANNELS_FIRST):
+            return 1
+        if any(kind in name for kind in _CHANNELS_LAST):
+            return -1
+        inputs = [v for v in operands(node).values() if isinstance(v, fx.Node) and not is_constant(v)]
+        same = [v for v in inputs if rank(v) == rank(node) or v.op == "call_module"]
+        if node.op not in ("call_function", "call_module") or len(inputs) != 1 or not same:
+            return None
+        node = same[0]
+    return None
+
+
+def _said(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return f"input '{node.target}'"
+    if node.op == "get_attr":
+        return f"constant '{node.target}'"
+    return describe(node)
