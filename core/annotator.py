@@ -158,7 +158,7 @@ class _Decisions:
             return f"{describe(taken)} is already annotated by another quantizer"
         choice = self._choice(found.match["op"])
         if choice.config is None:
-            return f"float by {choice.scope}" if choice.precedence else "no config scope covers it"
+            return _stays_float(choice)
         config = choice.config
         checks: Iterator[str | None] = (check(found.match, config) for check in found.owner.constraints)
         return self._disagreement(found.match, choice) or _mutation(found.match) or next(filter(None, checks), None)
@@ -275,6 +275,10 @@ def _not_float32(annotations: Annotations) -> str | None:
     return None
 
 
+def _stays_float(choice: Choice) -> str:
+    return f"float by {choice.scope}" if choice.precedence else "no config scope covers it"
+
+
 def _record(findings: Findings[Annotator], work: _Decisions, owner: str) -> None:
     for found in findings.found:
         root = found.match.root
@@ -286,5 +290,8 @@ def _record(findings: Findings[Annotator], work: _Decisions, owner: str) -> None
             else:
                 record(node, Decision(owner, rule=found.label, root=root.name, config=scope))
     for node, miss in findings.misses.items():
-        scope = work._choice(node).scope
-        record(node, Decision(owner, root=node.name, config=scope, nearest=miss.label, reason=miss.reason))
+        choice = work._choice(node)
+        if choice.config is None:
+            record(node, Decision(owner, root=node.name, config=choice.scope, reason=_stays_float(choice)))
+        else:
+            record(node, Decision(owner, root=node.name, config=choice.scope, nearest=miss.label, reason=miss.reason))

@@ -98,8 +98,8 @@ class Report:
     def summary(self) -> str:
         """Returns the counts in one sentence."""
         return (
-            f"{self.quantized} of {len(self.rows)} operators quantized, {len(self.islands)} float islands, "
-            f"{len(self.boundaries)} boundaries."
+            f"{self.quantized} of {len(self.rows)} operators quantized, float islands: {len(self.islands)}, "
+            f"boundaries between integer and float: {len(self.boundaries)}."
         )
 
     def text(self, width: int = 160) -> str:
@@ -249,7 +249,8 @@ def _spec_text(spec: Any) -> str:
 
 def _how_converted(node: fx.Node) -> tuple[list[str], str]:
     inputs = [_qdq_text(source) for source in node.all_input_nodes if _named(source, "dequantize")]
-    outputs = [_qdq_text(user) for user in node.users if _named(user, "quantize")]
+    # A quantize with computed qparams belongs to the reader: the result itself is float.
+    outputs = [_qdq_text(user) for user in node.users if _named(user, "quantize") and not _is_dynamic(user)]
     return inputs, outputs[0] if outputs else ""
 
 
@@ -257,8 +258,12 @@ def _qdq_text(node: fx.Node) -> str:
     dtype = next((str(a).removeprefix("torch.") for a in reversed(node.args) if isinstance(a, torch.dtype)), "integer")
     name = str(node.target)
     kind = "per channel" if "per_channel" in name else "per group" if "group" in name or "affine" in name else ""
-    dynamic = "dynamic" if name.endswith("tensor.tensor") or ".tensor" in name.partition("per_tensor")[2] else ""
+    dynamic = "dynamic" if _is_dynamic(node) else ""
     return " ".join(filter(None, (dynamic, dtype, kind)))
+
+
+def _is_dynamic(node: fx.Node) -> bool:
+    return len(node.args) > 1 and isinstance(node.args[1], fx.Node) and not is_constant(node.args[1])
 
 
 def _arrow(inputs: list[str], output: str, into: str) -> str:

@@ -1,0 +1,39 @@
+"""Every example runs, and so does every Python block of the documents."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def _run(arguments, cwd):
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(example, tmp_path):
+    done = _run([str(example)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_the_python_of_a_document_runs_from_top_to_bottom(document, tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", document.read_text(), flags=re.DOTALL)
+    program = tmp_path / "document.py"
+    program.write_text("\n".join(blocks))
+    done = _run([str(program)], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_the_links_of_a_document_lead_somewhere(document):
+    targets = re.findall(r"\]\(([^)#]+)\)", document.read_text())
+    missing = [target for target in targets if "://" not in target and not (document.parent / target).exists()]
+    assert not missing
