@@ -22,11 +22,11 @@ from torchao.quantization.pt2e.quantizer import (
 )
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
+from quantplug.core.decision import Decision, record
 from quantplug.core.errors import AnnotationError, PatternError
 from quantplug.core.graph import describe, is_constant, tensor_value
 from quantplug.core.matching import Findings, Found, PatternIndex
 from quantplug.core.pattern import Match, Op, Pattern
-from quantplug.core.decision import Decision, record
 
 Annotations: TypeAlias = dict[fx.Node, QuantizationAnnotation]
 Decide: TypeAlias = Callable[[Match, QuantizationConfig], Annotations]
@@ -276,7 +276,7 @@ def _not_float32(annotations: Annotations) -> str | None:
 
 
 def _stays_float(choice: Choice) -> str:
-    return f"float by {choice.scope}" if choice.precedence else "no config scope covers it"
+    return f"set to float by {choice.scope}" if choice.precedence else "no config scope covers it"
 
 
 def _record(findings: Findings[Annotator], work: _Decisions, owner: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph import compute_nodes
 from quantplug.core.decision import decision
+from quantplug.core.graph import compute_nodes
 
 
 def sqnr(found: Tensor, expected: Tensor) -> float:

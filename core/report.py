@@ -20,8 +20,8 @@ from torch import fx
 from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, QuantizationAnnotation, SharedQuantizationSpec
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
-from quantplug.core.graph import compute_nodes, is_constant, module_path, require_graph_module, tensor_value
 from quantplug.core.decision import decision
+from quantplug.core.graph import compute_nodes, is_constant, module_path, require_graph_module, tensor_value
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class Report:
         for heading in ("node", "operator", "module", "rule", "how, or why it stays float"):
             table.add_column(heading, overflow="fold")
         for row in self.rows:
-            told = row.how if row.quantized else f"float: {row.reason}"
-            table.add_row(row.node, row.operator, row.module_path, row.rule or "-", told)
+            told = row.how if row.quantized else row.reason
+            table.add_row(row.node, row.operator, row.module_path, row.rule or "float", told)
         return table
 
     def json(self) -> str:
@@ -326,7 +326,7 @@ _PAGE = """<!doctype html>
 <tbody>
 {% for row in report.rows %}
 <tr class="{{ 'int' if row.quantized else 'float' }}"><td><code>{{ row.node }}</code></td>
-<td><code>{{ row.operator }}</code></td><td>{{ row.module_path }}</td><td>{{ row.rule or '-' }}</td>
+<td><code>{{ row.operator }}</code></td><td>{{ row.module_path }}</td><td>{{ row.rule or 'float' }}</td>
 <td>{{ row.how if row.quantized else row.reason }}</td></tr>
 {% endfor %}
 </tbody></table>
