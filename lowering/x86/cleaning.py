@@ -21,8 +21,8 @@ from quantplug.lowering.x86.rewriting import Rule, apply, constant, erase_unused
 def clean(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:
     """Removes what computes nothing, folds constants, gives every node a value, makes activations uint8."""
     _remove_guards(module.graph)
-    apply(module.graph, NO_OPS)
     make_functional(module.graph)
+    apply(module.graph, NO_OPS)
     _fold_quantized_constants(module.graph)
     _give_values(module, example_inputs)
     apply(module.graph, TO_UNSIGNED)

@@ -1,8 +1,8 @@
 """What follows a kernel, fused into it.
 
 Before: `kernel (float32) -> add -> relu -> quantize` and parts of it. After: one kernel that yields the
-quantized result. Four rule families, each for one piece, applied in the order of `fuse`:
-residual sums on integers, unary functions, residual sums on floats, output quantization.
+quantized result. Residual sums write onto the other summand's memory, which export and AOT autograd cannot
+express; so they are a step of their own, `fuse_sums`, taken where the graph is about to run or be compiled.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,11 +26,16 @@ SCALE, ZERO_POINT, DTYPE, UNARY, SCALARS, ALGORITHM = range(-6, 0)
 
 
 def fuse(graph: fx.Graph) -> None:
-    """Fuses every epilogue that the kernels offer."""
-    apply(graph, INTEGER_SUMS)
+    """Fuses unary functions and output quantization into the kernels; the graph stays functional."""
     apply(graph, UNARIES)
-    apply(graph, FLOAT_SUMS)
     apply(graph, OUTPUTS)
+
+
+def fuse_sums(graph: fx.Graph) -> None:
+    """Fuses residual sums, and what follows them, into the kernels; the kernels then write in place."""
+    apply(graph, INTEGER_SUMS)
+    apply(graph, FLOAT_SUMS)
+    apply(graph, SUM_OUTPUTS)
 
 
 def kernel(name: str, unary: str | None = "none") -> Op:
@@ -273,12 +278,11 @@ def _clamped(kernel: fx.Node, params: QParams) -> fx.Node:
     return call(kernel.next, clamp, (kernel, params.qmin, params.qmax), kernel)
 
 
-def _outputs() -> Iterator[Rule]:
-    for name in (CONVOLUTION, LINEAR):
-        yield Rule(quantize(input=single_use(kernel(name, None))), _fuse_output)
-    for overload in ("binary", "binary_tensor"):
-        with_sum = op(f"{LINEAR}.{overload}", name="kernel", output_dtype=torch.float32, binary_post_op="add")
-        yield Rule(quantize(input=single_use(with_sum)), _fuse_sum_output)
+def _with_sum(overload: str) -> Op:
+    return op(f"{LINEAR}.{overload}", name="kernel", output_dtype=torch.float32, binary_post_op="add")
 
 
-OUTPUTS = tuple(_outputs())
+OUTPUTS = tuple(Rule(quantize(input=single_use(kernel(name, None))), _fuse_output) for name in (CONVOLUTION, LINEAR))
+SUM_OUTPUTS = tuple(
+    Rule(quantize(input=single_use(_with_sum(overload))), _fuse_sum_output) for overload in ("binary", "binary_tensor")
+)

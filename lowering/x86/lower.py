@@ -11,7 +11,6 @@ from torch import fx
 from quantplug.core.errors import LoweringError
 from quantplug.core.graph import require_graph_module
 from quantplug.lowering.x86.cleaning import clean
-from quantplug.lowering.x86.elementwise import ELEMENTWISE
 from quantplug.lowering.x86.epilogues import fuse
 from quantplug.lowering.x86.movement import move
 from quantplug.lowering.x86.placement import place, record
@@ -42,9 +41,10 @@ def lower(converted: fx.GraphModule, example_inputs: tuple[Any, ...], *, dynamic
     move(module.graph)
     apply(module.graph, PRODUCTS)
     fuse(module.graph)
-    apply(module.graph, ELEMENTWISE)
     _finish(module)
-    return X86Program(module, example_inputs, dynamic_shapes, place(recorded, module.graph))
+    program = X86Program(module, example_inputs, dynamic_shapes)
+    program.ops = place(recorded, program.module.graph)
+    return program
 
 
 def _copied(converted: fx.GraphModule) -> fx.GraphModule:

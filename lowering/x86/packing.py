@@ -1,6 +1,8 @@
-"""Weights packed into the layout that this machine's kernels want.
+"""A lowered graph made ready to run on this machine.
 
-Before: `prepack(int8 constant, ...)` nodes. After: the packed constants.
+Before: the portable graph, functional, weights as int8 constants behind `prepack` nodes. After: weights in
+the layout that this machine's kernels want, residual sums in place, conversions in as few passes as torch
+offers.
 """
 
 import copy
@@ -10,6 +12,8 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.graph import constant_value
+from quantplug.lowering.x86.conversions import spell_out
+from quantplug.lowering.x86.epilogues import fuse_sums
 from quantplug.lowering.x86.rewriting import drop_unread_attributes, erase_unused, fresh_name
 
 onednn = torch.ops.onednn
@@ -17,12 +21,15 @@ PREPACK = (onednn.qconv_prepack.default, onednn.qlinear_prepack.default)
 
 
 def pack(portable: fx.GraphModule) -> fx.GraphModule:
-    """Returns a copy of a lowered module in which every prepack node is a packed constant."""
+    """Returns a copy of a lowered module that runs as fast as this machine's kernels and eager mode allow."""
     module = fx.GraphModule(portable, copy.deepcopy(portable.graph))
+    fuse_sums(module.graph)
     for node in list(module.graph.nodes):
         if node.target in PREPACK:
             _fold(module, node)
+    spell_out(module.graph)
     module.graph.eliminate_dead_code()
+    module.graph.lint()
     drop_unread_attributes(module)
     module.recompile()
     return module
@@ -44,14 +51,10 @@ _registered: list[Any] = []
 
 
 def register_fakes() -> None:
-    """Tells export the shapes of oneDNN operators that torch has no fake implementation of."""
-    if _registered:
-        return
-    library = torch.library
-    _registered.append(library.register_fake("onednn::qconv_prepack", _prepacked))
-    _registered.append(library.register_fake("onednn::qlinear_prepack", _linear_prepacked))
-    elementwise = (f"onednn::{name}.tensor" for name in ("qadd", "qadd_relu", "qmul"))
-    _registered.extend(library.register_fake(name, _elementwise) for name in elementwise)
+    """Tells export and inductor the shapes of the prepack operators, which torch has no fake implementation of."""
+    if not _registered:
+        _registered.append(torch.library.register_fake("onednn::qconv_prepack", _prepacked))
+        _registered.append(torch.library.register_fake("onednn::qlinear_prepack", _linear_prepacked))
 
 
 def _prepacked(weight: Tensor, *rest: Any, **named: Any) -> Tensor:
@@ -60,7 +63,3 @@ def _prepacked(weight: Tensor, *rest: Any, **named: Any) -> Tensor:
 
 def _linear_prepacked(weight: Tensor, x_shape: Any) -> Tensor:
     return weight.new_empty((weight.shape[1], weight.shape[0]))
-
-
-def _elementwise(one: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(one, dtype=rest[-1])

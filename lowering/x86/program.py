@@ -8,6 +8,7 @@ packed layout depends on the processor.
 import dataclasses
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch import fx
 
 from quantplug.core.errors import ArtefactError
 from quantplug.lowering.program import LoweredOp, Program
+from quantplug.lowering.x86.compiled import compiled, package
 from quantplug.lowering.x86.packing import pack, register_fakes
+from quantplug.lowering.x86.straight import straight
 
 OPS_FILE = "quantplug_ops.json"
 
@@ -35,18 +38,41 @@ class X86Program(Program):
         portable: fx.GraphModule,
         example_inputs: tuple[Any, ...],
         dynamic_shapes: Any,
-        ops: tuple[LoweredOp, ...],
+        ops: tuple[LoweredOp, ...] = (),
     ) -> None:
         self.portable = portable
         self.example_inputs = example_inputs
         self.dynamic_shapes = dynamic_shapes
         self.ops = ops
         self.module = pack(portable)
+        self._run = straight(self.module)
 
     def __call__(self, *inputs: Any) -> Any:
         """Runs the program without autograd; takes and returns what the exported model does."""
         with torch.inference_mode():
-            return self.module(*inputs)
+            return self.module.graph.process_outputs(self._run(*self.module.graph.process_inputs(*inputs)))
+
+    def compile(self) -> Callable[..., Any]:
+        """Returns the program under `torch.compile`, with the same kernels and fused loops between them.
+
+        Raises:
+            LoweringError: there is no C++ compiler.
+        """
+        register_fakes()
+        return compiled(self.portable)
+
+    def package(self, path: str | Path) -> Path:
+        """Compiles the program ahead of time (AOTInductor) into a `.pt2` package and returns its path.
+
+        `torch._inductor.aoti_load_package(path)` loads and runs it, without quantplug and without the
+        model's code; sizes that `dynamic_shapes` left open stay open. The package is bound to this
+        machine's instruction set.
+
+        Raises:
+            ArtefactError: the path cannot be written.
+            LoweringError: there is no C++ compiler.
+        """
+        return package(self.exported(), Path(path))
 
     def exported(self) -> torch.export.ExportedProgram:
         """Returns the portable form as an exported program."""

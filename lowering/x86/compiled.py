@@ -1,0 +1,83 @@
+"""The lowered graph through inductor: `torch.compile`, and an ahead-of-time package.
+
+Before: the portable graph. After: C++ around the same oneDNN kernels; what lies between them (conversions,
+activations, normalizations) is fused into loops.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from quantplug.core.errors import ArtefactError, LoweringError
+from quantplug.lowering.x86.epilogues import fuse_sums
+
+
+class FuseSums(CustomGraphPass):
+    """Fuses residual sums after AOT autograd has made the graph functional and weights are packed."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Changes the graph in place."""
+        fuse_sums(graph)
+
+    def uuid(self) -> str:
+        """Returns what inductor's cache tells this pass from others by."""
+        return "quantplug.x86.fuse_sums.1"
+
+
+def options() -> dict[str, Any]:
+    """Returns inductor's options: constants folded (so weights are packed when compiling), sums fused."""
+    return {"freezing": True, "post_grad_custom_post_pass": FuseSums()}
+
+
+def require_compiler() -> None:
+    """Checks that inductor finds a C++ compiler.
+
+    Raises:
+        LoweringError: there is none.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise LoweringError(
+            f"Compiling needs a C++ compiler and '{compiler}' is not on PATH; "
+            "install g++, or run the program eagerly, which needs none."
+        )
+
+
+def compiled(module: fx.GraphModule) -> Callable[..., Any]:
+    """Returns the module under `torch.compile`; the first call compiles.
+
+    Raises:
+        LoweringError: there is no C++ compiler.
+    """
+    require_compiler()
+    run = torch.compile(module, options=options())
+
+    def call(*inputs: Any) -> Any:
+        # inductor freezes constants only where autograd is off
+        with torch.no_grad():
+            return run(*inputs)
+
+    return call
+
+
+def package(exported: torch.export.ExportedProgram, path: Path) -> Path:
+    """Writes an AOTInductor package; `torch._inductor.aoti_load_package(path)` runs it without this package.
+
+    Raises:
+        ArtefactError: the folder does not exist or the name does not end in .pt2.
+        LoweringError: there is no C++ compiler.
+    """
+    if path.suffix != ".pt2" or not path.parent.is_dir():
+        raise ArtefactError(
+            f"Cannot write a package to '{path}'; pass a name that ends in '.pt2' in an existing folder."
+        )
+    require_compiler()
+    with torch.no_grad():
+        written = torch._inductor.aoti_compile_and_package(exported, package_path=path, inductor_configs=options())
+    return Path(str(written))
