@@ -94,7 +94,7 @@ def quantized_output(node: fx.Node) -> QParams | None:
 
 
 def like(node: fx.Node, model: fx.Node) -> fx.Node:
-    """Gives a new node the module path and the source of the node that it stands for."""
+    """Gives a new node the module path and the history of the node that it stands for."""
     for key in ("nn_module_stack", "stack_trace", "from_node", "custom"):
         if key in model.meta:
             node.meta[key] = model.meta[key]

@@ -96,6 +96,8 @@ def _working_copy(model: fx.GraphModule) -> fx.GraphModule:
     for node in list(working.graph.nodes):
         if node.op == "call_module" and node.target == "_guards_fn":
             working.graph.erase_node(node)
+        # Every pass of ExecuTorch copies the whole history of every node; a fifth of lowering went into it.
+        node.meta.pop("from_node", None)
     working.recompile()
     return working
 

@@ -1,0 +1,152 @@
+"""Each rewrite computes the numbers of the graph that it replaces, on strict and non-strict exports."""
+
+import hypothesis
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import nn
+
+from quantplug.core.graph import module_path
+from quantplug.lowering.xnnpack import rewrites
+from quantplug.lowering.xnnpack.rewrites import rewrite_for_xnnpack
+
+IMAGE = (2, 8, 6, 6)
+
+
+class Function(nn.Module):
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def normalized(channels):
+    torch.manual_seed(3)
+    norm = nn.BatchNorm2d(channels)
+    norm.running_mean.uniform_(-1, 1)
+    norm.running_var.uniform_(0.5, 2)
+    nn.init.uniform_(norm.weight, 0.5, 2)
+    nn.init.uniform_(norm.bias, -1, 1)
+    return norm
+
+
+def targets(graph):
+    return {node.target._schema.name for node in graph.graph.nodes if hasattr(node.target, "_schema")}
+
+
+GLOBAL, AVERAGE = "global_pooling_is_mean", "average_pooling_is_depthwise"
+# name -> (function, parts, shape, operator that must be gone, rewrite)
+CASES = {
+    "mean": (lambda s, x: x.mean((2, 3)), {}, IMAGE, None, "spatial_mean_keeps_dims"),
+    "mean of negative dims": (lambda s, x: x.mean((-1, -2)), {}, IMAGE, None, "spatial_mean_keeps_dims"),
+    "global pooling": (lambda s, x: F.adaptive_avg_pool2d(x, 1), {}, IMAGE, "adaptive_avg_pool2d", GLOBAL),
+    "whole-image pooling": (lambda s, x: F.avg_pool2d(x, 6), {}, IMAGE, "avg_pool2d", GLOBAL),
+    "average pooling": (lambda s, x: F.avg_pool2d(x, 2), {}, IMAGE, "avg_pool2d", AVERAGE),
+    "padded average pooling": (lambda s, x: F.avg_pool2d(x, 3, 2, 1), {}, IMAGE, "avg_pool2d", AVERAGE),
+    "chunk": (lambda s, x: torch.cat(x.chunk(3, 1)[::-1], 1), {}, IMAGE, "chunk", "split_is_slices"),
+    "split": (lambda s, x: x.split([3, 5], -3)[1] * 2, {}, IMAGE, "split_with_sizes", "split_is_slices"),
+    "unbind": (lambda s, x: x.unbind(1)[2] + x.unbind(1)[-1], {}, IMAGE, "unbind", "split_is_slices"),
+    "select": (lambda s, x: x[:, -1] + x.select(-1, 2).sum(), {}, IMAGE, "select", "select_is_slice"),
+    "squeeze": (lambda s, x: x[:, :1].squeeze(1).unsqueeze(0), {}, IMAGE, "squeeze", "squeeze_is_view"),
+    "silu": (lambda s, x: F.silu(x), {}, IMAGE, "silu", "silu_is_product"),
+    "silu in place": (lambda s, x: F.silu(x * 2, inplace=True), {}, IMAGE, "silu_", "silu_is_product"),
+    "hardsigmoid": (lambda s, x: F.hardsigmoid(x * 3), {}, IMAGE, "hardsigmoid", "hardsigmoid_is_clamp"),
+    "clamp": (lambda s, x: x.clamp(-0.5, 1) + x.clamp(min=0), {}, IMAGE, "clamp", "clamp_is_activation"),
+    "numbers": (lambda s, x: (x * 2.5 + 1) / 3 - 0.25, {}, IMAGE, "div", "numbers_are_constants"),
+    "batch norm": (lambda s, x: s.n(x + 1), {"n": normalized(8)}, IMAGE, "batch_norm", "batch_norm_is_depthwise"),
+    "attention": (
+        lambda s, x: F.scaled_dot_product_attention(x, x + 1, x * 2, scale=0.3),
+        {},
+        IMAGE,
+        "scaled_dot_product_attention",
+        "attention_is_products",
+    ),
+    "masked attention": (
+        lambda s, x: F.scaled_dot_product_attention(x, x, x, attn_mask=s.m),
+        {"m": nn.Buffer(torch.randn(6, 6))},
+        IMAGE,
+        "scaled_dot_product_attention",
+        "attention_is_products",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_a_rewrite_keeps_the_numbers(name, strict):
+    function, parts, shape, gone, rewrite = CASES[name]
+    model = Function(function, **parts).eval()
+    x = torch.randn(*shape)
+    graph = torch.export.export(model, (x,), strict=strict).module()
+    before = str(graph.graph)
+    graph = getattr(rewrites, rewrite)(graph)
+    assert str(graph.graph) != before
+    assert f"aten::{gone}" not in targets(graph)
+    for _ in range(3):
+        fresh = torch.randn(*shape)
+        torch.testing.assert_close(graph(fresh), model(fresh), rtol=1e-5, atol=1e-5)
+
+
+def test_values_and_module_paths_are_kept():
+    model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Hardsigmoid()).eval()
+    graph = torch.export.export(model, (torch.randn(*IMAGE),)).module()
+    graph = rewrite_for_xnnpack(graph)
+    calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+    assert {module_path(node) for node in calls} == {"0", "1", "2", "3", "4"}
+    assert all(isinstance(node.meta["val"], torch.Tensor) for node in calls)
+    assert [tuple(n.meta["val"].shape) for n in calls if module_path(n) == "1"] == [IMAGE, IMAGE]
+
+
+def test_an_in_place_operator_whose_operand_is_read_again_stays():
+    def function(s, x):
+        y = x * 2
+        F.silu(y, inplace=True)
+        return y + 1
+
+    model, x = Function(function).eval(), torch.randn(*IMAGE)
+    graph = rewrite_for_xnnpack(torch.export.export(model, (x,)).module())
+    torch.testing.assert_close(graph(x), model(x))
+
+
+def test_a_shared_bias_becomes_one_for_each_use():
+    layer = nn.Linear(6, 6)
+    model, x = Function(lambda s, x: s.layer(s.layer(x)), layer=layer).eval(), torch.randn(3, 6)
+    graph = rewrite_for_xnnpack(torch.export.export(model, (x,)).module())
+    biases = [node.args[2].target for node in graph.graph.nodes if "linear" in str(node.target)]
+    assert len(set(biases)) == 2
+    torch.testing.assert_close(graph(x), model(x))
+
+
+STEPS = {
+    "silu": F.silu,
+    "hardsigmoid": F.hardsigmoid,
+    "scaled": lambda x: x * 1.5 - 0.5,
+    "halves": lambda x: torch.cat(x.chunk(2, 1)[::-1], 1),
+    "pooled": lambda x: F.avg_pool2d(x, 3, 1, 1),
+    "gated": lambda x: x * F.adaptive_avg_pool2d(x, 1),
+    "mean": lambda x: x + x.mean((2, 3))[..., None, None],
+    "selected": lambda x: x + x[:, 1].unsqueeze(1),
+    "clamped": lambda x: x.clamp(-1, 1),
+    "attended": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "relu": lambda x: F.relu(x, inplace=False),
+}
+
+
+@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.given(steps=st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=5), seed=st.integers(0, 99))
+def test_all_rewrites_together_keep_the_numbers_of_random_chains(steps, seed):
+    def function(s, x):
+        for step in steps:
+            x = STEPS[step](x)
+        return x
+
+    torch.manual_seed(seed)
+    model, x = Function(function).eval(), torch.randn(1, 4, 5, 5)
+    graph = rewrite_for_xnnpack(torch.export.export(model, (x,)).module())
+    graph.graph.lint()
+    torch.testing.assert_close(graph(x), model(x), rtol=1e-4, atol=1e-4)
