@@ -9,6 +9,7 @@ rewired once.
 """
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import fx, nn
@@ -17,7 +18,7 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 
 from quantplug.core.constants import buffer_writes, constant_nodes
 from quantplug.core.errors import ModelError
-from quantplug.core.fold import Folding, fold_batch_norms
+from quantplug.core.fold import Permission, fold_batch_norms
 from quantplug.core.graph import attribute, require_graph_module, tensor_value
 from quantplug.core.observation import create_observers, defer, observer_of
 from quantplug.core.qat import fuse_batch_norms_qat
@@ -79,12 +80,15 @@ def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.Gr
     """Prepares a graph module that is ours to change."""
     meta = {**model.meta, FOLDS_KEY: bool(getattr(quantizer, "folds_batch_norm", True))}
     if not is_qat:
-        meta[FOLDINGS_KEY] = _fold(model, quantizer)
+        meta[FOLDINGS_KEY] = tuple(fold_batch_norms(model, _permission(quantizer)))
     model.graph.eliminate_dead_code()
-    model = _annotate(model, quantizer)
+    model = quantizer.transform_for_annotation(model)
+    quantizer.annotate(model)
+    quantizer.validate(model)
+    sharing = verify_annotations(model)
     if is_qat:
-        fuse_batch_norms_qat(model)
-    sharing = sharing_groups(model.graph)
+        meta[FOLDINGS_KEY] = tuple(fuse_batch_norms_qat(model, _permission(quantizer)))
+        sharing = sharing_groups(model.graph)
     observers = create_observers(sharing, is_qat)
     quantizer.prepare_obs_or_fq_callback(model, observers)
     meta[CONFLICTS_KEY] = tuple(group.conflict for group in sharing.groups if group.conflict)
@@ -94,19 +98,12 @@ def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.Gr
     return prepared
 
 
-def _fold(model: fx.GraphModule, quantizer: Quantizer) -> tuple[Folding, ...]:
-    permission = getattr(quantizer, "folds_batch_norm", True)
-    if not permission:
-        return ()
-    return tuple(fold_batch_norms(model, permission if callable(permission) else None))
-
-
-def _annotate(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphModule:
-    model = quantizer.transform_for_annotation(model)
-    quantizer.annotate(model)
-    quantizer.validate(model)
-    verify_annotations(model)
-    return model
+def _permission(quantizer: Quantizer) -> Permission | None:
+    """Returns which batch norms a quantizer's backend folds: by its declaration, all if it has none."""
+    declared = getattr(quantizer, "folds_batch_norm", True)
+    if callable(declared):
+        return cast(Permission, declared)
+    return None if declared else lambda producer, batch_norm: "the backend does not fold batch norms"
 
 
 def _prepared_regions(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> dict[str, fx.GraphModule]:

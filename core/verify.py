@@ -24,6 +24,7 @@ from quantplug.core.graph import describe, is_constant, rank, tensor_value
 from quantplug.core.observation import HALF_DTYPES, PER_CHANNEL, STORAGE_DTYPES, dtype_range
 from quantplug.core.sharing import (
     Point,
+    Sharing,
     Specs,
     annotated_specs,
     concrete_specs,
@@ -33,10 +34,13 @@ from quantplug.core.sharing import (
 )
 
 
-def verify_annotations(model: fx.GraphModule) -> None:
+def verify_annotations(model: fx.GraphModule) -> Sharing:
     """Checks every annotation of a graph: keys, dtypes, ranges, axes, shared and derived references.
 
     Time linear in the number of annotated points.
+
+    Returns:
+        The sharing groups, which are the last thing checked.
 
     Raises:
         AnnotationError: an annotation cannot be carried out.
@@ -51,7 +55,9 @@ def verify_annotations(model: fx.GraphModule) -> None:
             _check_spec(point, spec)
     for point in specs:
         _check_requantization(point, specs, concrete)
-    creation_order(sharing_groups(model.graph))
+    sharing = sharing_groups(model.graph)
+    creation_order(sharing)
+    return sharing
 
 
 def _check_annotation(node: fx.Node) -> None:

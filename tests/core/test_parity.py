@@ -221,8 +221,17 @@ def run(prepare: Any, convert: Any, model: torch.fx.GraphModule, quantizer: Quan
     return convert(prepared)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("quantizer", QUANTIZERS)
+ALL = [(quantizer, model) for quantizer in QUANTIZERS for model in MODELS]
+# Every model and every quantizer once by default; the product is slow because of the exports.
+SOME = [(quantizer, model) for i, quantizer in enumerate(QUANTIZERS) for model in list(MODELS)[i :: len(QUANTIZERS)]]
+
+
+def some_and_all(some: list[Any], everything: list[Any]) -> list[Any]:
+    rest = [pytest.param(*pair, marks=pytest.mark.slow) for pair in everything if pair not in some]
+    return [pytest.param(*pair) for pair in some] + rest
+
+
+@pytest.mark.parametrize(("quantizer", "model"), some_and_all(SOME, ALL))
 def test_post_training_graphs_equal_the_peers(quantizer: str, model: str) -> None:
     module, x = exported(model)
     try:
@@ -233,3 +242,31 @@ def test_post_training_graphs_equal_the_peers(quantizer: str, model: str) -> Non
     ours = run(prepare_pt2e, convert_pt2e, module, QUANTIZERS[quantizer](), x)
     assert differences(ours, theirs) == []
     torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=0)
+
+
+QAT_MODELS = ("residual", "inverted", "perceptron", "shared")
+TRAINED = [(quantizer, model) for quantizer in QAT_QUANTIZERS for model in QAT_MODELS]
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "model"), some_and_all([("xnnpack", "residual"), ("x86", "inverted")], TRAINED)
+)
+def test_e18_trained_graphs_equal_the_peers(quantizer: str, model: str) -> None:
+    """Forward values, gradients of a few steps and the converted graphs are equal bit for bit."""
+    outcomes = []
+    for prepare, convert in ((peer.prepare_qat_pt2e, peer.convert_pt2e), (prepare_qat_pt2e, convert_pt2e)):
+        module, x = exported(model, training=True)
+        prepared = prepare(module, QAT_QUANTIZERS[quantizer]())
+        optimizer = torch.optim.SGD([p for p in prepared.parameters() if p.requires_grad], lr=0.01)
+        losses = []
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = prepared(x * (1 + 0.1 * step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        outcomes.append((torch.stack(losses), convert(prepared), x))
+    (their_losses, theirs, x), (our_losses, ours, _) = outcomes
+    torch.testing.assert_close(our_losses, their_losses, rtol=0, atol=0)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=0)
+    assert differences(ours, theirs) == []
