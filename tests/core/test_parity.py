@@ -248,9 +248,7 @@ QAT_MODELS = ("residual", "inverted", "perceptron", "shared")
 TRAINED = [(quantizer, model) for quantizer in QAT_QUANTIZERS for model in QAT_MODELS]
 
 
-@pytest.mark.parametrize(
-    ("quantizer", "model"), some_and_all([("xnnpack", "residual"), ("x86", "inverted")], TRAINED)
-)
+@pytest.mark.parametrize(("quantizer", "model"), some_and_all([("xnnpack", "residual"), ("x86", "inverted")], TRAINED))
 def test_e18_trained_graphs_equal_the_peers(quantizer: str, model: str) -> None:
     """Forward values, gradients of a few steps and the converted graphs are equal bit for bit."""
     outcomes = []
