@@ -56,11 +56,12 @@ def compiled(module: fx.GraphModule) -> Callable[..., Any]:
         LoweringError: there is no C++ compiler.
     """
     require_compiler()
-    run = torch.compile(module, options=options())
+    run = torch.compile(module)
 
     def call(*inputs: Any) -> Any:
-        # inductor freezes constants only where autograd is off
-        with torch.no_grad():
+        # Dynamo too reads the freezing option, and constants are frozen only where autograd is off,
+        # so both hold around every call that may compile.
+        with torch._inductor.config.patch(options()), torch.no_grad():
             return run(*inputs)
 
     return call
@@ -79,5 +80,5 @@ def package(exported: torch.export.ExportedProgram, path: Path) -> Path:
         )
     require_compiler()
     with torch.no_grad():
-        written = torch._inductor.aoti_compile_and_package(exported, package_path=path, inductor_configs=options())
+        written = torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options())
     return Path(str(written))
