@@ -147,10 +147,12 @@ def get_symmetric_quantization_config(
         int32_bias: biases become int32 with a derived scale instead of staying float.
 
     Raises:
-        ConfigError: both dynamic and weight-only, or an unknown observer.
+        ConfigError: both dynamic and weight-only, an int32 bias with either of them, or an unknown observer.
     """
     if is_dynamic and is_weight_only:
         raise ConfigError("A config is dynamic or weight-only, found both; dynamic quantizes activations at run time.")
+    if int32_bias and (is_dynamic or is_weight_only):
+        raise ConfigError("int32_bias=True needs static activations, whose scales are known; leave the bias float.")
     mode = "dynamic" if is_dynamic else "weight_only" if is_weight_only else "static"
     activation = activation_spec(torch.int8, act_qmin, act_qmax, mode=mode, observer=observer, is_qat=is_qat)
     weight = weight_spec(weight_qmin, weight_qmax, per_channel=is_per_channel, is_qat=is_qat)

@@ -119,7 +119,11 @@ def integer_range(spec: QuantizationSpec) -> tuple[int, int]:
 
 
 def derived_bias_qspec(
-    config: QuantizationConfig, operator: fx.Node, source: fx.Node, weight: fx.Node, weight_spec: QuantizationSpecBase
+    config: QuantizationConfig,
+    operator: fx.Node,
+    source: fx.Node,
+    weight: fx.Node,
+    weight_spec: QuantizationSpecBase | None,
 ) -> DerivedQuantizationSpec | None:
     """Returns the int32 spec of a bias, scale = input scale * weight scale, or None if the bias stays float.
 
@@ -130,11 +134,20 @@ def derived_bias_qspec(
         operator: the convolution or linear that adds the bias.
         source: the operator's input activation.
         weight: the operator's weight.
-        weight_spec: the spec of the weight.
+        weight_spec: the spec of the weight, or None if it stays float.
+
+    Raises:
+        ConfigError: the config asks for an int32 bias, but input or weight have no scale to derive it from.
     """
     spec = get_bias_qspec(config)
     if spec is None or spec.dtype != torch.int32:
         return None
+    activation = get_input_act_qspec(config)
+    if activation is None or activation.is_dynamic or weight_spec is None:
+        raise ConfigError(
+            "The config asks for an int32 bias, whose scale is that of the input times that of the weight, but "
+            "does not quantize both statically; leave the bias float."
+        )
     per_channel = getattr(weight_spec, "qscheme", None) in _PER_CHANNEL
     return DerivedQuantizationSpec(
         derived_from=[(source, operator), (weight, operator)],

@@ -27,7 +27,7 @@ def annotate_weighted(match: Match, config: QuantizationConfig, channel_axis: in
     node, source, weight = match["op"], match["x"], match["w"]
     weight_spec = on_axis(get_weight_qspec(config), channel_axis)
     inputs: dict[fx.Node, QuantizationSpecBase | None] = {source: get_input_act_qspec(config), weight: weight_spec}
-    if "b" in match and weight_spec is not None and inputs[source] is not None:
+    if "b" in match:
         inputs[match["b"]] = derived_bias_qspec(config, node, source, weight, weight_spec)
     return annotate_piece(match, inputs, get_output_act_qspec(config))
 

@@ -22,11 +22,13 @@ from torchao.quantization.pt2e.quantizer import (
 )
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
+from quantplug.core.aliases import changed_under_other_names
 from quantplug.core.decision import Decision, record
 from quantplug.core.errors import AnnotationError, PatternError
 from quantplug.core.graph import describe, is_constant, tensor_value
 from quantplug.core.matching import Findings, Found, PatternIndex
 from quantplug.core.pattern import Match, Op, Pattern
+from quantplug.core.specs import spec_value
 
 Annotations: TypeAlias = dict[fx.Node, QuantizationAnnotation]
 Decide: TypeAlias = Callable[[Match, QuantizationConfig], Annotations]
@@ -131,22 +133,26 @@ def annotate(
         The pieces that were annotated, in graph order.
 
     Raises:
-        AnnotationError: two annotators decided about one node; the graph is unchanged.
+        AnnotationError: an annotator decided about a node outside of its piece; the graph is unchanged.
     """
-    work = _Decisions(choose)
+    work = _Decisions(choose, changed_under_other_names(model.graph))
     index = PatternIndex((a, label, pattern) for a in annotators for label, pattern in a.patterns)
     findings = index.find(model.graph, work.accept)
     carried_out = [found for found in findings.found if work.carry_out(found)]
     work.inherit_fixed()
+    decisions = list(_decisions(findings, work, owner))
+    # From here on nothing can fail.
     for node, annotation in work.annotations.items():
         node.meta[Q_ANNOTATION_KEY] = annotation
-    _record(findings, work, owner)
+    for node, decided in decisions:
+        record(node, decided)
     return carried_out
 
 
 @dataclass
 class _Decisions:
     choose: Callable[[fx.Node], Choice]
+    changed: Mapping[fx.Node, fx.Node]
     annotations: Annotations = field(default_factory=dict)
     rejected: dict[fx.Node, str] = field(default_factory=dict)
     chosen: dict[fx.Node, Choice] = field(default_factory=dict)
@@ -161,7 +167,9 @@ class _Decisions:
             return _stays_float(choice)
         config = choice.config
         checks: Iterator[str | None] = (check(found.match, config) for check in found.owner.constraints)
-        return self._disagreement(found.match, choice) or _mutation(found.match) or next(filter(None, checks), None)
+        return (
+            self._disagreement(found.match, choice) or self._mutation(found.match) or next(filter(None, checks), None)
+        )
 
     def _choice(self, node: fx.Node) -> Choice:
         if node not in self.chosen:
@@ -172,11 +180,22 @@ class _Decisions:
         """All nodes of a piece share one config; a scope less specific than the operator's gives way."""
         for node in match.nodes:
             other = self._choice(node)
-            if other.precedence and other.precedence >= choice.precedence and other.config != choice.config:
+            if other.precedence and other.precedence >= choice.precedence and not _same(other.config, choice.config):
                 return (
                     f"{describe(match['op'])} has its config by {choice.scope}, "
                     f"{describe(node)} another by {other.scope}"
                 )
+        return None
+
+    def _mutation(self, match: Match) -> str | None:
+        """A quantize/dequantize pair is a copy: it would hide a change in place from a later reader."""
+        for node in match.nodes:
+            for touched in (node, *node.all_input_nodes):
+                if touched in self.changed:
+                    return (
+                        f"{describe(self.changed[touched])} changes the tensor of {describe(touched)} in place, "
+                        "which is read afterwards"
+                    )
         return None
 
     def carry_out(self, found: Found[Annotator]) -> bool:
@@ -197,9 +216,13 @@ class _Decisions:
         return True
 
     def _merge(self, found: Found[Annotator], decided: Annotations) -> None:
+        outside = next((node for node in decided if node not in found.match.nodes), None)
+        if outside is not None:
+            raise AnnotationError(
+                f"Rule '{found.label}' annotates {describe(outside)}, which is not part of the piece that it matched; "
+                "let it return annotations of matched nodes only."
+            )
         for node in found.match.nodes:
-            if node in self.annotations:
-                raise AnnotationError(f"{describe(node)} was decided by two rules, '{found.label}' the second of them.")
             self.annotations[node] = decided.get(node) or QuantizationAnnotation()
             self.annotations[node]._annotated = True
 
@@ -224,7 +247,8 @@ class _Decisions:
                 if (
                     isinstance(spec, QuantizationSpec)
                     and isinstance(fixed, FixedQParamsQuantizationSpec)
-                    and fixed.dtype == spec.dtype
+                    and not spec.is_dynamic
+                    and _integers(fixed) == _integers(spec)
                     and source not in shared
                 ):
                     annotation.input_qspec_map[source] = SharedQuantizationSpec(source)
@@ -254,15 +278,27 @@ def _shared_inputs(node: fx.Node, specs: Mapping[fx.Node, QuantizationSpecBase |
     return {edge[0] for edge in edges if isinstance(edge, tuple) and edge[1] is node}
 
 
-def _mutation(match: Match) -> str | None:
-    """An in-place operator changes a tensor that others may read later under its old name."""
-    for node in match.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            changed = node.args[0]
-            later = [u for u in changed.users if u > node] if isinstance(changed, fx.Node) else []
-            if later:
-                return f"{describe(node)} changes its operand in place and {describe(later[0])} reads it afterwards"
-    return None
+def _integers(spec: QuantizationSpec | FixedQParamsQuantizationSpec) -> tuple[torch.dtype, float, float]:
+    limits = torch.iinfo(spec.dtype) if not spec.dtype.is_floating_point else torch.finfo(spec.dtype)
+    low = limits.min if spec.quant_min is None else spec.quant_min
+    high = limits.max if spec.quant_max is None else spec.quant_max
+    return spec.dtype, low, high
+
+
+def _same(one: QuantizationConfig | None, other: QuantizationConfig | None) -> bool:
+    """Whether two configs ask for the same; torchao's equality compares observer constructors by identity."""
+    if one is None or other is None:
+        return one is other
+    return all(map(_same_spec, vars(one).values(), vars(other).values()))
+
+
+def _same_spec(one: object, other: object) -> bool:
+    if not isinstance(one, QuantizationSpec) or not isinstance(other, QuantizationSpec):
+        return bool(one == other)
+    try:
+        return bool(one == other) or spec_value(one, str) == spec_value(other, str)
+    except AnnotationError:  # an observer constructor without a name, such as a lambda
+        return False
 
 
 def _not_float32(annotations: Annotations) -> str | None:
@@ -279,19 +315,19 @@ def _stays_float(choice: Choice) -> str:
     return f"set to float by {choice.scope}" if choice.precedence else "no config scope covers it"
 
 
-def _record(findings: Findings[Annotator], work: _Decisions, owner: str) -> None:
+def _decisions(findings: Findings[Annotator], work: _Decisions, owner: str) -> Iterator[tuple[fx.Node, Decision]]:
     for found in findings.found:
         root = found.match.root
         scope = work._choice(found.match["op"]).scope
         refused = work.rejected.get(root)
         for node in found.match.nodes:
             if refused:
-                record(node, Decision(owner, root=node.name, config=scope, nearest=found.label, reason=refused))
+                yield node, Decision(owner, root=node.name, config=scope, nearest=found.label, reason=refused)
             else:
-                record(node, Decision(owner, rule=found.label, root=root.name, config=scope))
+                yield node, Decision(owner, rule=found.label, root=root.name, config=scope)
     for node, miss in findings.misses.items():
         choice = work._choice(node)
         if choice.config is None:
-            record(node, Decision(owner, root=node.name, config=choice.scope, reason=_stays_float(choice)))
+            yield node, Decision(owner, root=node.name, config=choice.scope, reason=_stays_float(choice))
         else:
-            record(node, Decision(owner, root=node.name, config=choice.scope, nearest=miss.label, reason=miss.reason))
+            yield node, Decision(owner, root=node.name, config=choice.scope, nearest=miss.label, reason=miss.reason)

@@ -22,8 +22,8 @@ def sqnr(found: Tensor, expected: Tensor) -> float:
         found: the quantized values, of any shape.
         expected: the float values, of the same shape.
     """
-    signal = expected.double().square().sum()
-    noise = (found.double() - expected.double()).square().sum()
+    found, expected = found.detach().double(), expected.detach().double()
+    signal, noise = expected.square().sum(), (found - expected).square().sum()
     if noise == 0:
         return float("inf")
     return float(10 * torch.log10(signal / noise))

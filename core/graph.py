@@ -134,6 +134,13 @@ def compute_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
             yield node
 
 
+def _is_traced_only(graph: fx.Graph) -> bool:
+    """Export records a value for every input and yields ATen operators; symbolic tracing does neither."""
+    if any(isinstance(node.target, torch._ops.OpOverload) for node in graph.nodes):
+        return False
+    return any(node.op == "placeholder" and "val" not in node.meta for node in graph.nodes)
+
+
 def require_graph_module(model: Any, stage: str) -> fx.GraphModule:
     """Returns the model if it is an exported graph module.
 
@@ -141,6 +148,11 @@ def require_graph_module(model: Any, stage: str) -> fx.GraphModule:
         ModelError: it is something else; the sentence says how to export it.
     """
     if isinstance(model, fx.GraphModule):
+        if _is_traced_only(model.graph):
+            raise ModelError(
+                f"{stage} takes an exported graph module, found one from torch.fx.symbolic_trace, which has no ATen "
+                "operators; pass `torch.export.export(model, example_inputs).module()`."
+            )
         return model
     if isinstance(model, torch.export.ExportedProgram):
         raise ModelError(f"{stage} takes a graph module, found an ExportedProgram; pass `exported.module()`.")

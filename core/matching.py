@@ -7,10 +7,11 @@ graph: a pattern is tried only at nodes whose operator can be its root.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from torch import fx
 
+from quantplug.core.errors import PatternError
 from quantplug.core.graph import compute_nodes, describe
 from quantplug.core.pattern import Match, Miss, Pattern, Target
 
@@ -24,6 +25,10 @@ class Found(Generic[Owner]):
     match: Match
     owner: Owner
     label: str
+
+
+# Fewer operator nodes, later declared, later in the graph; then the match itself.
+_Candidate: TypeAlias = tuple[int, int, int, Found[Owner]]
 
 
 @dataclass(frozen=True)
@@ -55,12 +60,21 @@ class Findings(Generic[Owner]):
 
 
 class PatternIndex(Generic[Owner]):
-    """Patterns by the operator that can be their root, kept in the order of their declaration."""
+    """Patterns by the operator that can be their root, kept in the order of their declaration.
+
+    Raises:
+        PatternError: a pattern has no operator as its root.
+    """
 
     def __init__(self, declared: Iterable[tuple[Owner, str, Pattern]]) -> None:
         self._by_root: dict[Target, list[tuple[int, Owner, str, Pattern]]] = {}
         self._inside: dict[Target, list[str]] = {}
         for order, (owner, label, pattern) in enumerate(declared):
+            if not pattern.targets:
+                raise PatternError(
+                    f"Pattern '{label}' ({pattern.text}) ends in no operator, so it would never be tried; "
+                    "make an operator its root."
+                )
             for target in pattern.targets:
                 self._by_root.setdefault(target, []).append((order, owner, label, pattern))
             for target in pattern.mentions() - pattern.targets:
@@ -73,44 +87,48 @@ class PatternIndex(Generic[Owner]):
             graph: the graph to walk; it is not changed.
             accept: the last word on a match: None, or the reason against it.
         """
-        order = {node: position for position, node in enumerate(compute_nodes(graph))}
-        candidates: list[tuple[int, int, int, Found[Owner]]] = []
+        candidates: list[_Candidate[Owner]] = []
         misses: dict[fx.Node, NearMiss] = {}
-        for node, position in order.items():
-            for rank, owner, label, pattern in self._by_root.get(node.target, ()):  # type: ignore[arg-type]
+        # All nodes, not only operators: `getitem` can be a root, it picks one of several results.
+        for position, node in enumerate(graph.nodes):
+            for rank, owner, label, pattern in self._by_root.get(node.target, ()):
                 outcome = pattern.match(node)
                 found = Found(outcome, owner, label) if isinstance(outcome, Match) else None
                 reason = accept(found) if found else None
                 if found and reason is None:
                     candidates.append((-len(found.match.nodes), rank, position, found))
                 else:
-                    _keep_nearest(misses, node, _near_miss(label, outcome, reason))
-        return self._claim(candidates, misses, order)
-
-    def _claim(
-        self,
-        candidates: list[tuple[int, int, int, Found[Owner]]],
-        misses: dict[fx.Node, NearMiss],
-        order: dict[fx.Node, int],
-    ) -> Findings[Owner]:
-        owner_of: dict[fx.Node, Found[Owner]] = {}
-        accepted: list[tuple[int, Found[Owner]]] = []
-        for _, _, position, found in sorted(candidates, key=lambda candidate: candidate[:3]):
-            taken = next((node for node in found.match.nodes if node in owner_of), None)
-            if taken is None:
-                owner_of.update(dict.fromkeys(found.match.nodes, found))
-                accepted.append((position, found))
-            else:
-                reason = f"{describe(taken)} is already part of '{owner_of[taken].label}'"
-                _keep_nearest(misses, found.match.root, NearMiss(found.label, reason, len(found.match.nodes)))
-        left = {node: misses.get(node) or self._never(node) for node in order if node not in owner_of}
-        return Findings(tuple(found for _, found in sorted(accepted, key=lambda a: a[0])), left)
+                    miss = _near_miss(label, outcome, reason)
+                    for concerned in found.match.nodes if found else (node,):
+                        _keep_nearest(misses, concerned, miss)
+        accepted, claimed = _claim(candidates, misses)
+        left = (node for node in compute_nodes(graph) if node not in claimed)
+        return Findings(accepted, {node: misses.get(node) or self._never(node) for node in left})
 
     def _never(self, node: fx.Node) -> NearMiss:
         inside = self._inside.get(node.target, [])  # type: ignore[arg-type]
         if inside:
             return NearMiss(inside[0], f"{node.target} is quantized only as part of {', '.join(sorted(set(inside)))}")
         return NearMiss("", f"no rule ends in {node.target}")
+
+
+def _claim(
+    candidates: list[_Candidate[Owner]], misses: dict[fx.Node, NearMiss]
+) -> tuple[tuple[Found[Owner], ...], set[fx.Node]]:
+    """Takes candidates the largest first, each node once; returns them in graph order and what they claimed."""
+    label_of: dict[fx.Node, str] = {}
+    accepted: list[tuple[int, Found[Owner]]] = []
+    for _, _, position, found in sorted(candidates, key=lambda candidate: candidate[:3]):
+        nodes = found.match.nodes
+        taken = next((node for node in nodes if node in label_of), None)
+        if taken is None:
+            label_of.update(dict.fromkeys(nodes, found.label))
+            accepted.append((position, found))
+        else:
+            miss = NearMiss(found.label, f"{describe(taken)} is already part of '{label_of[taken]}'", len(nodes))
+            for concerned in nodes:
+                _keep_nearest(misses, concerned, miss)
+    return tuple(found for _, found in sorted(accepted, key=lambda a: a[0])), set(label_of)
 
 
 def _near_miss(label: str, outcome: Match | Miss, reason: str | None) -> NearMiss:

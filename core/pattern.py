@@ -247,6 +247,10 @@ class _SingleUse(Pattern):
         return f"{self.inner.text} used once"
 
     @property
+    def targets(self) -> frozenset[Target]:
+        return self.inner.targets
+
+    @property
     def parts(self) -> tuple[Pattern, ...]:
         return (self.inner,)
 

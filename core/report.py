@@ -6,6 +6,7 @@ text table, JSON or one HTML page.
 """
 
 import json
+import operator
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from io import StringIO
@@ -172,8 +173,8 @@ def _stage(graph: fx.Graph) -> str:
 
 def _annotated(node: fx.Node) -> bool:
     found = decision(node)
-    if found is not None:
-        return found.quantized
+    if found is not None and found.quantized:
+        return True
     annotation = node.meta.get(Q_ANNOTATION_KEY)
     return isinstance(annotation, QuantizationAnnotation) and annotation._annotated
 
@@ -185,8 +186,11 @@ def _in_integers(node: fx.Node) -> bool:
         return True
     fed = any(_named(source, "dequantize") and not _is_weight(source) for source in node.all_input_nodes)
     weighted = any(_is_weight(source) for source in node.all_input_nodes)
-    if weighted or (fed and _annotated(node)):
+    if (fed or weighted) and _annotated(node):
         return True
+    if found is not None or weighted:
+        # Integer neighbours do not make a float operator an integer one.
+        return found is None
     drained = any(_named(user, "quantize") for user in node.users)
     return (fed and drained) or (drained and _follows_weighted(node))
 
@@ -297,8 +301,14 @@ def _boundaries(graph: fx.Graph, quantized: set[fx.Node]) -> Iterator[Boundary]:
             readers = [user for user in node.users if user not in quantized and not _is_qdq(user)]
             if readers:
                 yield _boundary(node, "dequantize", readers)
-        elif _named(node, "quantize") and not is_constant(node.args[0]) and node.args[0] not in quantized:
+        elif _named(node, "quantize") and not is_constant(node.args[0]) and _producer(node) not in quantized:
             yield _boundary(node, "quantize", list(node.users))
+
+
+def _producer(node: fx.Node) -> Any:
+    """What computes the tensor that a node reads: behind `getitem`, the operator that yields several."""
+    source = node.args[0]
+    return source.args[0] if isinstance(source, fx.Node) and source.target is operator.getitem else source
 
 
 def _boundary(node: fx.Node, kind: str, readers: list[fx.Node]) -> Boundary:
