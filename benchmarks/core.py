@@ -136,10 +136,8 @@ def main() -> None:
     for name, build in (("conv-bn-relu, min-max", convolutions), ("linear-gelu, min-max", linears)):
         found = [row(name, build, n, MinMaxObserver, options.repeat, n <= options.peer_limit) for n in options.sizes]
         if len(found) > 1:
-            (n0, p0, c0), (n1, p1, c1) = found[0], found[-1]
-            print(
-                f"    growth: prepare n^{exponent((n0, p0), (n1, p1)):.2f}, convert n^{exponent((n0, c0), (n1, c1)):.2f}"
-            )
+            growth = [exponent((found[0][0], found[0][i]), (found[-1][0], found[-1][i])) for i in (1, 2)]
+            print(f"    growth: prepare n^{growth[0]:.2f}, convert n^{growth[1]:.2f}")
     row("linear-gelu, histogram", linears, 800, HistogramObserver, 1, True)
 
 

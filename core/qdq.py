@@ -156,7 +156,7 @@ def add_dynamic(graph: fx.Graph, source: fx.Node, observer: Any) -> fx.Node:
     return graph.call_function(dequantize, (quantize, *tail), output_dtype(source))
 
 
-def output_dtype(source: fx.Node) -> dict[str, torch.dtype]:
+def output_dtype(source: fx.Node) -> dict[str, Any]:
     """Returns the keyword that makes a dequantize node yield what its quantize node was given."""
     value = source.meta.get("val")
     dtype = value.dtype if isinstance(value, Tensor) else torch.float32

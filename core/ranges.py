@@ -33,7 +33,8 @@ def calculate_qparams(observer: nn.Module) -> tuple[Tensor, Tensor]:
     if type(observer) is HistogramObserver:
         low, high = histogram_range(observer)
         # torchao has no public way from a range to qparams; the alternative is a second copy of its rounding.
-        scale, zero_point = observer._calculate_qparams(low, high)
+        from_range: Any = observer._calculate_qparams
+        scale, zero_point = from_range(low, high)
         return scale, zero_point
     calculate: Any = observer.calculate_qparams
     scale, zero_point = calculate()
