@@ -104,6 +104,7 @@ def _working_copy(model: fx.GraphModule) -> fx.GraphModule:
 
 def _emit(working: fx.GraphModule, inputs: tuple[Any, ...], dynamic_shapes: Any, threads: int | None) -> XNNPACKProgram:
     import executorch.kernels.quantized  # noqa: F401  q/dq operators outside delegates need its out variants
+    from executorch.backends.xnnpack.utils.configs import get_transform_passes
     from executorch.exir import to_edge_transform_and_lower
 
     legal = legalize(working)
@@ -111,7 +112,11 @@ def _emit(working: fx.GraphModule, inputs: tuple[Any, ...], dynamic_shapes: Any,
     with recorded_kernel_calls() as calls:
         try:
             exported = torch.export.export(working, inputs, dynamic_shapes=dynamic_shapes)
-            edge = to_edge_transform_and_lower(exported, partitioner=[partitioner(working.graph, legal)])
+            edge = to_edge_transform_and_lower(
+                exported,
+                transform_passes=get_transform_passes(),  # drops the no-op expands around every matmul
+                partitioner=[partitioner(working.graph, legal)],
+            )
             buffer = edge.to_executorch().buffer
         except Exception as error:
             raise LoweringError(

@@ -350,6 +350,116 @@ def attention_is_products(model: fx.GraphModule) -> fx.GraphModule:
     return _done(model)
 
 
+def recurrence_is_unrolled(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes LSTM and GRU over a static sequence as their cells, step by step.
+
+    The cell is linear layers, sigmoid, tanh, products and sums, which all have int8 kernels; as one operator it
+    has none, and ExecuTorch's decomposition comes after annotation. The input's linear layer runs once for the
+    whole sequence. Equations: torch.nn.LSTM and torch.nn.GRU.
+    """
+    for node, values in _matching(model, "lstm", "gru"):
+        sequence = tensor_value(values.get("input"))
+        if sequence is None or not _can_unroll(node, values, sequence):
+            continue
+        write = _Writer(model, node)
+        outputs = _Recurrence(write, values, lstm=operator_name(node) == "aten::lstm").run()
+        for getitem in list(node.users):
+            getitem.replace_all_uses_with(outputs[_index(getitem)])
+            model.graph.erase_node(getitem)
+        model.graph.erase_node(node)
+    return _done(model)
+
+
+def _can_unroll(node: fx.Node, values: dict[str, Any], sequence: Tensor) -> bool:
+    packed = "batch_first" not in values or (values["train"] and values["dropout"])
+    static = all(isinstance(size, int) for size in sequence.shape)
+    return static and not packed and sequence.dim() == 3 and all(_is_getitem(user) for user in node.users)
+
+
+class _Recurrence:
+    """Unrolls one recurrent operator; works on (batch, time, features)."""
+
+    def __init__(self, write: _Writer, values: dict[str, Any], *, lstm: bool) -> None:
+        self.write = write
+        self.values = values
+        self.lstm = lstm
+        self.batch_first = bool(values["batch_first"])
+        self.parameters = list(values["params"])
+        self.per_cell = 4 if values["has_biases"] else 2
+
+    def run(self) -> list[fx.Node]:
+        """Returns the nodes of the operator's results: output, last hidden states and, for LSTM, cell states."""
+        layer = self.values["input"]
+        if not self.batch_first:
+            layer = self.write.call(_ATEN.transpose.int, layer, 0, 1)
+        last: list[tuple[fx.Node, ...]] = []
+        for index in range(self.values["num_layers"]):
+            directions = [False, True] if self.values["bidirectional"] else [False]
+            ran = [
+                self._direction(layer, index * len(directions) + d, backward) for d, backward in enumerate(directions)
+            ]
+            last += [states for _, states in ran]
+            layer = ran[0][0] if len(ran) == 1 else self.write.call(_ATEN.cat.default, [o for o, _ in ran], -1)
+        if not self.batch_first:
+            layer = self.write.call(_ATEN.transpose.int, layer, 0, 1)
+        return [layer, *(self.write.call(_ATEN.stack.default, list(states)) for states in zip(*last, strict=True))]
+
+    def _direction(self, layer: fx.Node, cell: int, backward: bool) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+        start = cell * self.per_cell
+        weights = self.parameters[start : start + self.per_cell]
+        biases = weights[2:] if self.per_cell == 4 else [None, None]
+        gates = self.write.call(_ATEN.linear.default, layer, weights[0], biases[0])
+        states = tuple(self._first(initial, cell) for initial in self._initial())
+        steps = range(_value(layer).shape[1])
+        hidden = []
+        for step in reversed(steps) if backward else steps:
+            now = self._at(gates, 1, step)
+            recurrent = self.write.call(_ATEN.linear.default, states[0], weights[1], biases[1])
+            states = self._lstm(now, recurrent, states[1]) if self.lstm else self._gru(now, recurrent, states[0])
+            hidden.append(self._reshaped(states[0], 1))
+        ordered = hidden[::-1] if backward else hidden
+        return (ordered[0] if len(ordered) == 1 else self.write.call(_ATEN.cat.default, ordered, 1)), states
+
+    def _initial(self) -> list[fx.Node]:
+        given: Any = self.values["hx"]
+        return list(given) if self.lstm else [given]
+
+    def _first(self, states: fx.Node, cell: int) -> fx.Node:
+        return self._at(states, 0, cell)
+
+    def _at(self, node: fx.Node, axis: int, index: int) -> fx.Node:
+        piece = self.write.call(_ATEN.slice.Tensor, node, axis, index, index + 1)
+        shape = [size for d, size in enumerate(_value(node).shape) if d != axis]
+        return self.write.call(_ATEN.reshape.default, piece, shape)
+
+    def _reshaped(self, node: fx.Node, axis: int) -> fx.Node:
+        shape = list(_value(node).shape)
+        return self.write.call(_ATEN.reshape.default, node, [*shape[:axis], 1, *shape[axis:]])
+
+    def _gates(self, node: fx.Node, count: int) -> list[fx.Node]:
+        size = _value(node).shape[-1] // count
+        return [self.write.call(_ATEN.slice.Tensor, node, -1, i * size, (i + 1) * size) for i in range(count)]
+
+    def _lstm(self, now: fx.Node, recurrent: fx.Node, cell: fx.Node) -> tuple[fx.Node, ...]:
+        call = self.write.call
+        enter, keep, new, leave = self._gates(call(_ATEN.add.Tensor, now, recurrent), 4)
+        kept = call(_ATEN.mul.Tensor, call(_ATEN.sigmoid.default, keep), cell)
+        added = call(_ATEN.mul.Tensor, call(_ATEN.sigmoid.default, enter), call(_ATEN.tanh.default, new))
+        cell = call(_ATEN.add.Tensor, kept, added)
+        return call(_ATEN.mul.Tensor, call(_ATEN.sigmoid.default, leave), call(_ATEN.tanh.default, cell)), cell
+
+    def _gru(self, now: fx.Node, recurrent: fx.Node, hidden: fx.Node) -> tuple[fx.Node, ...]:
+        call = self.write.call
+        pairs = zip(self._gates(now, 3), self._gates(recurrent, 3), strict=True)
+        (reset_x, reset_h), (update_x, update_h), (new_x, new_h) = pairs
+        reset = call(_ATEN.sigmoid.default, call(_ATEN.add.Tensor, reset_x, reset_h))
+        update = call(_ATEN.sigmoid.default, call(_ATEN.add.Tensor, update_x, update_h))
+        new = call(_ATEN.tanh.default, call(_ATEN.add.Tensor, new_x, call(_ATEN.mul.Tensor, reset, new_h)))
+        # new + update * (hidden - new) is (1 - update) * new + update * hidden with one product less.
+        moved = call(_ATEN.mul.Tensor, update, call(_ATEN.sub.Tensor, hidden, new))
+        return (call(_ATEN.add.Tensor, new, moved),)
+
+
 def clamp_is_activation(model: fx.GraphModule) -> fx.GraphModule:
     """Writes clamp(x, a, b) as hardtanh and clamp(x, min=0) as relu: the forms that kernels fuse."""
     for node, values in _matching(model, "clamp", "clamp_", "clamp_min"):
@@ -383,6 +493,7 @@ def own_bias_per_use(model: fx.GraphModule) -> fx.GraphModule:
 
 
 ALL: tuple[Rewrite, ...] = (
+    recurrence_is_unrolled,
     attention_is_products,
     split_is_slices,
     select_is_slice,

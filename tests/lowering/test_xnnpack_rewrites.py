@@ -92,6 +92,25 @@ def test_a_rewrite_keeps_the_numbers(name, strict):
         torch.testing.assert_close(graph(fresh), model(fresh), rtol=1e-5, atol=1e-5)
 
 
+RECURRENT = [
+    ("LSTM", {}),
+    ("LSTM", {"batch_first": True, "num_layers": 2}),
+    ("LSTM", {"bidirectional": True, "bias": False}),
+    ("GRU", {"batch_first": True}),
+    ("GRU", {"num_layers": 2, "bidirectional": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), RECURRENT, ids=str)
+def test_recurrences_are_unrolled(kind, options):
+    torch.manual_seed(0)
+    model, x = getattr(nn, kind)(5, 7, **options).eval(), torch.randn(3, 4, 5)
+    graph = rewrite_for_xnnpack(torch.export.export(model, (x,)).module())
+    assert f"aten::{kind.lower()}" not in targets(graph)
+    fresh = torch.randn(3, 4, 5)
+    torch.testing.assert_close(graph(fresh), model(fresh), rtol=1e-5, atol=1e-5)
+
+
 def test_values_and_module_paths_are_kept():
     model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Hardsigmoid()).eval()
     graph = torch.export.export(model, (torch.randn(*IMAGE),)).module()
