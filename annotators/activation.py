@@ -31,7 +31,7 @@ def known_range(name: str) -> Annotator:
         output = fixed_qspec(get_output_act_qspec(config), low, high)
         return annotate_piece(match, {match["x"]: get_input_act_qspec(config)}, output)
 
-    return Annotator(name, ((name, op(name, self=value("x"), name="op")),), decide, (static_only,))
+    return Annotator(name, ((name, op(name, self=value("x"), name="op")),), decide, (static_only,), output="fixed")
 
 
 def own_range(*names: str) -> Annotator:
@@ -56,4 +56,4 @@ def clamps(*names: str) -> Annotator:
         return annotate_piece(match, {source: SharedQuantizationSpec(source)}, shared)
 
     patterns = tuple((name, activation(name, value("x"), bind="op")) for name in names)
-    return Annotator("clamp", patterns, decide, (static_only,), follows=("x",))
+    return Annotator("clamp", patterns, decide, (static_only,), follows=("x",), output="shared")

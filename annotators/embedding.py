@@ -16,4 +16,4 @@ def embedding() -> Annotator:
         return annotate_piece(match, {match["w"]: get_weight_qspec(config)}, None)
 
     pattern = op("embedding", weight=constant("w"), name="op")
-    return Annotator("embedding", (("embedding", pattern),), decide, (quantizes_weight,))
+    return Annotator("embedding", (("embedding", pattern),), decide, (quantizes_weight,), output="float")

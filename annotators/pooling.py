@@ -24,7 +24,7 @@ def pooling(*names: str, own_output: bool = False) -> Annotator:
         return annotate_piece(match, {source: spec}, get_output_act_qspec(config) if own_output else shared)
 
     patterns = tuple((name, pattern) for name in names for pattern in _forms(name))
-    return Annotator(names[0], patterns, decide, (static_only,))
+    return Annotator(names[0], patterns, decide, (static_only,), output="own" if own_output else "shared")
 
 
 def _forms(name: str) -> list[Pattern]:

@@ -26,7 +26,7 @@ def movement(names: tuple[str, ...] = VIEWS + COPIES) -> Annotator:
         return annotate_piece(match, {source: SharedQuantizationSpec(source)}, shared)
 
     patterns = tuple((name, _move(name)) for name in names)
-    return Annotator("movement", patterns, decide, (static_only,), follows=("x",))
+    return Annotator("movement", patterns, decide, (static_only,), follows=("x",), output="shared")
 
 
 def _move(name: str) -> Op:
@@ -50,4 +50,4 @@ def concatenation(*names: str) -> Annotator:
         return annotate_piece(match, inputs, shared)
 
     patterns = tuple((name, op(name, tensors=each(value(), "xs"), name="op")) for name in names)
-    return Annotator(names[0], patterns, decide, (static_only,))
+    return Annotator(names[0], patterns, decide, (static_only,), output="shared")

@@ -62,6 +62,9 @@ class Annotator:
         constraints: predicates over a match and a config, each None or the reason against it.
         follows: names of captures whose producers must already be quantized: an operator that only
             moves data keeps the integer domain between quantized neighbours and starts none.
+        output: where the scale of the output comes from: an observer of its "own", "shared" with the
+            input, "fixed" beforehand, or none because the output stays "float". It describes `decide`
+            in capability tables and has no effect of its own.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Annotator:
     decide: Decide
     constraints: tuple[Constraint, ...] = ()
     follows: tuple[str, ...] = ()
+    output: str = "own"
 
     def __post_init__(self) -> None:
         for label, pattern in self.patterns:

@@ -11,6 +11,7 @@ from quantplug.core.errors import ConfigError
 from quantplug.core.graph import require_graph_module
 from quantplug.core.stage import TRANSFORMS_KEY
 from quantplug.quantizers.backend import Backend
+from quantplug.quantizers.capabilities import Capability, capabilities
 from quantplug.quantizers.scopes import OperatorType, Scopes
 
 Self = TypeVar("Self", bound="BackendQuantizer")
@@ -106,6 +107,10 @@ class BackendQuantizer(Quantizer):
         configs = (scope.config for scope in self._effective_scopes().settings)
         activations = (c.input_activation or c.output_activation for c in configs if c is not None)
         return any(spec is not None and not spec.is_dynamic for spec in activations)
+
+    def capabilities(self) -> list[Capability]:
+        """Returns what the backend can quantize, one row for each rule, in the order of declaration."""
+        return capabilities(self.backend)
 
     def transform_for_annotation(self, model: fx.GraphModule) -> fx.GraphModule:
         """Runs the backend's rewrites on the graph that is about to be annotated."""

@@ -33,17 +33,23 @@ class Scope:
 
     Attributes:
         kind: "global", "filter", "operator type", "module type" or "module name".
-        text: the scope in words.
+        wanted: what the scope names: a module path, a type, an operator, a function; "" for global.
         config: the config, or None for float.
         depth: how deep in the module stack of a node the scope applies (1 for scopes without depth),
             or 0 if it does not apply.
+        names: what the scope could have named in a graph, for errors.
     """
 
     kind: str
-    text: str
+    wanted: str
     config: QuantizationConfig | None
     depth: Callable[[fx.Node], int]
     names: Callable[[Iterable[fx.Node]], Iterable[str]]
+
+    @property
+    def text(self) -> str:
+        """The scope in words."""
+        return f"{self.kind} '{self.wanted}'" if self.kind != "global" else "the global config"
 
 
 @dataclass
@@ -54,7 +60,7 @@ class Scopes:
 
     def set_global(self, config: QuantizationConfig | None) -> None:
         """Sets the config of every node that no other scope covers."""
-        self._add(Scope("global", "the global config", config, lambda node: 1, lambda nodes: ()))
+        self._add(Scope("global", "", config, lambda node: 1, lambda nodes: ()))
 
     def set_module_name(self, name: str, config: QuantizationConfig | None) -> None:
         """Sets the config below a module path; `*`, `?` and `[...]` make it a pattern over whole paths."""
@@ -65,7 +71,7 @@ class Scopes:
             hits = (i + 1 for i, path in enumerate(paths) if (fnmatchcase(path, name) if is_pattern else path == name))
             return max(hits, default=0)
 
-        self._add(Scope("module name", f"module name '{name}'", config, depth, _module_paths))
+        self._add(Scope("module name", name, config, depth, _module_paths))
 
     def set_module_type(self, kind: type[nn.Module] | str, config: QuantizationConfig | None) -> None:
         """Sets the config of everything below modules of a type, given as class or (qualified) class name.
@@ -83,7 +89,7 @@ class Scopes:
             )
             return max(hits, default=0)
 
-        self._add(Scope("module type", f"module type '{wanted.rpartition('.')[2]}'", config, depth, _module_types))
+        self._add(Scope("module type", wanted, config, depth, _module_types))
 
     def set_operator_type(self, operator: OperatorType, config: QuantizationConfig | None) -> None:
         """Sets the config of an operator: ATen name, overload, packet, or function such as F.linear.
@@ -92,16 +98,17 @@ class Scopes:
             PatternError: there is no such operator.
         """
         overloads: frozenset[Target] = operator_overloads(_operator(operator))
-        text = f"operator type '{_operator(operator)}'"
-        self._add(Scope("operator type", text, config, lambda node: int(node.target in overloads), _operators))
+        wanted = str(_operator(operator))
+        self._add(Scope("operator type", wanted, config, lambda node: int(node.target in overloads), _operators))
 
     def set_filter(self, accepts: Callable[[fx.Node], bool], config: QuantizationConfig | None) -> None:
         """Sets the config of the nodes that a predicate accepts."""
         name = getattr(accepts, "__name__", repr(accepts))
-        self._add(Scope("filter", f"filter '{name}'", config, lambda node: int(bool(accepts(node))), lambda nodes: ()))
+        self._add(Scope("filter", name, config, lambda node: int(bool(accepts(node))), lambda nodes: ()))
 
     def _add(self, scope: Scope) -> None:
-        self.settings = [s for s in self.settings if (s.kind, s.text) != (scope.kind, scope.text) or s.kind == "filter"]
+        if scope.kind != "filter":
+            self.settings = [s for s in self.settings if (s.kind, s.wanted) != (scope.kind, scope.wanted)]
         self.settings.append(scope)
 
     def choose(self, node: fx.Node) -> Choice:
@@ -125,7 +132,7 @@ def _nearest(scope: Scope, nodes: list[fx.Node]) -> str:
     known = sorted(set(scope.names(nodes)))
     if not known:
         return ""
-    wanted = scope.text.partition("'")[2].rstrip("'")
+    wanted = scope.wanted.rpartition(".")[2] if scope.kind == "module type" else scope.wanted
     return f" (the nearest names are {difflib.get_close_matches(wanted, known, 3, cutoff=0.3) or known[:3]})"
 
 

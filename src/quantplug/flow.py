@@ -19,6 +19,7 @@ from quantplug.core.convert import convert_pt2e
 from quantplug.core.errors import ConfigError, ModelError
 from quantplug.core.prepare import prepare_pt2e
 from quantplug.core.report import Report, explain
+from quantplug.files import require_writable
 from quantplug.lowering.program import Program
 from quantplug.quantizers.quantizer import BackendQuantizer
 from quantplug.quantizers.registry import get_quantizer
@@ -45,8 +46,21 @@ class Artefact:
         return self.program(*inputs)
 
     def save(self, path: str | Path) -> Path:
-        """Writes the artefact (a `.pte` for XNNPACK, a `.pt2` for x86) and returns the path."""
-        return self.program.save(path)
+        """Writes the artefact (a `.pte` for XNNPACK, a `.pt2` for x86) and returns the path.
+
+        The file appears whole or not at all: it is written beside its place and moved there at the end.
+
+        Raises:
+            ArtefactError: the folder does not exist, or the file cannot be written.
+        """
+        target = Path(path)
+        require_writable(target)
+        unfinished = target.with_name(f".{target.stem}.unfinished{target.suffix}")
+        try:
+            self.program.save(unfinished)
+            return unfinished.replace(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
     @property
     def nbytes(self) -> int:
@@ -142,7 +156,8 @@ def export(
         return model.module()
     if not isinstance(model, nn.Module):
         raise ModelError(f"quantize takes an nn.Module or an exported program, found {type(model).__name__}.")
-    evaluated = copy.deepcopy(model).eval() if model.training else model
+    in_training = any(module.training for module in model.modules())
+    evaluated = copy.deepcopy(model).eval() if in_training else model
     try:
         return torch.export.export(evaluated, example_inputs, dynamic_shapes=dynamic_shapes).module()
     except Exception as error:
