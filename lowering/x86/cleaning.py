@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from quantplug.core.graph import constant_value, is_constant, operands
+from quantplug.core.graph import constant_value, is_constant, operands, tensor_value
 from quantplug.core.pattern import Match, op, value
 from quantplug.lowering.x86.functional import make_functional
 from quantplug.lowering.x86.qparams import QD, is_static, qparams, quantize
-from quantplug.lowering.x86.rewriting import Rule, apply, constant, erase_unused, replace
+from quantplug.lowering.x86.rewriting import Rule, apply, call, constant, erase_unused, replace
 
 
 def clean(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:
@@ -25,6 +25,7 @@ def clean(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:
     apply(module.graph, NO_OPS)
     _fold_quantized_constants(module.graph)
     _give_values(module, example_inputs)
+    apply(module.graph, LAYOUT_FREE)
     apply(module.graph, TO_UNSIGNED)
 
 
@@ -50,6 +51,27 @@ def _skip(match: Match) -> str | None:
 NO_OPS = (
     Rule(op("dropout", "feature_dropout", input=value("x"), train=False), _skip),
     Rule(op("alias", "detach", "lift_fresh_copy", self=value("x")), _skip),
+)
+
+
+def _reshape(match: Match) -> str | None:
+    """The kernels yield channels-last memory, which a view cannot always regroup; a reshape copies then."""
+    match.root.target = torch.ops.aten.reshape.default
+    return None
+
+
+def _pin_layout(match: Match) -> str | None:
+    found = tensor_value(match["x"])
+    if found is None or not found.is_contiguous():
+        return "it reads memory whose layout is not known"
+    pinned = call(match.root, torch.ops.aten.contiguous.default, (match["x"],), match["x"])
+    match.root.replace_input_with(match["x"], pinned)
+    return None
+
+
+LAYOUT_FREE = (
+    Rule(op("view.default", "_unsafe_view", self=value("x")), _reshape),
+    Rule(op("as_strided", self=value("x")), _pin_layout),
 )
 
 

@@ -210,16 +210,27 @@ FRESH = frozenset(
 )
 
 
+CHANNELS_LAST = frozenset((onednn.qconv_pointwise.default, onednn.qconv2d_pointwise.binary))
+
+
 def _give_own_memory(kernel: fx.Node, accumulator: fx.Node) -> None:
-    """Copies what a kernel adds onto, unless nobody else can read that memory from then on."""
+    """Copies what a kernel adds onto, unless nobody else can read that memory from then on.
+
+    Convolutions add onto channels-last memory only; where the producer may have another layout it is changed.
+    """
     order = {node: position for position, node in enumerate(kernel.graph.nodes)}
     others = [user for user in accumulator.users if user is not kernel]
     is_free = accumulator.target in FRESH and accumulator is not kernel.args[0]
-    if is_free and all(user.target in FRESH and order[user] < order[kernel] for user in others):
+    is_free = is_free and all(user.target in FRESH and order[user] < order[kernel] for user in others)
+    is_ready = kernel.target is not onednn.qconv2d_pointwise.binary or accumulator.target in CHANNELS_LAST
+    if is_free and is_ready:
         return
-    copied = call(kernel, torch.ops.aten.clone.default, (accumulator,), accumulator)
+    target = torch.ops.aten.contiguous.default if is_free else torch.ops.aten.clone.default
+    own = call(kernel, target, (accumulator,), accumulator)
+    if kernel.target is onednn.qconv2d_pointwise.binary:
+        own.kwargs = {"memory_format": torch.channels_last}
     kernel.args = tuple(
-        copied if found is accumulator and position > 0 else found for position, found in enumerate(kernel.args)
+        own if found is accumulator and position > 0 else found for position, found in enumerate(kernel.args)
     )
 
 
