@@ -35,6 +35,7 @@ from quantplug.core.fold import (
     Normalized,
     Permission,
     bypass,
+    erase_unused,
     left_alone,
     new_parameter,
     normalized_producer,
@@ -315,6 +316,7 @@ def _fold(model: fx.GraphModule, found: Match) -> Folding:
     else:
         zero.root.replace_all_uses_with(new_parameter(model, found["bias"], "folded", bias))
     bypass(batch_norm, producer)
+    erase_unused(match.root for match in (scaled, zero) if match is not None)
     return outcome
 
 
