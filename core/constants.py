@@ -45,8 +45,20 @@ def written_buffers(graph: fx.Graph) -> set[str]:
 
 
 def buffer_writes(graph: fx.Graph) -> set[tuple[fx.Node, fx.Node]]:
-    """Returns (destination, operator) of every in-place operator that writes into an attribute."""
-    return {(node.all_input_nodes[0], node) for node, paths in _writes(graph) if paths}
+    """Returns the (producer, consumer) edges on the way from an attribute to an operator that writes to it.
+
+    Nothing may come between them: the operator would write into a copy.
+    """
+    edges: set[tuple[fx.Node, fx.Node]] = set()
+    for node, paths in _writes(graph):
+        consumer = node
+        while paths and consumer.op != "get_attr":
+            edge = (consumer.all_input_nodes[0], consumer)
+            if edge in edges:
+                break
+            edges.add(edge)
+            consumer = edge[0]
+    return edges
 
 
 def _writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, frozenset[str]]]:
@@ -55,6 +67,9 @@ def _writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, frozenset[str]]]:
     for node in graph.nodes:
         if node.op == "get_attr":
             origins[node] = frozenset((str(node.target),))
+        elif node.op == "call_module" and node.all_input_nodes:
+            # An observer returns what it is given.
+            origins[node] = origins.get(node.all_input_nodes[0], frozenset())
         elif node.op == "call_function":
             destination = written_argument(node)
             if destination is not None:

@@ -142,7 +142,7 @@ class _Conversion:
             observer, value = self._calls[call], values[call.all_input_nodes[0]]
             if observer in waiting and (observer, id(value)) not in seen:
                 seen.add((observer, id(value)))
-                observe_constant(observer, value)
+                _observe(call, observer, value)
         return {call: values[call.all_input_nodes[0]] for call in calls}
 
     def _require_data(self) -> None:
@@ -252,7 +252,7 @@ class _Conversion:
 
     def _describe(self, call: fx.Node, quantized: fx.Node, dequantized: fx.Node) -> None:
         """Carries the tensor's value and its debug handles over to the nodes that replace an observer."""
-        source = NodeSource(call, _PASS_NAME, NodeSourceAction.CREATE)
+        source = _source_of(call)
         value = call.meta.get("val")
         for node in (quantized, dequantized):
             node.meta["from_node"] = [source]
@@ -303,12 +303,33 @@ class _Conversion:
         return len(readers) > 1 and CHOOSE_OPS[0] not in {n.target for n in _dynamic_chain(result)}
 
 
+def _observe(call: fx.Node, observer: nn.Module, value: Tensor) -> None:
+    try:
+        observe_constant(observer, value)
+    except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise CalibrationError(
+            f"The observer '{call.target}' cannot observe the constant '{_origin(call).name}' of shape "
+            f"{tuple(value.shape)} and {value.dtype}: {' '.join(str(error).split())}; annotate it with another one."
+        ) from error
+
+
 def _origin(call: fx.Node) -> fx.Node:
     """Returns the node whose tensor an observer's call sees, through other observers."""
     node = call.all_input_nodes[0]
     while observer_of(node) is not None:
         node = node.all_input_nodes[0]
     return node
+
+
+def _source_of(call: fx.Node) -> NodeSource:
+    """Returns where the nodes that replace a call come from.
+
+    `NodeSource(call)` would copy the call's whole history, which takes longer than the conversion.
+    """
+    source = NodeSource(None, _PASS_NAME, NodeSourceAction.CREATE)
+    source.node_info = NodeSource.NodeInfo(call.name, str(call.target), id(call.graph))
+    source.from_node = list(call.meta.get("from_node", ()))
+    return source
 
 
 def _port(origin: fx.Node, target: fx.Node) -> None:

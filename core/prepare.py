@@ -160,9 +160,11 @@ class _Insertion:
             _carry(node, self._stand_in[node], OUTPUT_META)
 
     def _operand(self, producer: fx.Node, consumer: fx.Node) -> fx.Node:
+        if (producer, consumer) in self._writes:
+            return producer
         read = self._stand_in.get(producer, producer)
         observer = self._observers.get((producer, consumer))
-        if observer is None or (producer, consumer) in self._writes:
+        if observer is None:
             return read
         if read is not producer and observer is self._observers.get(producer):
             return read
