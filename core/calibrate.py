@@ -383,9 +383,9 @@ class _Run:
         Raises:
             CalibrationError: there are such observers.
         """
-        names = [
-            s.place for s in self.summaries() if s.dead and self.options.dead == "raise" and not _needs_none(s.kind)
-        ]
+        if self.options.dead == "report":
+            return
+        names = [s.place for s in self.summaries() if s.dead and not _needs_none(s.kind)]
         if names:
             raise CalibrationError(
                 f"No data reached the observers of {', '.join(names)}; check the branch of the model they stand in, or "

@@ -1,6 +1,7 @@
 """Where observers stand in a prepared graph: modules and nodes -> names, repeated calls, channel axes."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import fx, nn
@@ -33,12 +34,12 @@ class Site:
     calls: tuple[fx.Node, ...]
     of_constants: bool
 
-    @property
+    @cached_property
     def producers(self) -> tuple[fx.Node, ...]:
         """The nodes whose values reach it, in the order of the calls."""
         return tuple(call.args[0] for call in self.calls if isinstance(call.args[0], fx.Node))
 
-    @property
+    @cached_property
     def place(self) -> str:
         """How errors and reports say where it stands."""
         return " and ".join(_said(node) for node in dict.fromkeys(self.producers)) or f"module '{self.name}'"

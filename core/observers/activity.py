@@ -27,6 +27,10 @@ class ChannelActivity:
         """Tells whether all channels are known to be active."""
         return self.silent is not None and self.silent.numel() == 0
 
+    def along(self, value: Tensor, axis: int) -> bool:
+        """Tells whether a tensor's channels lie along an axis."""
+        return self.axis % value.dim() == axis
+
     @property
     def silent_channels(self) -> tuple[int, ...]:
         """Channels that have kept one value."""
@@ -49,7 +53,7 @@ class ChannelActivity:
             self.channels = value.shape[self.axis]
             self.silent = torch.arange(self.channels, device=value.device)
             self.reference = value.movedim(self.axis, 0).flatten(1)[:, 0].clone()
-            if self.axis % value.dim() != 0:
+            if not self.along(value, 0):
                 self._narrow(value[:1])
         if not self.done:
             self._narrow(value)

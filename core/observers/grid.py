@@ -65,8 +65,8 @@ def empty(rows: int, bins: int, device: torch.device) -> GridHistogram:
 def covering_grid(low: Tensor, high: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     """Returns exponent and start of the finest grid whose `bins` bins cover [min(low, 0), max(high, 0)] of each row."""
     low, high = low.double().clamp(max=0), high.double().clamp(min=0)
-    _, first = torch.frexp((high - low) / bins)
-    exponent = (first.long() - 2).clamp(min=MIN_EXPONENT)
+    mantissa, first = torch.frexp((high - low) / bins)
+    exponent = torch.where(mantissa == 0, MIN_EXPONENT, first.long() - 2).clamp(min=MIN_EXPONENT)
     for _ in range(3):  # frexp leaves the answer within three exponents from here
         too_fine = _bin_of(high, exponent) - _bin_of(low, exponent) >= bins
         exponent = exponent + too_fine.long()

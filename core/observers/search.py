@@ -22,8 +22,8 @@ from quantplug.core.observers.grid import GridHistogram
 from quantplug.core.observers.scheme import Scheme
 
 Ranges = tuple[Tensor, Tensor]
-# Largest number of table look-ups in one pass; bounds the memory of a search to some 50 MB.
-LOOKUPS = 1 << 20
+# Largest number of table look-ups in one pass; small enough for the second-level cache.
+LOOKUPS = 1 << 17
 # Factors by which an end is pulled in: four per octave, down to the thousandth that bins still resolve.
 COARSE = tuple(2.0 ** (-i / 4) for i in range(40))
 # Then nine factors around the best one, in ever finer steps of an octave.
@@ -164,7 +164,8 @@ def quantile(histogram: GridHistogram, share: Tensor) -> Tensor:
         share: float64 [rows, k], within 0..1.
 
     Returns:
-        float32 [rows, k], within [low, high]; off the data's own quantile by at most one bin width.
+        float32 [rows, k], within [low, high]; off the smallest value with that share at or below it by at
+        most one bin width.
     """
     total = histogram.counts.sum(1, keepdim=True).double()
     upto = histogram.counts.double().cumsum(1)
@@ -243,8 +244,8 @@ def _quantile_rows(histogram: GridHistogram, scheme: Scheme) -> Ranges:
 def entropy_range(histogram: GridHistogram, scheme: Scheme, stride: int) -> Ranges:
     """Finds the threshold of least Kullback-Leibler divergence (Migacz, "8-bit Inference with TensorRT", GTC 2017).
 
-    For each number i of kept magnitude bins from the number of levels to the last filled bin (in steps
-    of `stride`; the notes try each): P is the first i bins with everything beyond added to the last, Q
+    For each number i of kept magnitude bins from the number of levels to the first that keeps all
+    (in steps of `stride`; the notes try each): P is the first i bins with everything beyond added to the last, Q
     the first i bins merged into the levels (bin j into level floor(j * levels / i)) and spread evenly
     over each level's non-empty bins; i with the least KL(P, Q) gives the threshold (i + 1/2) bin widths,
     at most the largest magnitude. A candidate whose last bin is empty although values lie beyond it has
@@ -283,7 +284,9 @@ def _thresholds(folded: GridHistogram, levels: int, stride: int) -> Tensor:
 def _kept_range(folded: GridHistogram, kept: Tensor, levels: int) -> Tensor:
     divergence = kl_divergences(folded.counts, kept, levels)
     filled = (folded.counts > 0) * torch.arange(1, folded.counts.shape[1] + 1, device=kept.device)
-    divergence = divergence.masked_fill(kept > filled.amax(1, keepdim=True), math.inf)
+    # The first candidate that keeps everything is the last one.
+    stride = int(kept[1] - kept[0]) if len(kept) > 1 else 1
+    divergence = divergence.masked_fill(kept - stride >= filled.amax(1, keepdim=True), math.inf)
     best, index = divergence.min(1)
     threshold = torch.minimum(((kept[index] + 0.5) * folded.width).float(), folded.high)
     # No candidate at all where the data fills fewer bins than there are levels.

@@ -61,18 +61,21 @@ class Session:
         """
         if observer in self._turns and not next(self._turns[observer]):
             return
-        if observer in self._watching:
-            self._watch(observer, value)
         if value.numel() <= SMALL and not observer.ordered:
             self._fresh.append((observer, value.detach().clone()))
-        else:
-            self._before.setdefault(observer, observer.state)
-            self._observe(observer, value)
+            return
+        self._before.setdefault(observer, observer.state)
+        if observer in self._watching:
+            self._seen_before.setdefault(observer, self._watching[observer].saved())
+            self._watch(observer, [value])
+        self._observe(observer, value)
 
-    def _watch(self, observer: DataObserver, value: Tensor) -> None:
-        self._seen_before.setdefault(observer, self._watching[observer].saved())
-        self._watching[observer].see(value)
-        if self._watching[observer].done:
+    def _watch(self, observer: DataObserver, values: Sequence[Tensor]) -> None:
+        activity = self._watching[observer]
+        alike = len({value.shape for value in values}) == 1 and values[0].dim() > 1 and not activity.along(values[0], 0)
+        for value in [torch.cat(list(values))] if alike and len(values) > 1 else values:
+            activity.see(value)
+        if activity.done:
             del self._watching[observer]
 
     def commit(self) -> None:
@@ -104,6 +107,8 @@ class Session:
         waiting, self._waiting, self._elements = self._waiting, defaultdict(list), 0
         groups: dict[Hashable, list[tuple[DataObserver, Tensor]]] = defaultdict(list)
         for observer, values in waiting.items():
+            if observer in self._watching:
+                self._watch(observer, values)
             joined = values if observer.per_channel else [torch.cat([v.reshape(-1) for v in values])]
             for value in joined:
                 if observer.per_channel or observer.constant is not None:
