@@ -113,6 +113,11 @@ def legalize(working: fx.GraphModule) -> Legalized:
     return found
 
 
+def runs_alone(node: fx.Node) -> bool:
+    """Tells whether an operator can be taken out of the integer domain by conversions around it alone."""
+    return operator_name(node) not in _GEMMS and quantized_output(_after_activation(node)) is not None
+
+
 def _calls(working: fx.GraphModule, names: Iterable[str]) -> list[fx.Node]:
     wanted = set(names)
     return [n for n in working.graph.nodes if operator_name(n) in wanted]

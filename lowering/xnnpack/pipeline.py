@@ -5,6 +5,8 @@ serialized, loaded into the real runtime, run on the example inputs and compared
 """
 
 import copy
+from collections import defaultdict
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,8 +14,10 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import LoweringError
-from quantplug.core.graph import require_graph_module
-from quantplug.lowering.xnnpack.legalize import legalize
+from quantplug.core.graph import compute_nodes, require_graph_module
+from quantplug.lowering.xnnpack.conversions import is_conversion, operator_name
+from quantplug.lowering.xnnpack.half import compute_in_float32
+from quantplug.lowering.xnnpack.legalize import Legalized, legalize, runs_alone
 from quantplug.lowering.xnnpack.partition import partitioner
 from quantplug.lowering.xnnpack.placement import place
 from quantplug.lowering.xnnpack.program import Signature, XNNPACKProgram
@@ -53,8 +57,55 @@ def lower(
     with quiet(), torch.no_grad():
         expected = _reference(model, inputs)
         shapes = _dynamic_sizes(model, inputs) if dynamic_shapes is None else dynamic_shapes
-        program = _emit(_working_copy(model), inputs, shapes, threads)
-    program.sqnr = _compare(program(*inputs), expected, minimum_sqnr)
+        working = _working_copy(model)
+        compute_in_float32(working, expected)
+        task = _Task(working, inputs, shapes, threads, expected, minimum_sqnr)
+        return _proved_or_next_best(task, legalize(working))
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A legalized graph and what its program has to do."""
+
+    working: fx.GraphModule
+    inputs: tuple[Any, ...]
+    dynamic_shapes: Any
+    threads: int | None
+    expected: Any
+    minimum_sqnr: float
+
+
+def _proved_or_next_best(task: _Task, legal: Legalized) -> XNNPACKProgram:
+    """Returns a program that runs and agrees; kinds of operators that the runtime refuses are left float.
+
+    The installed runtime has the last word: if the first program does not load, run or agree, each kind of
+    elementwise operator is tried in float, the rarest first, and then all of them.
+    """
+    try:
+        return _proved(task, legal)
+    except LoweringError as refused:
+        for names in _suspects(task.working, legal):
+            reason = "the installed runtime refused it as an integer kernel"
+            try:
+                return _proved(task, replace(legal, floats=legal.floats | dict.fromkeys(names, reason)))
+            except LoweringError:
+                continue
+        raise refused
+
+
+def _suspects(working: fx.GraphModule, legal: Legalized) -> list[list[str]]:
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for node in compute_nodes(working.graph):
+        if not is_conversion(node) and runs_alone(node) and node.name not in legal.floats:
+            kinds[operator_name(node)].append(node.name)
+    rarest_first = sorted(kinds.values(), key=len)
+    everything = [name for names in rarest_first for name in names]
+    return [*rarest_first, everything] if len(rarest_first) > 1 else rarest_first
+
+
+def _proved(task: _Task, legal: Legalized) -> XNNPACKProgram:
+    program = _emit(task, legal)
+    program.sqnr = _compare(program(*task.inputs), task.expected, task.minimum_sqnr)
     return program
 
 
@@ -102,28 +153,27 @@ def _working_copy(model: fx.GraphModule) -> fx.GraphModule:
     return working
 
 
-def _emit(working: fx.GraphModule, inputs: tuple[Any, ...], dynamic_shapes: Any, threads: int | None) -> XNNPACKProgram:
+def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
     import executorch.kernels.quantized  # noqa: F401  q/dq operators outside delegates need its out variants
     from executorch.backends.xnnpack.utils.configs import get_transform_passes
     from executorch.exir import to_edge_transform_and_lower
 
-    legal = legalize(working)
-
+    graph = task.working.graph
     with recorded_kernel_calls() as calls:
         try:
-            exported = torch.export.export(working, inputs, dynamic_shapes=dynamic_shapes)
+            exported = torch.export.export(task.working, task.inputs, dynamic_shapes=task.dynamic_shapes)
             edge = to_edge_transform_and_lower(
                 exported,
                 transform_passes=get_transform_passes(),  # drops the no-op expands around every matmul
-                partitioner=[partitioner(working.graph, legal)],
+                partitioner=[partitioner(graph, legal)],
             )
             buffer = edge.to_executorch().buffer
         except Exception as error:
             raise LoweringError(
                 f"The q/dq graph cannot be lowered to XNNPACK: {_first_line(error)}; keep the operator it names float."
             ) from error
-    ops, counts = place(working, edge.exported_program(), calls, legal.floats)
-    return XNNPACKProgram(Method(buffer, threads), ops, counts, _signature(exported))
+    ops, counts = place(task.working, edge.exported_program(), calls, legal.floats)
+    return XNNPACKProgram(Method(buffer, task.threads), ops, counts, _signature(exported))
 
 
 def _signature(exported: torch.export.ExportedProgram) -> Signature:
@@ -160,12 +210,10 @@ def _output_sqnr(index: int, value: Tensor, reference: Tensor, minimum_sqnr: flo
             f"Output {index} of the program has shape {tuple(value.shape)}, the q/dq graph's has "
             f"{tuple(reference.shape)}; report the model."
         )
-    value, reference = value.double(), reference.double()
-    noise = (
-        (value - reference).nan_to_num(posinf=0.0, neginf=0.0) if not reference.isfinite().all() else value - reference
-    )
-    ratio = 10 * torch.log10(reference.nan_to_num().square().sum() / noise.square().sum())
-    decibels = float("inf") if not noise.any() else float(ratio)
+    finite = reference.isfinite()
+    kept, wanted = value[finite].double(), reference[finite].double()
+    noise, signal = (kept - wanted).square().sum(), wanted.square().sum()
+    decibels = float("inf") if noise == 0 else float(10 * torch.log10(signal / noise))
     if not decibels >= minimum_sqnr:
         raise LoweringError(
             f"Output {index} of the program keeps {decibels:.1f} dB of the q/dq graph on the example inputs, "

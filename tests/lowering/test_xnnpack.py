@@ -283,6 +283,25 @@ def test_an_fp16_model_gives_finite_numbers():
     assert decibels(program(x), graph(x)) > 40
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_quantized_half_precision_graph_keeps_its_dtypes(dtype):
+    def half(x, qparams=A):
+        quantized = Q.quantize_per_tensor(x, *qparams, *FULL)
+        return Q.dequantize_per_tensor(quantized, *qparams, *FULL, out_dtype=dtype)
+
+    def function(s, x):
+        weight = Q.dequantize_per_channel(s.w.integers, s.w.scales, s.w.zeros, 0, *FULL, out_dtype=dtype)
+        return half(F.relu(F.conv2d(half(x), weight, s.b)), B)
+
+    x = torch.randn(*IMAGE).to(dtype)
+    graph = graph_of(Net(function, w=Weight(8, 8, 3, 3), b=bias(8).to(dtype)), x)
+    program = lower(graph, (x,))
+    found, expected = program(x), graph(x)
+    assert found.dtype == expected.dtype == dtype
+    assert decibels(found, expected) > 30
+    assert [op.placement for op in program.ops if "conv" in op.target] == ["int8"]
+
+
 class Batched(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -359,6 +378,17 @@ def test_a_program_that_loses_the_reference_is_not_returned(small):
     net = Net(lambda s, x: F.linear(dynamic(x), s.w(), s.b), w=Weight(8, 16), b=bias(8))
     with pytest.raises(LoweringError, match="less than 200"):
         lower(graph_of(net, x), (x,), minimum_sqnr=200.0)
+
+
+def test_a_kernel_that_the_runtime_refuses_is_left_float(monkeypatch):
+    from quantplug.lowering.xnnpack import partition
+
+    # The installed runtime has no int8 softmax: a declaration that claims one must not break the artefact.
+    monkeypatch.setattr(partition, "_INTEGER_TOO", (*partition._INTEGER_TOO, "SoftmaxConfig"))
+    unit = (1 / 256, -128)
+    program = lowered(Net(lambda s, x: fake(torch.relu(fake(fake(x).softmax(-1), unit)), unit)), IMAGE)
+    assert placements(program) == ["float", "int8"]
+    assert "refused" in program.ops[0].reason
 
 
 def test_lowering_prints_nothing():
