@@ -26,7 +26,7 @@ from quantplug.core.aliases import changed_under_other_names
 from quantplug.core.decision import Decision, record
 from quantplug.core.errors import AnnotationError, PatternError
 from quantplug.core.graph import describe, is_constant, tensor_value
-from quantplug.core.matching import Findings, Found, PatternIndex
+from quantplug.core.matching import Findings, Found, NearMiss, PatternIndex
 from quantplug.core.pattern import Match, Op, Pattern
 from quantplug.core.specs import spec_value
 
@@ -158,7 +158,7 @@ class _Decisions:
     choose: Callable[[fx.Node], Choice]
     changed: Mapping[fx.Node, fx.Node]
     annotations: Annotations = field(default_factory=dict)
-    rejected: dict[fx.Node, str] = field(default_factory=dict)
+    rejected: dict[fx.Node, NearMiss] = field(default_factory=dict)
     chosen: dict[fx.Node, Choice] = field(default_factory=dict)
 
     def accept(self, found: Found[Annotator]) -> str | None:
@@ -203,21 +203,24 @@ class _Decisions:
         return None
 
     def carry_out(self, found: Found[Annotator]) -> bool:
-        """Merges the annotations of an accepted match; false if a producer that it follows is float."""
-        for name in found.owner.follows:
-            producer = found.match[name]
-            if not self._is_quantized(producer):
-                self.rejected[found.match.root] = f"operand '{name}' comes from {describe(producer)}, which is float"
-                return False
+        """Merges the annotations of an accepted match; false if there is still a reason against it."""
         config = self._choice(found.match["op"]).config
         assert config is not None  # accept() refused every match without one
-        decided = found.owner.decide(found.match, config)
-        reason = _not_float32(decided)
+        reason = self._float_producer(found)
+        decided = {} if reason else found.owner.decide(found.match, config)
+        reason = reason or _not_float32(decided)
         if reason:
-            self.rejected[found.match.root] = reason
+            self.rejected[found.match.root] = NearMiss(found.label, reason, len(found.match.nodes))
             return False
         self._merge(found, decided)
         return True
+
+    def _float_producer(self, found: Found[Annotator]) -> str | None:
+        for name in found.owner.follows:
+            producer = found.match[name]
+            if not self._is_quantized(producer):
+                return f"operand '{name}' comes from {describe(producer)}, which is float"
+        return None
 
     def _merge(self, found: Found[Annotator], decided: Annotations) -> None:
         outside = next((node for node in decided if node not in found.match.nodes), None)
@@ -321,14 +324,14 @@ def _stays_float(choice: Choice) -> str:
 
 def _decisions(findings: Findings[Annotator], work: _Decisions, owner: str) -> Iterator[tuple[fx.Node, Decision]]:
     for found in findings.found:
-        root = found.match.root
         scope = work._choice(found.match["op"]).scope
-        refused = work.rejected.get(root)
+        refused = work.rejected.get(found.match.root)
         for node in found.match.nodes:
-            if refused:
-                yield node, Decision(owner, root=node.name, config=scope, nearest=found.label, reason=refused)
+            if refused is None:
+                yield node, Decision(owner, rule=found.label, root=found.match.root.name, config=scope)
             else:
-                yield node, Decision(owner, rule=found.label, root=root.name, config=scope)
+                near = max(refused, findings.also.get(node, refused), key=lambda miss: miss.matched)
+                yield node, Decision(owner, root=node.name, config=scope, nearest=near.label, reason=near.reason)
     for node, miss in findings.misses.items():
         choice = work._choice(node)
         if choice.config is None:

@@ -53,10 +53,12 @@ class Findings(Generic[Owner]):
     Attributes:
         found: accepted matches in the order of their roots; no node is part of two.
         misses: for each compute node that is in no accepted match, the nearest miss.
+        also: the nearest misses at nodes of accepted matches, for callers that refuse a match later.
     """
 
     found: tuple[Found[Owner], ...]
     misses: dict[fx.Node, NearMiss]
+    also: dict[fx.Node, NearMiss]
 
 
 class PatternIndex(Generic[Owner]):
@@ -103,7 +105,8 @@ class PatternIndex(Generic[Owner]):
                         _keep_nearest(misses, concerned, miss)
         accepted, claimed = _claim(candidates, misses)
         left = (node for node in compute_nodes(graph) if node not in claimed)
-        return Findings(accepted, {node: misses.get(node) or self._never(node) for node in left})
+        also = {node: miss for node, miss in misses.items() if node in claimed}
+        return Findings(accepted, {node: misses.get(node) or self._never(node) for node in left}, also)
 
     def _never(self, node: fx.Node) -> NearMiss:
         inside = self._inside.get(node.target, [])  # type: ignore[arg-type]

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import quantplug
+
 
 class BasicBlock(nn.Module):
     """ResNet's block: one ReLU module, used twice, the second time after an in-place add."""
@@ -170,3 +172,39 @@ def settled(model: nn.Module, *inputs: Tensor, steps: int = 3) -> nn.Module:
 def exported(model: nn.Module, *inputs: Tensor, strict: bool = False) -> torch.fx.GraphModule:
     """Returns the exported graph module of a model in eval mode."""
     return torch.export.export(model.eval(), inputs, strict=strict).module()
+
+
+def observed(model: nn.Module, quantizer, *inputs: Tensor, strict: bool = False) -> torch.fx.GraphModule:
+    """Returns the prepared graph of a model, calibrated with the inputs."""
+    prepared = quantplug.prepare_pt2e(exported(model, *inputs, strict=strict), quantizer)
+    with torch.no_grad():
+        prepared(*inputs)
+    return prepared
+
+
+def reference(model: nn.Module, quantizer, *inputs: Tensor, strict: bool = False) -> torch.fx.GraphModule:
+    """Returns the q/dq graph of a model, calibrated with the inputs."""
+    return quantplug.convert_pt2e(observed(model, quantizer, *inputs, strict=strict))
+
+
+def operators(model: torch.fx.GraphModule) -> list[str]:
+    """Returns the operator names of a graph in order, without library and overload."""
+    return [str(n.target).split(".")[1] for n in model.graph.nodes if n.op == "call_function" and "." in str(n.target)]
+
+
+def node(model: torch.fx.GraphModule, name: str) -> torch.fx.Node:
+    """Returns the node of a graph by its name."""
+    return next(n for n in model.graph.nodes if n.name == name)
+
+
+class Function(nn.Module):
+    """A function of tensors as a module, with parts that it may use."""
+
+    def __init__(self, function, **parts: nn.Module | nn.Parameter):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Tensor):
+        return self.function(self, *inputs)

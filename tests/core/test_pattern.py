@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import MobileNet, exported
+from models import Function, MobileNet, exported
 from torch import nn
 
 import quantplug.core.qdq  # noqa: F401 - registers the q/dq operators
@@ -29,19 +29,6 @@ from quantplug.core.pattern import (
 )
 
 aten = torch.ops.aten
-
-
-class Function(nn.Module):
-    """A function of tensors as a module, with parameters that it may use."""
-
-    def __init__(self, function, **parts):
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *inputs):
-        return self.function(self, *inputs)
 
 
 def graph_of(function, *inputs, strict=False, **parts):
