@@ -5,7 +5,8 @@ numbers that a q/dq pair needs from it once it has seen data.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -167,12 +168,27 @@ def _arguments(spec: QuantizationSpec, constructor: Any) -> dict[str, Any]:
     if spec.dtype.is_floating_point and spec.dtype in STORAGE_DTYPES and spec.quant_min is None:
         # torchao's default range for float8 is that of a 4-bit integer.
         arguments |= dict(zip(("quant_min", "quant_max"), dtype_range(spec.dtype), strict=True))
-    if "PerChannel" not in _observer_class(constructor).__name__:
+    if not _takes_axis(constructor):
         del arguments["ch_axis"]
     for name in ("quant_min", "quant_max", "qscheme", "ch_axis"):
         if arguments.get(name, 0) is None and (name in given or name in ("qscheme", "ch_axis")):
             del arguments[name]
     return arguments
+
+
+def _takes_axis(constructor: Any) -> bool:
+    """Tells whether an observer, or the one inside a fake quantize, can work per channel.
+
+    torchao asks for "PerChannel" in the outer name, and so loses the axis of every fake quantize: the
+    weights of transposed convolutions (axis 1) are trained along axis 0.
+    """
+    inside = _given_arguments(constructor).get("observer")
+    return any(_names_axis(_observer_class(found)) for found in (constructor, inside) if found is not None)
+
+
+@cache
+def _names_axis(observer_class: Any) -> bool:
+    return "PerChannel" in observer_class.__name__ or "ch_axis" in signature(observer_class).parameters
 
 
 def _given_arguments(constructor: Any) -> Mapping[str, Any]:

@@ -49,8 +49,7 @@ ACTIVATION = QuantizationSpec(torch.int8, PER_TENSOR, -128, 127, torch.per_tenso
 def weight_spec(axis: int | None, least: int = -127, greatest: int = 127) -> QuantizationSpec:
     """A weight spec per channel along an axis, or per tensor."""
     observer = MovingAverageMinMaxObserver if axis is None else MovingAveragePerChannelMinMaxObserver
-    given = {} if axis is None else {"ch_axis": axis}
-    constructor = FakeQuantize.with_args(observer=observer, **given)
+    constructor = FakeQuantize.with_args(observer=observer)
     scheme = torch.per_tensor_symmetric if axis is None else torch.per_channel_symmetric
     return QuantizationSpec(torch.int8, constructor, least, greatest, scheme, axis)
 
@@ -175,7 +174,9 @@ def test_training_equals_torchao_bit_for_bit(kind, per_channel, converts):
     peer, ours = check_training_equals_torchao(module, shape, XNNPACKQuantizer().set_global(config))
     if converts:
         x, peer, ours = torch.randn(*shape), quantize_pt2e.convert_pt2e(peer), convert_pt2e(ours)
-        assert operators(ours) == operators(peer)
+        # torchao goes on counting batches for folded batch norms, except for BatchNorm2d.
+        counting = Counter({"aten.add_.Tensor": operators(peer)["aten.add_.Tensor"]})
+        assert operators(ours) == operators(peer) - counting
         assert torch.equal(ours(x), peer(x))
 
 
