@@ -377,7 +377,7 @@ def _can_unroll(node: fx.Node, values: dict[str, Any], sequence: Tensor) -> bool
 
 
 class _Recurrence:
-    """Unrolls one recurrent operator; works on (batch, time, features)."""
+    """Unrolls one recurrent operator; sequences are rows of (time x batch, features), so that a step is one slice."""
 
     def __init__(self, write: _Writer, values: dict[str, Any], *, lstm: bool) -> None:
         self.write = write
@@ -386,12 +386,13 @@ class _Recurrence:
         self.batch_first = bool(values["batch_first"])
         self.parameters = list(values["params"])
         self.per_cell = 4 if values["has_biases"] else 2
+        first, second = _value(values["input"]).shape[:2]
+        self.steps, self.batch = (second, first) if self.batch_first else (first, second)
 
     def run(self) -> list[fx.Node]:
         """Returns the nodes of the operator's results: output, last hidden states and, for LSTM, cell states."""
-        layer = self.values["input"]
-        if not self.batch_first:
-            layer = self.write.call(_ATEN.transpose.int, layer, 0, 1)
+        layer = self._in_time(self.values["input"])
+        layer = self._view(layer, [self.steps * self.batch, -1])
         last: list[tuple[fx.Node, ...]] = []
         for index in range(self.values["num_layers"]):
             directions = [False, True] if self.values["bidirectional"] else [False]
@@ -399,42 +400,44 @@ class _Recurrence:
                 self._direction(layer, index * len(directions) + d, backward) for d, backward in enumerate(directions)
             ]
             last += [states for _, states in ran]
-            layer = ran[0][0] if len(ran) == 1 else self.write.call(_ATEN.cat.default, [o for o, _ in ran], -1)
-        if not self.batch_first:
-            layer = self.write.call(_ATEN.transpose.int, layer, 0, 1)
-        return [layer, *(self.write.call(_ATEN.stack.default, list(states)) for states in zip(*last, strict=True))]
+            layer = self._joined([rows for rows, _ in ran], -1)
+        output = self._in_time(self._view(layer, [self.steps, self.batch, -1]))
+        return [output, *(self._stacked(list(states)) for states in zip(*last, strict=True))]
+
+    def _in_time(self, node: fx.Node) -> fx.Node:
+        return self.write.call(_ATEN.transpose.int, node, 0, 1) if self.batch_first else node
+
+    def _view(self, node: fx.Node, shape: list[int]) -> fx.Node:
+        return self.write.call(_ATEN.reshape.default, node, shape)
+
+    def _joined(self, nodes: list[fx.Node], axis: int) -> fx.Node:
+        return nodes[0] if len(nodes) == 1 else self.write.call(_ATEN.cat.default, nodes, axis)
+
+    def _stacked(self, states: list[fx.Node]) -> fx.Node:
+        return self._view(self._joined(states, 0), [len(states), self.batch, -1])
 
     def _direction(self, layer: fx.Node, cell: int, backward: bool) -> tuple[fx.Node, tuple[fx.Node, ...]]:
         start = cell * self.per_cell
         weights = self.parameters[start : start + self.per_cell]
         biases = weights[2:] if self.per_cell == 4 else [None, None]
         gates = self.write.call(_ATEN.linear.default, layer, weights[0], biases[0])
-        states = tuple(self._first(initial, cell) for initial in self._initial())
-        steps = range(_value(layer).shape[1])
+        states = tuple(self._rows(self._view(given, [-1, _value(given).shape[-1]]), cell) for given in self._initial())
         hidden = []
-        for step in reversed(steps) if backward else steps:
-            now = self._at(gates, 1, step)
+        for step in reversed(range(self.steps)) if backward else range(self.steps):
+            now = self._rows(gates, step)
             recurrent = self.write.call(_ATEN.linear.default, states[0], weights[1], biases[1])
             states = self._lstm(now, recurrent, states[1]) if self.lstm else self._gru(now, recurrent, states[0])
-            hidden.append(self._reshaped(states[0], 1))
-        ordered = hidden[::-1] if backward else hidden
-        return (ordered[0] if len(ordered) == 1 else self.write.call(_ATEN.cat.default, ordered, 1)), states
+            hidden.append(states[0])
+        return self._joined(hidden[::-1] if backward else hidden, 0), states
 
     def _initial(self) -> list[fx.Node]:
         given: Any = self.values["hx"]
         return list(given) if self.lstm else [given]
 
-    def _first(self, states: fx.Node, cell: int) -> fx.Node:
-        return self._at(states, 0, cell)
-
-    def _at(self, node: fx.Node, axis: int, index: int) -> fx.Node:
-        piece = self.write.call(_ATEN.slice.Tensor, node, axis, index, index + 1)
-        shape = [size for d, size in enumerate(_value(node).shape) if d != axis]
-        return self.write.call(_ATEN.reshape.default, piece, shape)
-
-    def _reshaped(self, node: fx.Node, axis: int) -> fx.Node:
-        shape = list(_value(node).shape)
-        return self.write.call(_ATEN.reshape.default, node, [*shape[:axis], 1, *shape[axis:]])
+    def _rows(self, node: fx.Node, index: int) -> fx.Node:
+        if _value(node).shape[0] == self.batch:
+            return node
+        return self.write.call(_ATEN.slice.Tensor, node, 0, index * self.batch, (index + 1) * self.batch)
 
     def _gates(self, node: fx.Node, count: int) -> list[fx.Node]:
         size = _value(node).shape[-1] // count
@@ -458,6 +461,24 @@ class _Recurrence:
         # new + update * (hidden - new) is (1 - update) * new + update * hidden with one product less.
         moved = call(_ATEN.mul.Tensor, update, call(_ATEN.sub.Tensor, hidden, new))
         return (call(_ATEN.add.Tensor, new, moved),)
+
+
+def filled_tensors_are_constants(model: fx.GraphModule) -> fx.GraphModule:
+    """Stores what zeros, ones and full of a static shape yield; the runtime would fill them on every call."""
+    for node, values in _matching(model, "zeros", "ones", "full"):
+        result = tensor_value(node)
+        if result is None or not result.is_floating_point() or not _is_small(result):
+            continue
+        number = {"aten::zeros": 0.0, "aten::ones": 1.0}.get(operator_name(node), values.get("fill_value"))
+        if isinstance(number, (int, float)):
+            write = _Writer(model, node)
+            write.replace(write.constant(torch.full(list(result.shape), number, dtype=result.dtype), "filled"))
+    return _done(model)
+
+
+def _is_small(result: Tensor) -> bool:
+    # 64k elements: a state or a mask is stored, an image is not.
+    return all(isinstance(size, int) for size in result.shape) and 0 < result.numel() <= 65536
 
 
 def clamp_is_activation(model: fx.GraphModule) -> fx.GraphModule:
@@ -493,6 +514,7 @@ def own_bias_per_use(model: fx.GraphModule) -> fx.GraphModule:
 
 
 ALL: tuple[Rewrite, ...] = (
+    filled_tensors_are_constants,
     recurrence_is_unrolled,
     attention_is_products,
     split_is_slices,
