@@ -232,14 +232,14 @@ class _Conversion:
 
     def _let_convert(self, call: fx.Node, observer: Any) -> None:
         """Lets an observer that knows its own operators (torchao's affine ones) replace its call."""
-        source = self._read(call)
+        source, name = self._read(call), _origin(call).name
         call.args = (source,)
         before = set(source.users)
         observer.convert(self._model, call)
         del self._calls[call]
         added = [n for n in source.users if n not in before and n.target in QUANTIZE_OPS]
         if self._fold and call in self._values and added:
-            self._fold_affine(added[0], self._values[call], _origin(call).name)
+            self._fold_affine(added[0], self._values[call], name)
 
     def _fold_affine(self, quantize: fx.Node, value: Tensor, name: str) -> None:
         args = map_arg(quantize.args[1:], lambda n: attribute(self._model, str(n.target)))

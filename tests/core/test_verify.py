@@ -75,7 +75,11 @@ def annotated(inputs: dict[Any, Any] | None = None, output: Any = None) -> Quant
 
 
 def spec(**changes: Any) -> QuantizationSpec:
-    given_fields = {"dtype": torch.int8, "observer_or_fake_quant_ctr": MinMaxObserver, "qscheme": torch.per_tensor_affine}
+    given_fields = {
+        "dtype": torch.int8,
+        "observer_or_fake_quant_ctr": MinMaxObserver,
+        "qscheme": torch.per_tensor_affine,
+    }
     return QuantizationSpec(**{**given_fields, **changes})
 
 
@@ -92,9 +96,15 @@ REFUSED = {
     "an unknown dtype": (lambda n: {"add": annotated(output=spec(dtype=torch.int64))}, "torch.int64"),
     "an axis that is not there": (
         lambda n: {
-            "linear": annotated({n["fc_bias"]: spec(
-                observer_or_fake_quant_ctr=PerChannelMinMaxObserver, qscheme=torch.per_channel_symmetric, ch_axis=1
-            )})
+            "linear": annotated(
+                {
+                    n["fc_bias"]: spec(
+                        observer_or_fake_quant_ctr=PerChannelMinMaxObserver,
+                        qscheme=torch.per_channel_symmetric,
+                        ch_axis=1,
+                    )
+                }
+            )
         },
         "axis 1",
     ),
@@ -119,21 +129,32 @@ REFUSED = {
     ),
     "derived from nothing": (
         lambda n: {
-            "add": annotated(output=DerivedQuantizationSpec([n["cat"]], lambda o: o[0].calculate_qparams(), torch.int32))
+            "add": annotated(
+                output=DerivedQuantizationSpec([n["cat"]], lambda o: o[0].calculate_qparams(), torch.int32)
+            )
         },
         "not quantized",
     ),
     "derived from itself": (
         lambda n: {
-            "add": annotated(output=DerivedQuantizationSpec([n["add"]], lambda o: o[0].calculate_qparams(), torch.int32))
+            "add": annotated(
+                output=DerivedQuantizationSpec([n["add"]], lambda o: o[0].calculate_qparams(), torch.int32)
+            )
         },
         "depends on itself",
     ),
     "dynamic per channel": (
         lambda n: {
-            "linear": annotated({n["x"]: spec(
-                observer_or_fake_quant_ctr=PlaceholderObserver, qscheme=torch.per_channel_affine, is_dynamic=True, ch_axis=0
-            )})
+            "linear": annotated(
+                {
+                    n["x"]: spec(
+                        observer_or_fake_quant_ctr=PlaceholderObserver,
+                        qscheme=torch.per_channel_affine,
+                        is_dynamic=True,
+                        ch_axis=0,
+                    )
+                }
+            )
         },
         "choose_qparams",
     ),
@@ -245,10 +266,19 @@ def test_illegal_annotations_end_in_our_own_errors(data: st.DataObject) -> None:
         if kind == 1:
             return SharedQuantizationSpec(data.draw(st.sampled_from(nodes)))
         if kind == 2:
-            return DerivedQuantizationSpec([data.draw(st.sampled_from(nodes))], lambda o: o[0].calculate_qparams(), dtype)
+            return DerivedQuantizationSpec(
+                [data.draw(st.sampled_from(nodes))], lambda o: o[0].calculate_qparams(), dtype
+            )
         observer = data.draw(st.sampled_from((MinMaxObserver, PerChannelMinMaxObserver, HistogramObserver)))
-        return spec(dtype=dtype, observer_or_fake_quant_ctr=observer, quant_min=low, quant_max=high, qscheme=scheme,
-                    ch_axis=data.draw(st.sampled_from((None, 0, 7))), is_dynamic=data.draw(st.booleans()))
+        return spec(
+            dtype=dtype,
+            observer_or_fake_quant_ctr=observer,
+            quant_min=low,
+            quant_max=high,
+            qscheme=scheme,
+            ch_axis=data.draw(st.sampled_from((None, 0, 7))),
+            is_dynamic=data.draw(st.booleans()),
+        )
 
     def write(nodes: dict[str, fx.Node]) -> dict[str, Any]:
         ordered = list(nodes.values())
