@@ -93,7 +93,7 @@ def twins(sites: list[Site]) -> dict[DataObserver, DataObserver]:
     for site in sites:
         observer = site.observer
         if isinstance(observer, DataObserver):
-            key = (site.producers, observer.search_key(), observer.update_key(), observer.ch_axis)
+            key = (tuple(dict.fromkeys(site.producers)), observer.search_key(), observer.update_key(), observer.ch_axis)
             if key in first:
                 found[observer] = first[key]
             first.setdefault(key, observer)
@@ -111,12 +111,18 @@ def channel_axis(node: fx.Node) -> int | None:
             return 1
         if any(kind in name for kind in _CHANNELS_LAST):
             return -1
-        inputs = [v for v in operands(node).values() if isinstance(v, fx.Node) and not is_constant(v)]
-        same = [v for v in inputs if rank(v) == rank(node) or v.op == "call_module"]
-        if node.op not in ("call_function", "call_module") or len(inputs) != 1 or not same:
+        inputs = [_observed(v) for v in operands(node).values() if isinstance(v, fx.Node) and not is_constant(v)]
+        if node.op != "call_function" or len(inputs) != 1 or rank(inputs[0]) != rank(node):
             return None
-        node = same[0]
+        node = inputs[0]
     return None
+
+
+def _observed(node: fx.Node) -> fx.Node:
+    """Returns the node whose value a call of an observer passes on."""
+    while node.op == "call_module" and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def _said(node: fx.Node) -> str:

@@ -1,0 +1,363 @@
+"""The calibration engine: what it accepts, what it refuses, and that its results do not depend on how it ran."""
+
+import copy
+import json
+import random
+
+import pytest
+import torch
+from calibration_models import ConvLinearQuantizer, batches, exported, prepared, qparams
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+from quantplug.core.calibrate import calibrate
+from quantplug.core.coverage import coverage, coverage_table
+from quantplug.core.errors import ArtefactError, CalibrationError, ModelError
+from quantplug.core.observers import OBSERVERS, observer
+from quantplug.core.observers import session as session_module
+
+
+def by_plain_forward(name, data, **options):
+    model = prepared(name, **options)
+    with torch.no_grad():
+        for batch in data:
+            model(batch)
+    return model
+
+
+@pytest.mark.parametrize("name", [*sorted(OBSERVERS), "torchao"])
+def test_e16_equals_a_plain_loop_over_the_batches(name):
+    model = prepared(name)
+    result = calibrate(model, batches(), progress=False)
+    assert (result.batches, result.samples) == (6, 24)
+    assert qparams(model) == qparams(by_plain_forward(name, batches()))
+
+
+@pytest.mark.parametrize("waiting", [0, 5000])
+def test_results_do_not_depend_on_when_small_tensors_are_counted(waiting, monkeypatch):
+    data = batches()
+    expected = qparams(by_plain_forward("mse", data))
+    monkeypatch.setattr(session_module, "WAITING", waiting)
+    model = prepared("mse")
+    calibrate(model, data)
+    assert qparams(model) == expected
+    monkeypatch.setattr(session_module, "SMALL", 100)
+    model = prepared("mse")
+    calibrate(model, data)
+    assert qparams(model) == expected
+
+
+def test_e16_loaders_of_every_kind_and_limit():
+    data = batches(5)
+    expected = qparams(by_plain_forward("minmax", data[:3]))
+    name = "x"
+    loaders = [
+        data,
+        (batch for batch in data),
+        [(batch,) for batch in data],
+        [[batch] for batch in data],
+        [{name: batch} for batch in data],
+        DataLoader(TensorDataset(torch.cat(data)), batch_size=4),
+    ]
+    for loader in loaders:
+        model = prepared("minmax")
+        assert calibrate(model, loader, limit=3).batches == 3
+        assert qparams(model) == expected
+    model = prepared("minmax")
+    calibrate(model, [(batch, torch.zeros(4)) for batch in data], 3, inputs=lambda pair: pair[0])
+    assert qparams(model) == expected
+
+
+def test_keyword_nested_and_dynamic_inputs():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, pair, *, bias):
+            return self.layer(x + pair["b"] - pair["a"]) + bias
+
+    def sample(rows):
+        return {"x": torch.randn(rows, 4), "pair": {"a": torch.ones(4), "b": torch.ones(4)}, "bias": torch.ones(1)}
+
+    first = sample(3)
+    rows = torch.export.Dim("rows", min=1, max=64)
+    shapes = {"x": {0: rows}, "pair": {"a": None, "b": None}, "bias": None}
+    program = torch.export.export(
+        Two().eval(), (first["x"], first["pair"]), {"bias": first["bias"]}, dynamic_shapes=shapes
+    )
+    model = prepare_pt2e(program.module(), ConvLinearQuantizer(observer("minmax"), observer("minmax", True)))
+    assert calibrate(model, [sample(5), tuple(sample(2).values())]).samples == 7
+    with pytest.raises(CalibrationError, match=r"Input 'x' of batch 0 has shape \[5, 3\], expected \[\*, 4\]"):
+        calibrate(model, [{**sample(5), "x": torch.randn(5, 3)}])
+
+
+GOOD = torch.zeros(4, 3, 12, 12)
+WRONG = {
+    "empty": ([], "the loader yielded no batch"),
+    "tensor": (GOOD, "wrap it in a list"),
+    "dict": ({"x": GOOD}, "wrap it in a list"),
+    "number": (7, "cannot be iterated"),
+    "shape": ([GOOD[:2]], r"Input 'x' of batch 0 has shape \[2, 3, 12, 12\], expected \[4, 3, 12, 12\]"),
+    "rank": ([GOOD[0]], r"has shape \[3, 12, 12\]"),
+    "dtype": ([GOOD, GOOD.double()], "Input 'x' of batch 1 has dtype torch.float64, expected torch.float32"),
+    "count": ([(GOOD, 1)], r"has 2 inputs but the model takes 1 \(x\)"),
+    "name": ([{"image": GOOD}], r"they differ in \['image', 'x'\]"),
+    "no tensor": ([[3]], "is of type int"),
+    "nan": ([GOOD, GOOD / 0], "Input 'x' of batch 1 holds NaN or infinity"),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(WRONG))
+@pytest.mark.parametrize("name", ["mse", "torchao"])
+def test_wrong_loaders_are_refused_and_leave_no_trace(kind, name):
+    loader, words = WRONG[kind]
+    model = prepared(name)
+    calibrate(model, batches(2))
+    before = qparams(model)
+    with pytest.raises(CalibrationError, match=words) as caught:
+        calibrate(model, loader)
+    assert str(caught.value).endswith(".")
+    assert qparams(model) == before
+
+
+def test_a_used_up_generator_is_named():
+    loader = iter_once = (batch for batch in batches(2))
+    list(iter_once)
+    with pytest.raises(CalibrationError, match="generator that was used up"):
+        calibrate(prepared(), loader)
+
+
+def test_models_that_are_not_prepared_are_refused():
+    for model, words in (
+        (exported(), "without observers"),
+        (nn.Linear(2, 2), "found Linear"),
+        (torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),)), "ExportedProgram"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            calibrate(model, [torch.ones(1, 2)])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"limit": 0},
+        {"nonfinite": "no"},
+        {"dead": "no"},
+        {"tolerance": 2.0},
+        {"check_every": 0},
+        {"checkpoint_every": 0},
+    ],
+)
+def test_wrong_options_are_refused(options):
+    with pytest.raises(CalibrationError, match=next(iter(options))):
+        calibrate(prepared(), batches(1), **options)
+
+
+class Divides(nn.Module):
+    """Makes infinity out of a batch that holds a zero: the data is finite, a value inside is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.relu(self.layer(1 / x))
+
+
+def dividing(name="mse", size=4):
+    torch.manual_seed(0)
+    model = torch.export.export(Divides().eval(), (torch.ones(size, 4),)).module()
+    kind = name if name != "torchao" else "minmax"
+    made = ConvLinearQuantizer(observer(kind), observer("minmax", True))
+    if name == "torchao":
+        from torchao.quantization.pt2e import MinMaxObserver
+
+        made = ConvLinearQuantizer(MinMaxObserver, observer("minmax", True))
+    return prepare_pt2e(model, made)
+
+
+@pytest.mark.parametrize("size", [4, 5000])
+def test_values_inside_the_model_are_checked_and_named(size):
+    data = [torch.rand(size, 4) + 1 for _ in range(3)]
+    data.insert(1, data[0] * torch.tensor([0.0, 1, 1, 1]))
+    with pytest.raises(CalibrationError, match=r"Batch 1: MSEObserver of '(mul|reciprocal|div)"):
+        calibrate(dividing(size=size), data)
+    for name in ("mse", "minmax", "torchao"):
+        skipping, clean = dividing(name, size), dividing(name, size)
+        result = calibrate(skipping, data, nonfinite="skip")
+        calibrate(clean, [data[0], *data[2:]])
+        assert [s.index for s in result.skipped] == [1]
+        assert result.batches == 3
+        assert qparams(skipping) == qparams(clean)
+    result = calibrate(dividing(size=size), data, nonfinite="report")
+    assert result.batches == 4
+    spoiled = {o.place.split("'")[1]: o.nonfinite_elements for o in result.observers}
+    assert sum(spoiled.values()) >= size
+
+
+def test_all_batches_skipped_is_an_error():
+    with pytest.raises(CalibrationError, match="all 2 batches were skipped"):
+        calibrate(prepared(), [GOOD / 0, GOOD / 0], nonfinite="skip")
+
+
+def test_dead_constant_and_silent_values_are_found_and_named():
+    model = prepared("minmax")
+    with torch.no_grad():
+        model.get_parameter("first.bias")[2] = -1000
+    result = calibrate(model, batches())
+    problems = " ".join(f"{place}: {what}" for place, what in result.problems.items())
+    assert "'relu' (aten.relu.default): 1 of 8 channels never changed (2)" in problems
+    active = [o for o in result.observers if o.place.startswith("'conv2d_1'")]
+    assert active[0].channels == 8
+    assert active[0].silent_channels == ()
+    assert "it saw the single value 0" in str(calibrate(prepared(), [GOOD]).problems["input 'x'"])
+    assert json.loads(json.dumps(result.to_dict()))["batches"] == 6
+    unused = prepared("minmax")
+    calls = [n for n in unused.graph.nodes if n.op == "call_module" and "post_process" in str(n.target)]
+    last = calls[-1]
+    last.replace_all_uses_with(last.args[0])
+    last.args = (next(n for n in unused.graph.nodes if n.op == "placeholder"),)
+    empty = type(unused.get_submodule(last.target))(dtype=torch.int8)
+    unused.set_submodule(last.target, empty)
+    unused.graph.eliminate_dead_code()
+    unused.recompile()
+    assert calibrate(unused, batches()).batches == 6
+
+
+def test_channels_that_wake_up_late_are_not_silent():
+    seen = {}
+    for data in ([GOOD, GOOD], [GOOD, GOOD, batches(1)[0]]):
+        result = calibrate(prepared("mse"), data)
+        seen[len(data)] = next(o for o in result.observers if o.place.startswith("'conv2d_1'")).silent_channels
+    assert seen == {2: tuple(range(8)), 3: ()}
+
+
+def test_stops_when_ranges_have_settled():
+    same = batches(1) * 40
+    model = prepared("mse")
+    result = calibrate(model, same, tolerance=0.01, check_every=4)
+    assert result.converged
+    assert result.batches == 12
+    growing = [batch * 1.2**i for i, batch in enumerate(same[:20])]
+    assert not calibrate(prepared("mse"), growing, tolerance=0.01, check_every=2).converged
+    long, short = prepared("mse"), prepared("mse")
+    rest = batches(64)
+    calibrate(long, rest)
+    stopped = calibrate(short, rest, tolerance=0.05, check_every=4)
+    assert stopped.converged
+    assert stopped.batches < 64
+    ranges = [[m for m in model.modules() if hasattr(m, "ranges")] for model in (long, short)]
+    for full, early in zip(*ranges, strict=True):
+        width = full.ranges()[1] - full.ranges()[0]
+        assert bool(((full.ranges()[1] - early.ranges()[1]).abs() <= 0.15 * width).all())
+
+
+def test_seed_makes_a_shuffling_loader_repeatable_and_leaves_the_generators_alone():
+    loader = DataLoader(TensorDataset(torch.cat(batches(8))), batch_size=4, shuffle=True)
+    found = []
+    for seed in (3, 3, 4):
+        model = prepared("moving_average", averaging_constant=0.5)
+        torch.manual_seed(len(found)), random.seed(5)
+        before = torch.get_rng_state(), random.getstate()
+        calibrate(model, loader, limit=2, seed=seed)
+        assert torch.equal(before[0], torch.get_rng_state())
+        assert before[1] == random.getstate()
+        found.append(qparams(model))
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_shared_observer_counts_a_tensor_once_and_twins_run_once():
+    model = exported()
+    made = ConvLinearQuantizer(observer("mse"), observer("minmax", True))
+    model = prepare_pt2e(model, made)
+    plain = copy.deepcopy(model)
+    calls = [
+        n for n in model.graph.nodes if n.op == "call_module" and len(n.users) and "post_process_0" in str(n.target)
+    ]
+    model.add_submodule("twin", copy.deepcopy(model.get_submodule(calls[0].target)))
+    with model.graph.inserting_after(calls[0]):
+        again = model.graph.call_module(calls[0].target, calls[0].args)
+        twin = model.graph.call_module("twin", calls[0].args)
+    next(iter(calls[0].users)).replace_input_with(calls[0], again)
+    assert twin.users == {}
+    model.recompile()
+    calibrate(model, batches())
+    calibrate(plain, batches())
+    shared = model.get_submodule(calls[0].target)
+    assert torch.equal(shared.state.counts, plain.get_submodule(calls[0].target).state.counts)
+    assert model.twin.state is shared.state
+
+
+@pytest.mark.parametrize("name", [*sorted(OBSERVERS), "torchao"])
+@pytest.mark.parametrize("stop", [2, 3, 6])
+def test_resuming_gives_the_same_bits(name, stop, tmp_path):
+    path = tmp_path / "run.ckpt"
+    whole = prepared(name)
+    calibrate(whole, batches(6), seed=1)
+
+    def dying():
+        for i, batch in enumerate([*batches(6), GOOD]):
+            if i == stop:
+                raise KeyboardInterrupt
+            yield batch
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(prepared(name), dying(), seed=1, checkpoint=path, checkpoint_every=1)
+    assert path.exists()
+    resumed = prepared(name)
+    result = calibrate(resumed, batches(6), seed=1, checkpoint=path, checkpoint_every=1)
+    assert (result.batches, result.resumed_at, result.samples) == (6, stop, 24)
+    assert qparams(resumed) == qparams(whole)
+    assert not path.exists()
+
+
+def test_checkpoints_of_other_models_and_broken_ones_are_refused(tmp_path):
+    path = tmp_path / "run.ckpt"
+
+    def dying():
+        yield from batches(2)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(prepared("mse"), dying(), checkpoint=path, checkpoint_every=1)
+    with pytest.raises(CalibrationError, match="other observers"):
+        calibrate(prepared("minmax"), batches(2), checkpoint=path)
+    assert calibrate(prepared("minmax"), batches(2), checkpoint=path, resume=False).resumed_at == 0
+    path.write_bytes(b"junk")
+    with pytest.raises(ArtefactError, match="is no calibration checkpoint"):
+        calibrate(prepared("mse"), batches(2), checkpoint=path)
+    with pytest.raises(ArtefactError, match="cannot be written"):
+        calibrate(prepared("mse"), batches(2), checkpoint=tmp_path / "no" / "run", checkpoint_every=1)
+
+
+def test_calibrated_models_convert_and_agree_with_float():
+    torch.manual_seed(0)
+    floating = exported()
+    data = batches(4)
+    for name in ("minmax", "histogram", "mse"):
+        model = prepared(name)
+        calibrate(model, data)
+        converted = convert_pt2e(model)
+        expected, found = floating(data[0]), converted(data[0])
+        assert 10 * torch.log10(expected.var() / (expected - found).var()) > 30
+
+
+def test_coverage_says_how_the_integers_are_used():
+    model = prepared("minmax")
+    calibrate(model, batches())
+    assert coverage(model) == []
+    model = prepared("mse")
+    calibrate(model, batches())
+    rows = coverage(model)
+    assert len(rows) >= 4
+    assert all(0 < row.levels_used <= 1 and 0 <= row.clipped < 0.05 for row in rows)
+    assert "levels used" in coverage_table(rows)
+    with pytest.raises(CalibrationError, match="has seen no data"):
+        coverage(prepared("mse"))
+
+
+def test_progress_is_silent_where_there_is_no_terminal(capfd):
+    calibrate(prepared(), batches(2), progress=True)
+    assert capfd.readouterr().err == ""
