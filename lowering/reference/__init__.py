@@ -1,0 +1,78 @@
+"""Lowering to nothing but PyTorch: the q/dq graph itself, for backends whose kernels are not at hand.
+
+Before: a converted graph. After: a program that computes what the q/dq graph says, in float arithmetic
+between dequantize and quantize, and saves it as an exported program.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from quantplug.core.errors import LoweringError
+from quantplug.core.graph import compute_nodes, module_path, require_graph_module
+from quantplug.lowering.program import LoweredOp, Program
+
+__all__ = ["ReferenceProgram", "lower"]
+
+_REASON = "the reference computes in float between dequantize and quantize"
+
+
+class ReferenceProgram(Program):
+    """A q/dq graph that runs in PyTorch.
+
+    Attributes:
+        ops: every operator; all of them run on PyTorch's float kernels.
+    """
+
+    def __init__(self, exported: torch.export.ExportedProgram, ops: tuple[LoweredOp, ...]) -> None:
+        self._exported = exported
+        self._module = exported.module()
+        self.ops = ops
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Runs the graph without gradients."""
+        with torch.no_grad():
+            return self._module(*inputs)
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the exported program as a `.pt2` file and returns its path."""
+        torch.export.save(self._exported, path)
+        return Path(path)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights and buffers that the file holds."""
+        return sum(value.nbytes for value in self._exported.state_dict.values())
+
+
+def lower(
+    converted: fx.GraphModule, example_inputs: tuple[Any, ...], *, dynamic_shapes: Any = None
+) -> ReferenceProgram:
+    """Returns a program that computes what the q/dq graph says.
+
+    Args:
+        converted: the graph module that `convert_pt2e` returned; it is not changed.
+        example_inputs: positional inputs, as for `torch.export.export`.
+        dynamic_shapes: as for `torch.export.export`.
+
+    Raises:
+        ModelError: `converted` is no graph module.
+        LoweringError: it cannot be exported with these inputs.
+    """
+    graph = require_graph_module(converted, "lower").graph
+    try:
+        exported = torch.export.export(converted, example_inputs, dynamic_shapes=dynamic_shapes)
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise LoweringError(
+            f"The q/dq graph cannot be exported on the example inputs ({type(error).__name__}: {first}); "
+            "pass inputs like those it was exported with."
+        ) from error
+    ops = tuple(
+        LoweredOp(node.name, str(node.target), module_path(node), "float", _REASON)
+        for node in compute_nodes(graph)
+        if str(node.target).startswith("aten.")
+    )
+    return ReferenceProgram(exported, ops)
