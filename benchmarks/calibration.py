@@ -109,7 +109,7 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def forward_ratio(model: nn.Module, kind: str, batches: list[Tensor], rounds: int) -> tuple[float, float, float]:
-    """Returns calibration time without range search over float time, seconds of range search, and observers searched."""
+    """Returns calibration (without range search) over float time, seconds of range search, and observers searched."""
     floating = prepared_float(model, batches[0])
     observed = prepared(model, batches[0], kind)
     blank = copy.deepcopy(observed.state_dict()) if kind in THEIRS else None
