@@ -160,6 +160,24 @@ def get_symmetric_quantization_config(
     return QuantizationConfig(activation, None if is_dynamic else activation, weight, bias, is_qat)
 
 
+def get_xnnpack_quantization_config(is_per_channel: bool = True, **options: Any) -> QuantizationConfig:
+    """Returns the static int8 config with biases as XNNPACK's kernels hold them: int32, scale s_input * s_weight.
+
+    With the rounding of the bias in it, the reference model and the kernels agree except at ties. In
+    training biases stay float. ExecuTorch's own partitioner fails on integer biases: for it, use
+    `get_symmetric_quantization_config`, which leaves them float.
+
+    Args:
+        is_per_channel: one weight scale for each output channel instead of one for the tensor.
+        options: as for `get_symmetric_quantization_config`.
+
+    Raises:
+        ConfigError: an option has an unknown value.
+    """
+    options.setdefault("int32_bias", not options.get("is_qat", False))
+    return get_symmetric_quantization_config(is_per_channel, **options)
+
+
 @cache
 def get_x86_quantization_config(
     is_qat: bool = False,

@@ -65,6 +65,8 @@ class Annotator:
         output: where the scale of the output comes from: an observer of its "own", "shared" with the
             input, "fixed" beforehand, or none because the output stays "float". It describes `decide`
             in capability tables and has no effect of its own.
+        writes_float: whether the kernel can as well write float. Then its output is quantized only where
+            a quantized operator reads it: rounding it for a float reader would cost accuracy and time.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Annotator:
     constraints: tuple[Constraint, ...] = ()
     follows: tuple[str, ...] = ()
     output: str = "own"
+    writes_float: bool = False
 
     def __post_init__(self) -> None:
         for label, pattern in self.patterns:
@@ -85,6 +88,10 @@ class Annotator:
     def where(self, *constraints: Constraint) -> "Annotator":
         """Returns the same annotator with further constraints, each None or the reason against a match."""
         return replace(self, constraints=self.constraints + constraints)
+
+    def writing_float(self) -> "Annotator":
+        """Returns the same annotator for kernels that can as well write float."""
+        return replace(self, writes_float=True)
 
     @overload
     def __call__(self, target: Match, config: QuantizationConfig) -> Annotations: ...
@@ -143,6 +150,9 @@ def annotate(
     index = PatternIndex((a, label, pattern) for a in annotators for label, pattern in a.patterns)
     findings = index.find(model.graph, work.accept)
     carried_out = [found for found in findings.found if work.carry_out(found)]
+    for found in reversed(carried_out):
+        work.release_output(found)
+    carried_out = [found for found in carried_out if found.match.root in work.annotations]
     work.inherit_fixed()
     decisions = list(_decisions(findings, work, owner))
     # From here on nothing can fail.
@@ -232,6 +242,24 @@ class _Decisions:
         for node in found.match.nodes:
             self.annotations[node] = decided.get(node) or QuantizationAnnotation()
             self.annotations[node]._annotated = True
+
+    def release_output(self, found: Found[Annotator]) -> None:
+        """Leaves the output of a kernel that can write float in float if only float operators read it.
+
+        Called from the last piece to the first: a move that nobody reads in integers goes too.
+        """
+        root = found.match.root
+        if not found.owner.writes_float or any(self._reads(user, root) for user in root.users):
+            return
+        if found.owner.follows:
+            del self.annotations[root]
+            self.rejected[root] = NearMiss(found.label, "only float operators read its result", 1)
+        else:
+            self.annotations[root].output_qspec = None
+
+    def _reads(self, user: fx.Node, source: fx.Node) -> bool:
+        annotation = self.annotations.get(user) or user.meta.get(Q_ANNOTATION_KEY)
+        return annotation is not None and source in annotation.input_qspec_map
 
     def _output_spec(self, node: fx.Node) -> QuantizationSpecBase | None:
         annotation = self.annotations.get(node) or node.meta.get(Q_ANNOTATION_KEY)

@@ -13,6 +13,7 @@ from quantplug.core.errors import ConfigError
 from quantplug.lowering.program import Program
 
 ConfigFactory: TypeAlias = Callable[..., QuantizationConfig]
+Lowering: TypeAlias = Callable[..., Program]
 Transform: TypeAlias = Callable[[fx.GraphModule], fx.GraphModule]
 
 
@@ -24,8 +25,8 @@ class Backend:
         name: how users and reports call it.
         annotators: its operator rows; the largest matching piece wins, then the order here.
         configs: config factories by name; the first is the default.
-        lowering: "package.module:function" of the lowering; it is imported when it is used, because
-            runtimes are heavy.
+        lowering: the function from a converted graph and example inputs to a `Program`, or its name
+            "package.module:function", which is imported when it is used, because runtimes are heavy.
         transforms: graph rewrites that run before annotation.
         folds_batch_norm: whether batch norms are folded into the operator before them.
         summary: one line for `quantplug backends`.
@@ -34,7 +35,7 @@ class Backend:
     name: str
     annotators: tuple[Annotator, ...]
     configs: Mapping[str, ConfigFactory]
-    lowering: str
+    lowering: str | Lowering
     transforms: tuple[Transform, ...] = ()
     folds_batch_norm: bool = True
     summary: str = ""
@@ -76,5 +77,6 @@ class Backend:
         Raises:
             LoweringError: the graph cannot be lowered.
         """
-        function: Callable[..., Program] = pkgutil.resolve_name(self.lowering)
-        return function(converted, example_inputs, **options)
+        function = pkgutil.resolve_name(self.lowering) if isinstance(self.lowering, str) else self.lowering
+        program: Program = function(converted, example_inputs, **options)
+        return program

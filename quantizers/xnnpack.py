@@ -8,7 +8,7 @@ from quantplug.annotators.convolution import convolution, transposed_convolution
 from quantplug.annotators.elementwise import binary
 from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling
-from quantplug.annotators.presets import get_symmetric_quantization_config
+from quantplug.annotators.presets import get_symmetric_quantization_config, get_xnnpack_quantization_config
 from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
 from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.quantizer import BackendQuantizer
@@ -35,8 +35,8 @@ XNNPACK = Backend(
         movement((*VIEWS, *COPIES, "pad", "constant_pad_nd")),
     ),
     configs={
-        "int8": lambda **options: get_symmetric_quantization_config(True, **options),
-        "int8_per_tensor": lambda **options: get_symmetric_quantization_config(False, **options),
+        "int8": get_xnnpack_quantization_config,
+        "int8_per_tensor": lambda **options: get_xnnpack_quantization_config(False, **options),
         "int8_dynamic": lambda **options: get_symmetric_quantization_config(True, is_dynamic=True, **options),
     },
     lowering="quantplug.lowering.xnnpack:lower",
