@@ -10,22 +10,27 @@ from torch import fx
 
 from quantplug.core.errors import LoweringError
 from quantplug.core.graph import require_graph_module
+from quantplug.lowering.x86.autotune import always_integer, measured
 from quantplug.lowering.x86.cleaning import clean
 from quantplug.lowering.x86.epilogues import fuse
 from quantplug.lowering.x86.movement import move
 from quantplug.lowering.x86.placement import place, record
-from quantplug.lowering.x86.products import PRODUCTS
+from quantplug.lowering.x86.products import products
 from quantplug.lowering.x86.program import X86Program
 from quantplug.lowering.x86.rewriting import apply, drop_unread_attributes
 
 
-def lower(converted: fx.GraphModule, example_inputs: tuple[Any, ...], *, dynamic_shapes: Any = None) -> X86Program:
+def lower(
+    converted: fx.GraphModule, example_inputs: tuple[Any, ...], *, dynamic_shapes: Any = None, autotune: bool = False
+) -> X86Program:
     """Lowers a q/dq graph to oneDNN quantized kernels.
 
     Args:
         converted: what `convert_pt2e` returned.
         example_inputs: inputs as for `torch.export.export`.
         dynamic_shapes: which sizes may vary, as for `torch.export.export`; needed again to save the program.
+        autotune: time the integer and the float kernel of each convolution and linear here and now, on the
+            shapes of the example inputs, and leave the layer float where that is faster; `ops` says so.
 
     Returns:
         A program that runs eagerly; operators without integer kernel stay float, and `ops` says why.
@@ -39,7 +44,8 @@ def lower(converted: fx.GraphModule, example_inputs: tuple[Any, ...], *, dynamic
     recorded = record(module.graph)
     clean(module, example_inputs)
     move(module.graph)
-    apply(module.graph, PRODUCTS)
+    choose = measured(module, example_inputs) if autotune else always_integer
+    apply(module.graph, products(choose))
     fuse(module.graph)
     _finish(module)
     program = X86Program(module, example_inputs, dynamic_shapes)

@@ -18,6 +18,11 @@ from quantplug.lowering.x86.rewriting import drop_unread_attributes, erase_unuse
 
 onednn = torch.ops.onednn
 PREPACK = (onednn.qconv_prepack.default, onednn.qlinear_prepack.default)
+# the weights of layers that stay float: dequantized once here, not at every call
+DEQUANTIZE = (
+    torch.ops.quantized_decomposed.dequantize_per_channel.default,
+    torch.ops.quantized_decomposed.dequantize_per_tensor.default,
+)
 
 
 def pack(portable: fx.GraphModule) -> fx.GraphModule:
@@ -25,7 +30,8 @@ def pack(portable: fx.GraphModule) -> fx.GraphModule:
     module = fx.GraphModule(portable, copy.deepcopy(portable.graph))
     fuse_sums(module.graph)
     for node in list(module.graph.nodes):
-        if node.target in PREPACK:
+        constants = all(found.op == "get_attr" for found in node.all_input_nodes) and node.all_input_nodes
+        if node.target in PREPACK or (node.target in DEQUANTIZE and constants):
             _fold(module, node)
     spell_out(module.graph)
     module.graph.eliminate_dead_code()
@@ -38,7 +44,7 @@ def pack(portable: fx.GraphModule) -> fx.GraphModule:
 def _fold(module: fx.GraphModule, node: fx.Node) -> None:
     args = fx.node.map_arg(node.args, constant_value)
     with torch.no_grad():
-        packed = node.target(*args)  # type: ignore[operator]
+        packed = node.target(*args, **node.kwargs)  # type: ignore[operator]
     name = fresh_name(module, "packed")
     module.register_buffer(name, packed, persistent=False)
     with module.graph.inserting_before(node):

@@ -9,14 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from quantplug.core.graph import constant_value, operands, rank
-from quantplug.core.pattern import Match, Pattern, op, optional, value
+from quantplug.core.pattern import Match, Op, op, optional, value
+from quantplug.lowering.x86.autotune import Choice, always_integer
 from quantplug.lowering.x86.qparams import IntegerWeight, QParams, dequantize, integer_weight, qparams
 from quantplug.lowering.x86.rewriting import Rule, absorb, call, constant, replace
 
-onednn = torch.ops.onednn
+onednn, aten = torch.ops.onednn, torch.ops.aten
+Geometry = tuple[list[int], list[int], list[int], int]
 NO_OUTPUT_QPARAMS = (1.0, 0, torch.float32)
 # torch.export cannot serialize an empty list of numbers; the kernels read none of it here
 NO_SCALARS = [0.0]
@@ -34,28 +36,47 @@ def _constants(before: fx.Node, weight: IntegerWeight, name: str) -> tuple[fx.No
     )
 
 
-def _lower_convolution(match: Match) -> str | None:
-    node, params = match.root, qparams(match["dequantize"])
-    weight = integer_weight(match["weight"])
-    geometry = _geometry(node, weight)
-    reason = next(
-        (found for found in (weight, geometry, _activation_objection(params, conv=True)) if isinstance(found, str)),
-        None,
-    )
-    if reason:
-        return reason
-    assert isinstance(weight, IntegerWeight)
-    assert isinstance(geometry, tuple)
-    values, scales, zeros = _constants(node, weight, node.name)
-    packed = call(
-        node, onednn.qconv_prepack.default, (values, scales, params.scale, params.zero_point, *geometry), node
-    )
-    packed.meta["val"] = values.meta["val"]
-    args = (match["integers"], params.scale, params.zero_point, packed, scales, zeros, match.get("bias"), *geometry)
-    kernel = call(node, onednn.qconv_pointwise.default, (*args, *NO_OUTPUT_QPARAMS, *NO_UNARY), node)
-    absorb(kernel, node)
-    replace(node, kernel)
-    return None
+def _lower_convolution(choose: Choice) -> Callable[[Match], str | None]:
+    def lower(match: Match) -> str | None:
+        node, params = match.root, qparams(match["dequantize"])
+        weight = integer_weight(match["weight"])
+        geometry = _geometry(node, weight)
+        checks = (weight, geometry, _activation_objection(params, conv=True), _padding_objection(weight, geometry))
+        reason = next((found for found in checks if isinstance(found, str)), None)
+        if reason:
+            return reason
+        assert isinstance(weight, IntegerWeight)
+        assert isinstance(geometry, tuple)
+        reason = _measured_convolution(choose, match, weight, geometry)
+        if reason:
+            return reason
+        values, scales, zeros = _constants(node, weight, node.name)
+        scale, zero_point = params.scale, params.zero_point
+        packed = call(node, onednn.qconv_prepack.default, (values, scales, scale, zero_point, *geometry), node)
+        packed.meta["val"] = values.meta["val"]
+        args = (match["integers"], scale, zero_point, packed, scales, zeros, match.get("bias"), *geometry)
+        kernel = call(node, onednn.qconv_pointwise.default, (*args, *NO_OUTPUT_QPARAMS, *NO_UNARY), node)
+        absorb(kernel, node)
+        replace(node, kernel)
+        return None
+
+    return lower
+
+
+def _measured_convolution(choose: Choice, match: Match, weight: IntegerWeight, geometry: Geometry) -> str | None:
+    if choose is always_integer:
+        return None
+    zeros, scale = torch.zeros(weight.values.shape[0], dtype=torch.int32), weight.scales
+    packed = onednn.qconv_prepack(weight.values, scale, 0.02, 128, *geometry)
+    floats = weight.values.float()
+    run = (aten.conv1d, aten.conv2d, aten.conv3d)[floats.dim() - 3]
+
+    def integer(x: Tensor) -> Tensor:
+        args = (x, 0.02, 128, packed, scale, zeros, None, *geometry, 1.0, 128, torch.uint8, *NO_UNARY)
+        found: Tensor = onednn.qconv_pointwise(*args)
+        return found
+
+    return choose(match.root, match["integers"], integer, lambda x: run(x, floats, None, *geometry))
 
 
 def _activation_objection(params: QParams, *, conv: bool) -> str | None:
@@ -66,7 +87,18 @@ def _activation_objection(params: QParams, *, conv: bool) -> str | None:
     return None
 
 
-def _geometry(node: fx.Node, weight: IntegerWeight | str) -> tuple[list[int], list[int], list[int], int] | str:
+def _padding_objection(weight: IntegerWeight | str, geometry: Geometry | str) -> str | None:
+    """With padding wider than the kernel reaches, oneDNN writes garbage (seen at kernel 2, padding 2, 1 channel)."""
+    if isinstance(weight, str) or isinstance(geometry, str):
+        return None
+    _, padding, dilation, _ = geometry
+    reach = [d * (k - 1) for d, k in zip(dilation, weight.values.shape[2:], strict=True)]
+    if all(p <= r for p, r in zip(padding, reach, strict=True)):
+        return None
+    return f"its padding {padding} is wider than the kernel reaches, {reach}"
+
+
+def _geometry(node: fx.Node, weight: IntegerWeight | str) -> Geometry | str:
     """Returns stride, padding, dilation and groups as the kernels take them."""
     if isinstance(weight, str):
         return weight
@@ -94,7 +126,7 @@ def _named_padding(name: str, kernel: Any, dilation: list[int]) -> list[int] | N
     return None if any(total % 2 for total in totals) else [total // 2 for total in totals]
 
 
-def _lower_linear(channel_axis: int) -> Callable[[Match], str | None]:
+def _lower_linear(channel_axis: int, choose: Choice) -> Callable[[Match], str | None]:
     def lower(match: Match) -> str | None:
         node, params = match.root, qparams(match["dequantize"])
         weight = integer_weight(match["weight"], channel_axis)
@@ -103,6 +135,9 @@ def _lower_linear(channel_axis: int) -> Callable[[Match], str | None]:
         if reason:
             return reason
         assert isinstance(weight, IntegerWeight)
+        reason = _measured_linear(choose, match, weight)
+        if reason:
+            return reason
         values, scales, zeros = _constants(node, weight, node.name)
         packed = call(node, onednn.qlinear_prepack.default, (values, None), node)
         packed.meta["val"] = values.meta["val"].t()
@@ -114,6 +149,20 @@ def _lower_linear(channel_axis: int) -> Callable[[Match], str | None]:
         return None
 
     return lower
+
+
+def _measured_linear(choose: Choice, match: Match, weight: IntegerWeight) -> str | None:
+    if choose is always_integer:
+        return None
+    zeros, scale = torch.zeros(weight.values.shape[0], dtype=torch.int32), weight.scales
+    packed, floats = onednn.qlinear_prepack(weight.values, None), weight.values.float()
+
+    def integer(x: Tensor) -> Tensor:
+        args = (x, 0.02, 128, packed, scale, zeros, None, 1.0, 128, torch.uint8, *NO_UNARY)
+        found: Tensor = onednn.qlinear_pointwise(*args)
+        return found
+
+    return choose(match.root, match["integers"], integer, lambda x: aten.linear(x, floats))
 
 
 def _linear_objection(match: Match, weight: IntegerWeight | str) -> str | None:
@@ -130,18 +179,24 @@ def _linear_objection(match: Match, weight: IntegerWeight | str) -> str | None:
     return None
 
 
-def _product(name: str, activation: str, weight: str, bias: str | None) -> Pattern:
-    inputs: dict[str, Any] = {activation: ACTIVATION, weight: value("weight")}
-    if bias:
-        inputs[bias] = optional(value("bias"))
-    return op(name, **inputs)
+def _weighted(name: str) -> Op:
+    return op(name, input=ACTIVATION, weight=value("weight"), bias=optional(value("bias")))
 
 
-PRODUCTS = (
-    *(Rule(op(name, input=ACTIVATION, weight=value("weight"), bias=optional(value("bias"))), _lower_convolution)
-      for name in ("conv1d", "conv2d", "conv3d", "convolution")),
-    Rule(op("linear", input=ACTIVATION, weight=value("weight"), bias=optional(value("bias"))), _lower_linear(0)),
-    Rule(op("addmm", self=value("bias"), mat1=ACTIVATION, mat2=value("weight")), _lower_linear(1)),
-    Rule(op("mm", self=ACTIVATION, mat2=value("weight")), _lower_linear(1)),
-    Rule(op("matmul", self=ACTIVATION, other=value("weight")), _lower_linear(1)),
-)  # fmt: skip
+def products(choose: Choice = always_integer) -> tuple[Rule, ...]:
+    """Returns the rules of convolutions and linears.
+
+    Args:
+        choose: says for a layer that could run on integers why it should stay float, or None.
+    """
+    convolve = _lower_convolution(choose)
+    return (
+        *(Rule(_weighted(name), convolve) for name in CONVOLUTIONS),
+        Rule(_weighted("linear"), _lower_linear(0, choose)),
+        Rule(op("addmm", self=value("bias"), mat1=ACTIVATION, mat2=value("weight")), _lower_linear(1, choose)),
+        Rule(op("mm", self=ACTIVATION, mat2=value("weight")), _lower_linear(1, choose)),
+        Rule(op("matmul", self=ACTIVATION, other=value("weight")), _lower_linear(1, choose)),
+    )
+
+
+CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution")

@@ -285,6 +285,13 @@ def test_weights_that_no_kernel_multiplies_stay_float_with_the_reason(change, re
     assert reason in left.reason
 
 
+def test_padding_that_onednn_computes_wrongly_stays_float():
+    torch.manual_seed(0)
+    model = Product(lambda x, w, b: F.conv2d(x, w, b, padding=2), (8, 1, 2, 2), before={"scale": 0.05, "zero_point": 176})
+    program = check(model, torch.randn(3, 1, 7, 7) * 5, step=0.04, kernels=0)
+    assert "wider than the kernel reaches" in next(o.reason for o in program.ops if o.placement == "float")
+
+
 def test_a_transposed_convolution_stays_float_and_runs():
     torch.manual_seed(0)
     program = check(Product(F.conv_transpose2d, (16, 16, 3, 3)), torch.randn(IMAGE), step=0.04, kernels=0)
@@ -332,7 +339,7 @@ def test_convolutions_of_any_geometry_stay_within_a_step(
 ):
     torch.manual_seed(0)
     model = Product(
-        lambda x, w, b: F.conv2d(x, w, b, stride=stride, padding=padding),
+        lambda x, w, b: F.conv2d(x, w, b, stride=stride, padding=min(padding, kernel - 1)),
         (filters, channels, kernel, kernel),
         F.relu if relu else lambda y: y,
         before={"scale": 0.05, "zero_point": zero_point},

@@ -1,0 +1,129 @@
+"""The ways to run a lowered program: compiled, packaged, on a processor without VNNI, autotuned."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torchao.quantization.pt2e  # noqa: F401  (registers the operators of quantized_decomposed)
+from torch import nn
+from torch.nn import functional as F
+
+from quantplug.core.errors import ArtefactError, LoweringError
+from quantplug.lowering.x86 import lower
+
+QD = torch.ops.quantized_decomposed
+BATCH = ({0: torch.export.Dim("batch", min=1, max=16)},)
+
+
+def rounded(x, scale=0.05, zero_point=100, qmax=255):
+    args = (scale, zero_point, 0, qmax, torch.uint8)
+    return QD.dequantize_per_tensor(QD.quantize_per_tensor(x, *args), *args)
+
+
+class Layer(nn.Module):
+    def __init__(self, *shape):
+        super().__init__()
+        self.register_buffer("values", torch.randint(-127, 128, shape, dtype=torch.int8))
+        self.register_buffer("scales", torch.rand(shape[0]) * 0.003 + 0.001)
+        self.register_buffer("zeros", torch.zeros(shape[0], dtype=torch.int64))
+        self.bias = nn.Parameter(torch.randn(shape[0]))
+
+    def forward(self, x):
+        weight = QD.dequantize_per_channel(self.values, self.scales, self.zeros, 0, -127, 127, torch.int8)
+        return F.linear(x, weight, self.bias) if weight.dim() == 2 else F.conv2d(x, weight, self.bias, padding=1)
+
+
+class Reference(nn.Module):
+    """A residual block and a head as a q/dq graph; `qmax` 127 is what processors without VNNI need."""
+
+    def __init__(self, qmax=255):
+        super().__init__()
+        self.one, self.two, self.head = Layer(16, 3, 3, 3), Layer(16, 16, 3, 3), Layer(8, 16)
+        self.zero_point, self.qmax = (qmax + 1) // 2, qmax
+
+    def forward(self, x):
+        step = 0.08 * 255 / self.qmax
+        x = rounded(F.relu(self.one(rounded(x, step / 2, self.zero_point, self.qmax))), step, 0, self.qmax)
+        x = rounded(F.relu(self.two(x) + x), 2 * step, 0, self.qmax)
+        x = rounded(x.mean((2, 3)), step, 0, self.qmax)
+        return self.head(x)
+
+
+@pytest.fixture(scope="module")
+def lowered():
+    torch.manual_seed(0)
+    inputs = (torch.randn(2, 3, 8, 8),)
+    graph = torch.export.export(Reference().eval(), inputs, dynamic_shapes=BATCH).module()
+    return graph, inputs, lower(graph, inputs, dynamic_shapes=BATCH)
+
+
+@pytest.mark.slow
+def test_torch_compile_gives_the_same_numbers_on_the_same_kernels(lowered):
+    _, inputs, program = lowered
+    torch.testing.assert_close(program.compile()(*inputs), program(*inputs), rtol=1e-4, atol=1e-4)
+
+
+ALONE = """
+import sys, torch
+run = torch._inductor.aoti_load_package(sys.argv[1])
+for size in (2, 5):
+    x, y = torch.load(f"{sys.argv[2]}/{size}.pt")
+    torch.testing.assert_close(run(x), y, rtol=1e-4, atol=1e-4)
+assert not [name for name in sys.modules if name.startswith("quantplug")]
+"""
+
+
+@pytest.mark.slow
+def test_a_package_runs_without_quantplug_and_takes_other_batch_sizes(lowered, tmp_path):
+    _, _, program = lowered
+    path = program.package(tmp_path / "model.pt2")
+    for size in (2, 5):
+        x = torch.randn(size, 3, 8, 8)
+        torch.save((x, program(x)), tmp_path / f"{size}.pt")
+    subprocess.run([sys.executable, "-c", ALONE, str(path), str(tmp_path)], check=True, cwd=tmp_path)
+
+
+def test_without_a_compiler_compiling_is_refused_and_eager_still_runs(lowered, tmp_path, monkeypatch):
+    graph, inputs, program = lowered
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(LoweringError, match="no-such-compiler"):
+        program.compile()
+    with pytest.raises(LoweringError, match="no-such-compiler"):
+        program.package(tmp_path / "model.pt2")
+    torch.testing.assert_close(program(*inputs), graph(*inputs), rtol=0.05, atol=0.05)
+
+
+def test_a_package_needs_a_name_that_inductor_takes(lowered, tmp_path):
+    with pytest.raises(ArtefactError, match=r"\.pt2"):
+        lowered[2].package(tmp_path / "model.so")
+
+
+WITHOUT_VNNI = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from test_x86_compiled import Reference
+from quantplug.lowering.x86 import lower
+torch.manual_seed(0)
+inputs = (torch.randn(2, 3, 8, 8),)
+graph = torch.export.export(Reference(qmax=127).eval(), inputs).module()
+program = lower(graph, inputs)
+with torch.no_grad():
+    noise, signal = (program(*inputs) - graph(*inputs)).pow(2).sum(), graph(*inputs).pow(2).sum()
+assert 10 * torch.log10(signal / noise.clamp_min(1e-30)) > 35, (signal, noise)
+"""
+
+
+def test_a_processor_without_vnni_runs_ranges_that_were_reduced_for_it():
+    script = [sys.executable, "-c", WITHOUT_VNNI, str(Path(__file__).parent)]
+    subprocess.run(script, check=True, env={"ONEDNN_MAX_CPU_ISA": "AVX2", "PATH": "/usr/bin:/bin"})
+
+
+def test_autotune_says_which_layers_it_left_float_and_keeps_the_numbers(lowered):
+    graph, inputs, _ = lowered
+    program = lower(graph, inputs, dynamic_shapes=BATCH, autotune=True)
+    layers = [o for o in program.ops if o.target in ("aten.conv2d.default", "aten.linear.default")]
+    assert len(layers) == 3
+    assert all(o.placement == "int8" or o.reason.startswith("measured: the float kernel takes") for o in layers)
+    torch.testing.assert_close(program(*inputs), graph(*inputs), rtol=0.05, atol=0.05)
