@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 from torch.fx.traceback import NodeSource, NodeSourceAction
 from torchao.quantization.pt2e.quantizer import is_valid_annotation
 
+from quantplug.core.collection import collection_paused
 from quantplug.core.constants import constant_nodes, evaluate_constants
 from quantplug.core.errors import CalibrationError, ConfigError, ConvertError
 from quantplug.core.graph import attribute, require_graph_module
@@ -67,12 +68,22 @@ def convert_pt2e(
         if not isinstance(flag, bool):
             raise ConfigError(f"`{name}` of convert_pt2e takes True or False, found {flag!r}.")
     _require_prepared(model)
-    converted = _convert(model, fold_quantize)
-    if use_reference_representation:
-        from quantplug.core.integer import integer_representation
+    with collection_paused():
+        converted = _convert(model, fold_quantize)
+    return _in_integers(converted) if use_reference_representation else converted
 
-        converted = integer_representation(converted)
-    return converted
+
+def _in_integers(converted: fx.GraphModule) -> fx.GraphModule:
+    """Replaces float operators between q/dq by integer arithmetic, with torchao's patterns.
+
+    They are taken as they are: what they compute is a definition, and a second one would only be another.
+    """
+    from torchao.quantization.pt2e.reference_representation_rewrite import reference_representation_rewrite
+
+    meta = dict(converted.meta)
+    rewritten: fx.GraphModule = reference_representation_rewrite(converted)
+    rewritten.meta |= meta
+    return rewritten
 
 
 def _require_prepared(model: fx.GraphModule) -> None:

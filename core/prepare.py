@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.fx.node import map_arg
 from torchao.quantization.pt2e.quantizer import Quantizer
 
+from quantplug.core.collection import collection_paused
 from quantplug.core.constants import buffer_writes, constant_nodes
 from quantplug.core.errors import ModelError
 from quantplug.core.fold import Permission, fold_batch_norms
@@ -48,7 +49,8 @@ def prepare_pt2e(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphModule:
         AnnotationError: the quantizer's annotations cannot be carried out.
     """
     _require_float_model(model, "prepare_pt2e")
-    return _prepare(working_copy(model), quantizer, is_qat=False)
+    with collection_paused():
+        return _prepare(working_copy(model), quantizer, is_qat=False)
 
 
 def prepare_qat_pt2e(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphModule:
@@ -67,7 +69,8 @@ def prepare_qat_pt2e(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphMod
         AnnotationError: the quantizer's annotations cannot be carried out.
     """
     _require_float_model(model, "prepare_qat_pt2e")
-    return _prepare(working_copy(model, own_parameters=True), quantizer, is_qat=True)
+    with collection_paused():
+        return _prepare(working_copy(model, own_parameters=True), quantizer, is_qat=True)
 
 
 def _require_float_model(model: fx.GraphModule, stage: str) -> None:

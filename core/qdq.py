@@ -37,6 +37,7 @@ DEQUANTIZE_OPS = (
     torch.ops.torchao.dequantize_affine,
     torch.ops.torchao.dequantize_affine.default,
 )
+AFFINE_OPS = tuple(op for op in (*QUANTIZE_OPS, *DEQUANTIZE_OPS) if "affine" in str(op))
 CHOOSE_OPS = (
     _OPS.choose_qparams.tensor,
     _OPS.choose_qparams_symmetric.tensor,

@@ -1,17 +1,21 @@
 """The reference quantized model: what two of them compute, as comparable values.
 
-Before: converted graph modules. After: the same modules, unchanged; what they have in common and what not.
+Before: converted graph modules. After: the same modules, unchanged; whether they are of the format that
+docs/reference-model.md describes, and in what two of them differ.
 """
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from quantplug.core.constants import written_buffers
-from quantplug.core.graph import attribute
+from quantplug.core.graph import attribute, constant_value, describe, require_graph_module, tensor_value
+from quantplug.core.observation import dtype_range, observer_of
+from quantplug.core.qdq import AFFINE_OPS, DEQUANTIZE_OPS, QUANTIZE_OPS
 
 
 def structure(model: fx.GraphModule) -> tuple[Counter[str], str]:
@@ -68,3 +72,97 @@ def _content(value: Any) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha1(text.encode()).hexdigest()
+
+
+def is_reference_quantized(model: fx.GraphModule) -> bool:
+    """Tells whether a graph module is a reference quantized model: it has q/dq nodes and no defect."""
+    has_pairs = any(node.target in DEQUANTIZE_OPS for node in model.graph.nodes)
+    return has_pairs and not reference_defects(model)
+
+
+def reference_defects(model: fx.GraphModule) -> list[str]:
+    """Returns every way in which a graph module departs from the format of docs/reference-model.md.
+
+    Raises:
+        ModelError: the model is no graph module.
+    """
+    found: list[str] = []
+    for node in require_graph_module(model, "reference_defects").graph.nodes:
+        if observer_of(node) is not None:
+            found.append(f"{describe(node)} still observes; convert the model.")
+        elif node.target in QUANTIZE_OPS:
+            found += _quantize_defects(node)
+        elif node.target in DEQUANTIZE_OPS:
+            found += _dequantize_defects(node)
+    return found
+
+
+def _quantize_defects(node: fx.Node) -> Iterator[str]:
+    for user in node.users:
+        if user.target not in DEQUANTIZE_OPS:
+            yield f"{describe(node)} is read by {describe(user)}, which is no dequantize node."
+        elif user.target not in AFFINE_OPS and not _same(node.args[1:], user.args[1:]):
+            yield f"{describe(user)} has other parameters than {describe(node)}, which it reads."
+    yield from _parameter_defects(node)
+
+
+def _dequantize_defects(node: fx.Node) -> Iterator[str]:
+    source = node.all_input_nodes[0]
+    if source.target in QUANTIZE_OPS:
+        return
+    if source.op not in ("get_attr", "placeholder"):
+        yield f"{describe(node)} reads {describe(source)}, which is no quantize node, constant or input."
+        return
+    yield from _parameter_defects(node)
+    stored = constant_value(source)
+    if stored is None or node.target in AFFINE_OPS:
+        return
+    low, high, dtype = _limits(node)
+    if stored.dtype != dtype:
+        yield f"{describe(node)} expects {dtype}, but the constant '{source.target}' holds {stored.dtype}."
+    elif stored.numel() and not (low <= stored.float().min() and stored.float().max() <= high):
+        yield f"The constant '{source.target}' leaves the range {low}..{high} of {describe(node)}."
+
+
+def _parameter_defects(node: fx.Node) -> Iterator[str]:
+    if node.target in AFFINE_OPS or len(node.args) < 6:
+        return
+    low, high, dtype = _limits(node)
+    least, greatest = dtype_range(dtype)
+    if not least <= low < high <= greatest:
+        yield f"{describe(node)} has the range {low}..{high}, which {dtype} cannot hold."
+    scale, zero_point = (constant_value(n) if isinstance(n, fx.Node) else torch.tensor(n) for n in node.args[1:3])
+    if scale is None or zero_point is None:
+        return
+    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        yield f"{describe(node)} has a scale that is not finite and positive."
+    if not zero_point.is_floating_point() and not bool(((low <= zero_point) & (zero_point <= high)).all()):
+        yield f"{describe(node)} has a zero point outside of {low}..{high}."
+    if len(node.args) == 7:
+        yield from _channel_defects(node, scale, zero_point)
+
+
+def _limits(node: fx.Node) -> tuple[int, int, torch.dtype]:
+    """Returns the last three arguments of a q/dq node: quant_min, quant_max and dtype."""
+    arguments: Any = node.args
+    low, high, dtype = arguments[-3:]
+    return low, high, dtype
+
+
+def _channel_defects(node: fx.Node, scale: Tensor, zero_point: Tensor) -> Iterator[str]:
+    value, axis = tensor_value(node.all_input_nodes[0]), node.args[3]
+    if value is None or not isinstance(axis, int):
+        return
+    if axis >= value.dim():
+        yield f"{describe(node)} has its channels along axis {axis} of {value.dim()} dimensions."
+    elif {scale.numel(), zero_point.numel()} != {value.shape[axis]}:
+        yield f"{describe(node)} has {scale.numel()} scales for {value.shape[axis]} channels."
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Tells whether arguments are equal; constants are equal if they read the same attribute."""
+
+    def read(value: Any) -> Any:
+        return ("constant", value.target) if isinstance(value, fx.Node) and value.op == "get_attr" else value
+
+    return [read(v) for v in one] == [read(v) for v in other]

@@ -49,10 +49,10 @@ def literal_groups(graph: fx.Graph) -> set[frozenset[Any]]:
     changed = True
     while changed:
         changed = False
-        for a, b in itertools.combinations(groups, 2):
-            if any(share(one, other) for one in a for other in b):
-                a |= b
-                groups.remove(b)
+        for first, second in itertools.combinations(groups, 2):
+            if any(share(one, other) for one in first for other in second):
+                first.update(second)
+                groups.remove(second)
                 changed = True
                 break
     return {frozenset(group) for group in groups}
