@@ -10,6 +10,7 @@ value is smaller than 2**-100 of the range; such a negative value may be counted
 """
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import NamedTuple
 
@@ -144,33 +145,54 @@ def _counts_of_block(values: Tensor, exponent: Tensor, start: Tensor, bins: int)
 
 
 def _counts_of_one(values: Tensor, exponent: int, start: int, bins: int) -> Tensor:
-    factor, total = 2.0**-exponent, torch.zeros(bins, dtype=torch.int64, device=values.device)
-    scratch = _scratch(values.device)
-    lane = scratch.lanes(bins)
+    """Counts one row, in as many threads as torch has: its own bincount uses one."""
+    threads = min(torch.get_num_threads(), values.numel() // (2 * CHUNK)) if values.device.type == "cpu" else 1
+    scratch = _scratch(values.device).sets(max(1, threads))
+    offset = scratch[0].lane * bins - start
+    shares = values.tensor_split(len(scratch))
+    totals = [torch.zeros(bins, dtype=torch.int64, device=values.device) for _ in scratch]
+    rest = zip(shares, totals, scratch, strict=True)
+    work = [(share, 2.0**-exponent, offset, total, arrays) for share, total, arrays in rest]
+    if len(work) == 1:
+        _count_share(*work[0])
+    else:
+        # Threads of their own for each call: a pool would not survive a fork.
+        with ThreadPoolExecutor(len(work)) as pool:
+            list(pool.map(_count_share, *zip(*work, strict=True)))
+    return torch.stack(totals).sum(0, keepdim=True)
+
+
+def _count_share(values: Tensor, factor: float, offset: Tensor, total: Tensor, scratch: "_Arrays") -> None:
     for begin in range(0, values.numel(), CHUNK):
         chunk = values[begin : begin + CHUNK]
         for at in range(0, chunk.numel(), GRAIN):
             part = chunk[at : at + GRAIN]
-            scaled = torch.mul(part, factor, out=scratch.scaled[: len(part)]).floor_().sub_(start)
-            scratch.index[at : at + len(part)].copy_(scaled).add_(lane[: len(part)])
-        counters = torch.bincount(scratch.index[: len(chunk)], minlength=LANES * bins)
-        total += counters.view(LANES, bins).sum(0)
-    return total[None]
+            scaled = torch.mul(part, factor, out=scratch.scaled[: len(part)]).floor_()
+            scratch.index[at : at + len(part)].copy_(scaled).add_(offset[: len(part)])
+        counters = torch.bincount(scratch.index[: len(chunk)], minlength=LANES * len(total))
+        total += counters.view(LANES, -1).sum(0)
 
 
-class _Scratch(threading.local):
-    """Arrays that one thread reuses: fresh megabytes would cost a page fault for every 4 KB of every chunk."""
+class _Arrays:
+    """Arrays to work in: fresh megabytes would cost a page fault for every 4 KB of every chunk."""
 
     def __init__(self, device: torch.device) -> None:
         self.scaled = torch.empty(GRAIN, device=device)
         self.index = torch.empty(CHUNK, dtype=torch.int32, device=device)
-        self._lane = torch.arange(GRAIN, dtype=torch.int32, device=device) % LANES
-        self._offsets: dict[int, Tensor] = {}
+        self.lane = torch.arange(GRAIN, dtype=torch.int32, device=device) % LANES
 
-    def lanes(self, bins: int) -> Tensor:
-        if bins not in self._offsets:
-            self._offsets[bins] = self._lane * bins
-        return self._offsets[bins]
+
+class _Scratch(threading.local):
+    """The arrays of one calling thread, a set for each thread that it starts."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sets: list[_Arrays] = []
+
+    def sets(self, count: int) -> list[_Arrays]:
+        while len(self._sets) < count:
+            self._sets.append(_Arrays(self._device))
+        return self._sets[:count]
 
 
 @cache
