@@ -1,0 +1,137 @@
+"""What each observer keeps of a trained model's accuracy, beside torchao's observers.
+
+    python benchmarks/accuracy.py --data PATH [--models resnet20 kws_dscnn] [--backends xnnpack x86]
+
+PATH is a folder with a `models.py` that has `load(name) -> nn.Module` and `data(name) -> (calibration
+inputs, test inputs, labels)`. Quantized models are the reference (q/dq) graphs. Printed are top-1, agreement
+with the float model's class and signal to quantization noise of the logits, for each pair of
+an activation observer and a weight observer; rows "torchao" use torchao's own classes.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torchao.quantization.pt2e import HistogramObserver, MinMaxObserver, PerChannelMinMaxObserver
+from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
+
+import quantplug
+from quantplug.annotators.presets import get_symmetric_quantization_config, get_x86_quantization_config
+from quantplug.core.observers import observer
+
+BATCH = 100
+EPS = 2.0**-12
+# Setting: integer bounds of weights, weights per channel.
+SETTINGS = {
+    "int8 weights, per channel": (-127, 127, True),
+    "int8 weights, per tensor": (-127, 127, False),
+    "4-bit weights, per channel": (-8, 7, True),
+    "4-bit weights, per tensor": (-8, 7, False),
+}
+# Activation observer, weight observer.
+ROWS = (
+    ("torchao minmax", "torchao minmax"),
+    ("torchao histogram", "torchao minmax"),
+    ("minmax", "minmax"),
+    ("histogram", "minmax"),
+    ("percentile", "minmax"),
+    ("mse", "minmax"),
+    ("entropy", "minmax"),
+    ("histogram", "histogram"),
+    ("mse", "mse"),
+)
+
+
+def constructor(name: str, per_channel: bool) -> Any:
+    """Returns the constructor of an observer by the name it has in the table."""
+    theirs = {
+        "torchao histogram": HistogramObserver,
+        "torchao minmax": PerChannelMinMaxObserver if per_channel else MinMaxObserver,
+    }
+    return theirs[name].with_args(eps=EPS) if name in theirs else observer(name, per_channel, eps=EPS)
+
+
+def config(backend: str, setting: str, row: tuple[str, str]) -> QuantizationConfig:
+    """Returns the backend's usual config with other observers and weight bounds."""
+    low, high, per_channel = SETTINGS[setting]
+    base = get_x86_quantization_config() if backend == "x86" else get_symmetric_quantization_config(True)
+    activation = dataclasses.replace(base.input_activation, observer_or_fake_quant_ctr=constructor(row[0], False))
+    scheme = torch.per_channel_symmetric if per_channel else torch.per_tensor_symmetric
+    axis = 0 if per_channel else None
+    weight = QuantizationSpec(torch.int8, constructor(row[1], per_channel), low, high, scheme, axis)
+    return dataclasses.replace(base, input_activation=activation, output_activation=activation, weight=weight)
+
+
+def logits(model: Any, inputs: Tensor) -> Tensor:
+    """Returns a model's outputs for inputs whose number is a multiple of the batch."""
+    with torch.no_grad():
+        return torch.cat([model(batch) for batch in inputs.split(BATCH)])
+
+
+def whole_batches(*tensors: Tensor) -> list[Tensor]:
+    """Returns tensors cut to a multiple of the batch."""
+    return [tensor[: len(tensor) // BATCH * BATCH] for tensor in tensors]
+
+
+def quantized(model: nn.Module, calibration: Tensor, backend: str, setting: str, row: tuple[str, str]) -> Any:
+    """Returns the reference graph of a model, calibrated."""
+    exported = torch.export.export(model, (calibration[:BATCH],)).module()
+    quantizer = quantplug.get_quantizer(backend).set_global(config(backend, setting, row))
+    prepared = quantplug.prepare_pt2e(exported, quantizer)
+    quantplug.calibrate(prepared, calibration.split(BATCH), progress=False)
+    return quantplug.convert_pt2e(prepared)
+
+
+def measured(found: Tensor, expected: Tensor, labels: Tensor) -> tuple[str, str, str]:
+    """Returns top-1 and agreement in percent and SQNR in dB, as text."""
+    top1 = (found.argmax(1) == labels).float().mean() * 100
+    agreement = (found.argmax(1) == expected.argmax(1)).float().mean() * 100
+    noise = 10 * torch.log10(expected.square().sum() / (expected - found).square().sum())
+    return f"{top1:.1f}", f"{agreement:.1f}", f"{noise:.1f}"
+
+
+def table(folder: Any, name: str, backend: str, settings: list[str]) -> Table:
+    """Returns the table of one model on one backend."""
+    model, (calibration, inputs, labels) = folder.load(name), folder.data(name)
+    (calibration,), (inputs, labels) = whole_batches(calibration), whole_batches(inputs, labels)
+    expected = logits(model, inputs)
+    title = f"{name}, {backend}: float top-1 {measured(expected, expected, labels)[0]} (top-1 %, agreement %, SQNR dB)"
+    found = Table("activations", "weights", *settings, title=title)
+    for row in ROWS:
+        cells = []
+        for setting in settings:
+            graph = quantized(model, calibration, backend, setting, row)
+            cells.append("  ".join(measured(logits(graph, inputs), expected, labels)))
+            Console(stderr=True).print(name, backend, setting, row, cells[-1])
+        found.add_row(*row, *cells)
+    return found
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--models", nargs="*", default=["resnet20", "kws_dscnn"])
+    parser.add_argument("--backends", nargs="*", default=["xnnpack", "x86"])
+    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    spec = importlib.util.spec_from_file_location("accuracy_models", arguments.data / "models.py")
+    if spec is None or spec.loader is None:
+        parser.error(f"{arguments.data} holds no models.py")
+    folder = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(folder)
+    for name in arguments.models:
+        for backend in arguments.backends:
+            Console(width=200).print(table(folder, name, backend, arguments.settings))
+
+
+if __name__ == "__main__":
+    main()
