@@ -1,0 +1,132 @@
+"""Backends: their names, their declarations, and what they say of themselves."""
+
+import inspect
+from dataclasses import asdict
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+from models import Function, exported
+from torch import nn
+from torchao.quantization.pt2e.quantizer import Quantizer
+
+import quantplug
+from quantplug import Backend, BackendQuantizer, X86Quantizer, XNNPACKQuantizer, explain, get_quantizer
+from quantplug.annotators.linear import linear
+from quantplug.annotators.presets import get_symmetric_quantization_config
+from quantplug.core.errors import ConfigError
+from quantplug.quantizers import registry, x86, xnnpack
+
+TOY = Backend("toy", (linear(),), {"int8": get_symmetric_quantization_config}, "quantplug.lowering.x86:lower")
+
+
+def test_e15_r17_backends_by_name():
+    assert isinstance(get_quantizer("xnnpack"), XNNPACKQuantizer)
+    assert isinstance(get_quantizer("x86"), X86Quantizer)
+    assert get_quantizer("x86") is not get_quantizer("x86")
+    assert isinstance(get_quantizer("x86"), Quantizer)
+    assert {entry.name for entry in quantplug.backends()} >= {"xnnpack", "x86"}
+
+
+def test_e15_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(ConfigError, match=r"no backend 'xnpack' \(did you mean 'xnnpack'\?\); choose one of"):
+        get_quantizer("xnpack")
+    with pytest.raises(ConfigError, match="no backend '3'"):
+        get_quantizer(3)
+
+
+def test_r17_plugins_are_found_and_broken_ones_do_not_hurt(monkeypatch):
+    points = [
+        EntryPoint("toy", f"{__name__}:TOY", registry.GROUP),
+        EntryPoint("broken", "no.such.module:X", registry.GROUP),
+        EntryPoint("wrong", "json:dumps", registry.GROUP),
+        EntryPoint("x86", "json:dumps", registry.GROUP),
+    ]
+    monkeypatch.setattr(EntryPoint, "load", lambda self: TOY if self.name == "toy" else _load(self))
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    problems = {(e.name, e.problem) for e in registry.backends() if e.problem}
+    assert {name for name, _ in problems} == {"broken", "wrong", "x86"}
+    assert isinstance(get_quantizer("x86"), X86Quantizer)
+    assert get_quantizer("toy").backend is TOY
+    with pytest.raises(ConfigError, match=r"Backend 'broken' of package .* is broken: ModuleNotFoundError"):
+        get_quantizer("broken")
+
+
+_load = EntryPoint.load
+
+
+def test_a_backend_without_configs_or_annotators_is_refused():
+    with pytest.raises(ConfigError, match="Backend 'empty' declares no config"):
+        Backend("empty", (linear(),), {}, "x:y")
+    with pytest.raises(ConfigError, match="Backend 'empty' declares no annotator"):
+        Backend("empty", (), {"int8": get_symmetric_quantization_config}, "x:y")
+
+
+@pytest.mark.parametrize("name", ["xnnpack", "x86"])
+def test_q01_capabilities_list_every_rule_as_data(name):
+    quantizer = get_quantizer(name)
+    rows = {row.rule: row for row in quantizer.capabilities()}
+    assert len(rows) == len(quantizer.capabilities())
+    assert rows["conv_relu"].operators[:2] == ("aten.conv1d.default", "aten.conv1d.padding")
+    assert "aten.relu_.default" in rows["conv_relu"].operators
+    assert rows["conv"].configs == tuple(quantizer.backend.configs)
+    assert "int8_dynamic" not in rows["add"].configs
+    assert "int8" in rows["add"].configs
+    assert (rows["conv"].output, rows["max_pool2d"].output, rows["view"].output) == ("own", "shared", "shared")
+    assert all(isinstance(v, str | tuple) for row in rows.values() for v in asdict(row).values())
+    assert {row.output for row in rows.values()} <= {"own", "shared", "fixed", "float"}
+
+
+ONE_OF_EACH = {
+    "conv": lambda m, x: m.conv(x),
+    "conv_relu": lambda m, x: torch.relu(m.conv(x)),
+    "add": lambda m, x: x + x.exp(),
+    "max_pool2d": lambda m, x: nn.functional.max_pool2d(x, 2),
+    "mean": lambda m, x: x.mean((2, 3), keepdim=True),
+    "sigmoid": lambda m, x: torch.sigmoid(x),
+    "tanh": lambda m, x: torch.tanh(x),
+    "view": lambda m, x: m.conv(x).view(-1),
+    "relu": lambda m, x: torch.relu(m.conv(x) + m.conv(x)).relu(),
+    "cat": lambda m, x: torch.cat([x, x.exp()]),
+}
+
+
+@pytest.mark.parametrize("name", ["xnnpack", "x86"])
+def test_q01_capabilities_tell_the_truth_about_the_output(name):
+    quantizer = get_quantizer(name)
+    rows = {row.rule: row for row in quantizer.capabilities()}
+    kinds = {"SharedQuantizationSpec": "shared", "FixedQParamsQuantizationSpec": "fixed", "QuantizationSpec": "own"}
+    checked = 0
+    for rule, function in ONE_OF_EACH.items():
+        if rule not in rows:
+            continue
+        # A quantized reader: kernels that can write float are only then asked for integers.
+        read = lambda m, x: torch.cat([function(m, x)] * 2)  # noqa: B023, E731
+        model = exported(Function(read, conv=nn.Conv2d(3, 3, 1)), torch.randn(1, 3, 8, 8))
+        get_quantizer(name).annotate(model)
+        row = [r for r in explain(model).rows if r.rule == rule][0 if rule == "cat" else -1]
+        spec = next(n for n in model.graph.nodes if n.name == row.node).meta["quantization_annotation"].output_qspec
+        assert kinds[type(spec).__name__] == rows[rule].output, rule
+        checked += 1
+    assert checked >= 7
+
+
+def test_the_quantizer_files_are_declarations():
+    """A page or two, without matching or graph code: no loops, no branches, no torch.fx."""
+    for module in (xnnpack, x86):
+        source = inspect.getsource(module)
+        assert len(source.splitlines()) < 120
+        assert not any(
+            f"\n{indent}{word} " in source for word in ("for", "if", "while") for indent in ("", " " * 4, " " * 8)
+        )
+        assert "fx" not in source
+        assert "node" not in source
+
+
+def test_a_quantizer_of_ones_own_in_a_few_lines():
+    class ToyQuantizer(BackendQuantizer):
+        backend = TOY
+
+    model = exported(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4))
+    ToyQuantizer().annotate(model)
+    assert [row.rule for row in explain(model).rows] == ["linear_relu"] * 2

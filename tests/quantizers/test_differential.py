@@ -1,0 +1,78 @@
+"""Q02: our XNNPACKQuantizer against ExecuTorch's, on the same graphs through the same core."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from executorch.backends.xnnpack.quantizer import xnnpack_quantizer as executorch
+from models import Function, MyModel, Recurrent, ResNet18, SampleModel, Transformer, reference, settled
+from torch import nn
+
+from quantplug import XNNPACKQuantizer, get_symmetric_quantization_config
+from quantplug.core.graph import compute_nodes
+
+QDQ = "quantized_decomposed."
+
+
+def mlp(m, x):
+    return m.two(F.relu(m.one(x)))
+
+
+def residual(m, x):
+    y = F.relu(m.conv(x))
+    return F.relu(m.conv2(y) + y) * torch.cat([m.conv(x), y], 1).mean()
+
+
+CASES = {
+    "resnet18": lambda: (settled(ResNet18(8, 10), torch.randn(4, 3, 64, 64)), torch.randn(2, 3, 64, 64)),
+    "sample": lambda: (SampleModel(), torch.randn(2, 3, 32, 32)),
+    "tutorial": lambda: (MyModel(use_bn=True).eval(), torch.randn(1, 3, 10, 10)),
+    "recurrent": lambda: (Recurrent(), torch.randn(2, 3, 8)),
+    "transformer": lambda: (Transformer(), torch.randn(1, 5, 16)),
+    "mlp": lambda: (Function(mlp, one=nn.Linear(8, 16), two=nn.Linear(16, 4, bias=False)), torch.randn(5, 8)),
+    "residual": lambda: (
+        Function(residual, conv=nn.Conv2d(3, 3, 1), conv2=nn.Conv2d(3, 3, 3, padding=1)),
+        torch.randn(1, 3, 8, 8),
+    ),
+}
+# Deliberate: the mean kernel rescales, so its output keeps its own, tighter range, and passes it on.
+OWN_SCALE = {"resnet18": {"adaptive_avg_pool2d", "flatten", "linear"}, "residual": {"mean", "mul"}}
+# Operators that both annotate, at the least.
+COMPARED = {"resnet18": 49, "sample": 4, "tutorial": 4, "recurrent": 1, "transformer": 10, "mlp": 3, "residual": 7}
+
+
+def around(model):
+    """For each compute node the q/dq arguments at its inputs and at its output."""
+    found = {}
+    for node in compute_nodes(model.graph):
+        if str(node.target).startswith(QDQ):
+            continue
+        inputs = [described(model, n) for n in node.all_input_nodes if str(n.target).startswith(QDQ + "deq")]
+        outputs = [described(model, n) for n in node.users if str(n.target).startswith(QDQ + "quantize")]
+        found[node.name] = (inputs, outputs[:1])
+    return found
+
+
+def described(model, node):
+    kind = str(node.target).removeprefix(QDQ).removeprefix("de").partition(".")[0]
+    return (kind, *(plain(model, argument) for argument in node.args[1:]))
+
+
+def plain(model, argument):
+    if isinstance(argument, torch.fx.Node):
+        return tuple(getattr(model, str(argument.target)).flatten().tolist()) if argument.op == "get_attr" else "node"
+    return argument
+
+
+@pytest.mark.parametrize("per_channel", [True, False], ids=["per_channel", "per_tensor"])
+@pytest.mark.parametrize("case", CASES)
+def test_q02_same_structure_dtypes_and_scales_where_both_annotate(case, per_channel):
+    model, x = CASES[case]()
+    theirs = executorch.XNNPACKQuantizer().set_global(
+        executorch.get_symmetric_quantization_config(is_per_channel=per_channel)
+    )
+    ours = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(per_channel))
+    expected, found = (around(reference(model, quantizer, x)) for quantizer in (theirs, ours))
+    assert found.keys() == expected.keys()
+    both = [(name, e, o) for name, by in expected.items() for e, o in zip(by, found[name], strict=True) if e and o]
+    assert {name for name, e, o in both if e != o} == OWN_SCALE.get(case, set())
+    assert len({name for name, _, _ in both}) >= COMPARED[case]

@@ -1,0 +1,337 @@
+"""The flow as a user runs it: real export, real calibration, artefacts in their real runtimes."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from models import Function, ResNet18, SampleModel, exported, observed, reference, settled
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, Quantizer
+
+import quantplug
+from quantplug import X86Quantizer, XNNPACKQuantizer, explain, get_quantizer, get_symmetric_quantization_config
+from quantplug.annotators.convolution import convolution
+from quantplug.annotators.elementwise import binary
+from quantplug.annotators.linear import linear
+from quantplug.annotators.pooling import pooling
+from quantplug.annotators.presets import get_x86_quantization_config
+from quantplug.annotators.shape import movement
+from quantplug.core.compare import sqnr
+from quantplug.core.errors import (
+    ArtefactError,
+    CalibrationError,
+    ConfigError,
+    LoweringError,
+    ModelError,
+    QuantplugError,
+)
+
+BACKENDS = ("xnnpack", "x86")
+SIZE = (2, 3, 64, 64)
+
+
+def small():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5)).eval()
+
+
+X = torch.randn(1, 3, 8, 8)
+
+
+@pytest.fixture(scope="module")
+def resnet():
+    torch.manual_seed(0)
+    return settled(ResNet18(16, 10), torch.randn(8, *SIZE[1:]))
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["nonstrict", "strict"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_resnet18_through_both_backends(resnet, backend, strict):
+    x = torch.randn(SIZE)
+    model = exported(resnet, x, strict=strict)
+    artefact = quantplug.quantize(model, (x,), backend, [(torch.randn(SIZE),), (x,)], progress=False)
+    report = artefact.report
+    for row in report.rows:
+        if row.operator.startswith(("conv", "linear", "add", "max_pool", "adaptive_avg_pool")):
+            assert row.quantized, row
+    assert sum(row.quantized for row in report.rows) >= 48
+    assert sqnr(artefact(x), artefact.reference(x)) > 40
+    assert sqnr(artefact(x), resnet(x)) > 18
+
+
+class Toy(Quantizer):
+    """A toy quantizer in torchao's interface, written with our annotators."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    def annotate(self, model):
+        for rule in (
+            convolution(activations=("relu",)), linear(), binary("add"), pooling("max_pool2d"),
+            pooling("adaptive_avg_pool2d"), movement(),
+        ):  # fmt: skip
+            rule(model, self.config)
+        return model
+
+    def validate(self, model):
+        pass
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_q13_resnet18_with_a_toy_quantizer_end_to_end(resnet, backend):
+    x = torch.randn(SIZE)
+    config = {"xnnpack": get_symmetric_quantization_config(True), "x86": get_x86_quantization_config()}[backend]
+    converted = reference(resnet, Toy(config), x)
+    lowered = get_quantizer(backend).backend.lower(converted, (x,))
+    assert explain(converted).quantized == 49
+    assert sqnr(lowered(x), converted(x)) > 40
+    assert sum(op.placement == "int8" for op in lowered.ops) >= 20
+
+
+def test_e06_the_sample_model_stays_within_a_hundredth():
+    torch.manual_seed(0)
+    model, data = SampleModel().eval(), torch.rand(64, 3, 32, 32)
+    for backend in BACKENDS:
+        artefact = quantplug.quantize(model, (data[:4],), backend, data.split(4), progress=False)
+        assert (artefact(data[:4]) - model(data[:4])).abs().max() < 1e-2
+        assert artefact.report.quantized == len(artefact.report.rows)
+
+
+def test_e07_a_float_layer_splits_the_model_into_two_islands_of_integers():
+    model = Function(
+        lambda m, x: m.three(torch.relu(m.two(torch.relu(m.one(x))))),
+        one=nn.Conv2d(3, 4, 1), two=nn.Conv2d(4, 4, 1), three=nn.Conv2d(4, 2, 1),
+    )  # fmt: skip
+    converted = reference(model, XNNPACKQuantizer().set_global("int8").set_module_name("two", None), X)
+    report = explain(converted)
+    rows = {row.module_path: row for row in report.rows if row.operator == "conv2d"}
+    assert (rows["one"].quantized, rows["two"].quantized, rows["three"].quantized) == (True, False, True)
+    assert report.islands == (("conv2d_1", "relu_1"),)
+    crossings = [(b.kind, b.producer) for b in report.boundaries]
+    assert [kind for kind, _ in crossings] == ["quantize", "dequantize", "quantize", "dequantize"]
+    into, out = report.boundaries[1], report.boundaries[2]
+    assert into.consumers == ("conv2d_1",)
+    assert out.producer == "relu_1"
+    assert out.elements == 4 * 64
+
+
+def test_e16_calibrate_takes_a_loader_a_limit_and_a_progress_flag():
+    loader = DataLoader(TensorDataset(torch.randn(12, 3, 8, 8)), batch_size=2)
+    prepared = quantplug.prepare_pt2e(exported(small(), torch.randn(2, 3, 8, 8)), get_quantizer("xnnpack"))
+    assert quantplug.calibrate(prepared, loader, limit=4, progress=False).batches == 4
+    result = quantplug.calibrate(prepared, loader, progress=True)
+    assert (result.batches, result.samples) == (6, 12)
+    assert quantplug.convert_pt2e(prepared)(torch.randn(2, 3, 8, 8)).shape == (2, 5)
+
+
+def test_r20_lowered_to_native_kernels(tmp_path):
+    calls = {}
+    for backend in BACKENDS:
+        artefact = quantplug.quantize(small(), (X,), backend, [X], progress=False)
+        assert {op.placement for op in artefact.program.ops} == {"int8"}
+        calls[backend] = artefact
+    kernels = [str(n.target) for n in calls["x86"].program.module.graph.nodes if n.op == "call_function"]
+    assert any(name.startswith("onednn.qconv") for name in kernels)
+    assert any(name.startswith("onednn.qlinear") for name in kernels)
+    assert calls["xnnpack"].program.delegates == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_saved_artefact_loads_and_gives_the_same(backend, tmp_path):
+    artefact = quantplug.quantize(small(), (X,), backend, [X], progress=False)
+    path = artefact.save(tmp_path / {"xnnpack": "model.pte", "x86": "model.pt2"}[backend])
+    assert path.stat().st_size == artefact.nbytes or backend == "x86"
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    if backend == "xnnpack":
+        from executorch.runtime import Runtime
+
+        loaded = Runtime.get().load_program(str(path)).load_method("forward").execute([X])[0]
+    else:
+        from quantplug.lowering.x86 import X86Program
+
+        loaded = X86Program.load(path)(X)
+    assert torch.equal(loaded, artefact(X))
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError("disk full")])
+def test_an_interrupted_save_leaves_no_half_written_artefact(tmp_path, monkeypatch, interruption):
+    artefact = quantplug.quantize(small(), (X,), "xnnpack", [X], progress=False)
+    target = tmp_path / "model.pte"
+    target.write_bytes(b"the artefact of yesterday")
+
+    def half(self, path):
+        path.write_bytes(b"half of it")
+        raise interruption
+
+    monkeypatch.setattr(type(artefact.program), "save", half)
+    with pytest.raises((KeyboardInterrupt, OSError)):
+        artefact.save(target)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.pte"]
+    assert target.read_bytes() == b"the artefact of yesterday"
+
+
+def test_saving_where_there_is_no_folder_is_a_sentence(tmp_path):
+    artefact = quantplug.quantize(small(), (X,), "x86", [X], progress=False)
+    with pytest.raises(ArtefactError, match=r"There is no folder '.*nowhere' to write 'm.pt2' to; create it first"):
+        artefact.save(tmp_path / "nowhere" / "m.pt2")
+    with pytest.raises(ArtefactError, match="is a folder; give the path of a file"):
+        artefact.save(tmp_path)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_forms_of_model_and_inputs(backend):
+    model = small()
+    program = torch.export.export(model, (X,))
+    outputs = [
+        quantplug.quantize(form, inputs, backend, [X], progress=False)(X)
+        for form, inputs in ((model, (X,)), (program, [X]), (program.module(), X))
+    ]
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+def test_dynamic_and_weight_only_configs_need_no_data():
+    artefact = quantplug.quantize(small(), (X,), "x86", config="int8_dynamic")
+    assert sqnr(artefact(X), artefact.reference(X)) > 25
+    assert not XNNPACKQuantizer().set_global("int8_dynamic").needs_calibration
+    assert XNNPACKQuantizer().needs_calibration
+    assert not X86Quantizer().set_global("int8_weight_only").needs_calibration
+
+
+def state(model):
+    return (
+        {name: (id(tensor), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()},
+        {name: module.training for name, module in model.named_modules()},
+        {name: id(module) for name, module in model.named_modules()},
+        str(model.graph) if isinstance(model, torch.fx.GraphModule) else "",
+        {n.name: dict(n.meta) for n in model.graph.nodes} if isinstance(model, torch.fx.GraphModule) else {},
+    )
+
+
+def assert_unchanged(model, before):
+    tensors, *rest = before
+    found, *others = state(model)
+    assert others == rest
+    assert found.keys() == tensors.keys()
+    for name, (identity, value) in tensors.items():
+        assert found[name][0] == identity
+        assert torch.equal(found[name][1], value)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_users_model_is_not_changed(backend):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(0.5))
+    model[1].eval()  # mixed flags, as a partly frozen model has them
+    before = state(model)
+    quantplug.quantize(model, (X,), backend, [X], progress=False)
+    assert_unchanged(model, before)
+
+
+def test_a_submodule_left_in_training_mode_is_quantized_in_eval_mode():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout(0.5)).eval()
+    model[1].train()
+    artefact = quantplug.quantize(model, (X,), "x86", [X], progress=False)
+    assert sqnr(artefact(X), model[0](X)) > 30
+    assert model[1].training
+
+
+BAD = [
+    ({"model": 3}, ModelError, "takes an nn.Module or an exported program, found int"),
+    ({"model": torch.fx.symbolic_trace(small())}, ModelError, "found one from torch.fx.symbolic_trace"),
+    ({"backend": "xnpack"}, ConfigError, "no backend 'xnpack' .did you mean 'xnnpack'"),
+    ({"backend": 5}, ConfigError, "backend takes a name or a quantizer of a backend, found int"),
+    ({"config": "int9"}, ConfigError, "no config 'int9'; choose one of"),
+    ({"config": 8}, ConfigError, "takes a QuantizationConfig, one of the names"),
+    ({"backend": XNNPACKQuantizer(), "config": "int8"}, ConfigError, "backend is a quantizer and config was given too"),
+    ({"backend": XNNPACKQuantizer().set_module_name("cnv", None)}, ConfigError, "'cnv' matches nothing"),
+    ({"calibration": None}, ConfigError, "needs data; pass calibration=loader"),
+    ({"calibration": []}, CalibrationError, "yielded no batch"),
+    ({"calibration": X}, CalibrationError, "not an iterable of batches"),
+    (
+        {"calibration": [torch.randn(1, 3, 9, 9)]},
+        CalibrationError,
+        r"has shape \[1, 3, 9, 9\], expected \[1, 3, 8, 8\]",
+    ),
+    ({"calibration": [X.double()]}, CalibrationError, "dtype torch.float64, expected torch.float32"),
+    ({"calibration": [(X, X)]}, CalibrationError, "has 2 inputs but the model takes 1"),
+    ({"calibration": [X * float("nan")]}, CalibrationError, "holds NaN or infinity"),
+    ({"calibration": [X], "limit": 0}, CalibrationError, "limit is 0"),
+    ({"example_inputs": "x"}, ConfigError, "example_inputs takes a tuple of inputs, found str"),
+    ({"example_inputs": (torch.randn(1, 4, 8, 8),)}, ModelError, "torch.export fails on Sequential"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "kind", "sentence"), BAD, ids=[str(i) for i in range(len(BAD))])
+def test_bad_input_is_one_sentence_and_changes_nothing(arguments, kind, sentence):
+    given = {
+        "model": small(),
+        "example_inputs": (X,),
+        "backend": "xnnpack",
+        "calibration": [X],
+        "progress": False,
+    } | arguments
+    before = state(given["model"]) if isinstance(given["model"], nn.Module) else None
+    with pytest.raises(kind, match=sentence) as raised:
+        quantplug.quantize(**given)
+    assert isinstance(raised.value, QuantplugError)
+    assert str(raised.value).count("\n") == 0
+    assert str(raised.value).endswith(".")
+    if before:
+        assert_unchanged(given["model"], before)
+
+
+def test_a_model_of_another_type_keeps_its_numbers():
+    """float64 has no integer kernel: everything stays float, and the artefact says so."""
+    model, x = small().double(), X.double()
+    before = state(model)
+    artefact = quantplug.quantize(model, (x,), "xnnpack", [x], progress=False)
+    assert artefact.report.quantized == 0
+    assert torch.allclose(artefact(x), model(x), atol=1e-6)
+    assert_unchanged(model, before)
+
+
+def test_a_graph_that_is_annotated_prepared_or_converted_already():
+    prepared = observed(small(), get_quantizer("xnnpack"), X)
+    for again in (prepared, quantplug.convert_pt2e(prepared)):
+        with pytest.raises(ModelError, match="export it again"):
+            quantplug.quantize(again, (X,), "xnnpack", [X], progress=False)
+
+
+def test_wrong_inputs_to_an_artefact_are_sentences():
+    artefact = quantplug.quantize(small(), (X,), "xnnpack", [X], progress=False)
+    with pytest.raises(LoweringError, match=r"found torch.float32 \(1, 3, 9, 9\)"):
+        artefact(torch.randn(1, 3, 9, 9))
+    with pytest.raises(LoweringError, match="pass them as they were exported"):
+        artefact(X, X)
+
+
+def test_a_quantizer_with_scopes_of_its_own():
+    quantizer = X86Quantizer().set_global("int8").set_module_type(nn.Linear, None)
+    artefact = quantplug.quantize(small(), (X,), quantizer, [X], progress=False)
+    assert not artefact.report.row("linear").quantized
+    assert {op.placement for op in artefact.program.ops if "linear" in op.target} == {"float"}
+
+
+def test_calling_from_threads_gives_the_same():
+    artefact = quantplug.quantize(small(), (X,), "x86", [X], progress=False)
+    expected, found = artefact(X), []
+    threads = [threading.Thread(target=lambda: found.append(artefact(X))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert all(torch.equal(f, expected) for f in found)
+
+
+def test_copies_of_annotations_are_not_shared_between_runs():
+    """The same exported graph through two backends, one after the other."""
+    model = exported(small(), X)
+    before = copy.deepcopy(str(model.graph))
+    for backend in BACKENDS:
+        artefact = quantplug.quantize(model, (X,), backend, [X], progress=False)
+        assert {row.owner for row in artefact.report.rows} == {backend}
+    assert str(model.graph) == before
+    assert not any(isinstance(v, QuantizationAnnotation) for n in model.graph.nodes for v in n.meta.values())
