@@ -18,6 +18,7 @@ from typing import Any, TypeAlias, TypeGuard
 import torch
 from torch import Tensor, fx
 from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.constants import written_buffers
 from quantplug.core.errors import ModelError
@@ -34,6 +35,9 @@ from quantplug.core.pattern import Match, Miss, constant, either, op, optional
 
 Permission: TypeAlias = Callable[[fx.Node, fx.Node], str | None]
 """Asked with (producer, batch norm); returns None to allow the folding or the reason against it."""
+
+OWN_META = frozenset({"val", "tensor_meta", Q_ANNOTATION_KEY})
+"""What a new node does not take over from the node that it comes from."""
 
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 _DIRECT = op(
@@ -334,11 +338,17 @@ def new_parameter(model: fx.GraphModule, origin: fx.Node, suffix: str, value: Te
     model.register_parameter(name, torch.nn.Parameter(value.detach(), requires_grad=value.requires_grad))
     with origin.graph.inserting_after(origin):
         node = origin.graph.get_attr(name)
-    node.meta = dict(origin.meta)
+    node.meta = {key: found for key, found in origin.meta.items() if key not in OWN_META}
     recorded = tensor_value(origin)
     mode = getattr(recorded, "fake_mode", None)
-    node.meta["val"] = mode.from_tensor(value.detach(), static_shapes=True) if mode else value.detach()
+    if not alike(recorded, value):
+        node.meta["val"] = mode.from_tensor(value.detach(), static_shapes=True) if mode else value.detach()
     return node
+
+
+def alike(recorded: Tensor | None, value: Tensor) -> bool:
+    """Tells whether a recorded value describes a tensor too: making a fake tensor takes longer than folding."""
+    return recorded is not None and (recorded.shape, recorded.dtype) == (value.shape, value.dtype)
 
 
 def bypass(batch_norm: fx.Node, producer: fx.Node) -> None:

@@ -31,6 +31,7 @@ from quantplug.core.constants import written_buffers
 from quantplug.core.errors import AnnotationError
 from quantplug.core.fold import (
     BATCH_NORMS,
+    OWN_META,
     Folding,
     Normalized,
     Permission,
@@ -51,7 +52,6 @@ Point: TypeAlias = fx.Node | tuple[fx.Node, fx.Node]
 Moves: TypeAlias = dict[Point, Point]
 
 _aten = torch.ops.aten
-_OWN_VALUE = frozenset({"val", "tensor_meta", Q_ANNOTATION_KEY})
 
 
 def fuse_batch_norms_qat(model: fx.GraphModule, allow: Permission | None = None) -> list[Folding]:
@@ -125,7 +125,7 @@ def _fuse(pair: Normalized) -> Moves:
         scale = _insert_scale(pair)
         scaled = _insert_scaled_weight(pair, scale)
         zero = None if bias is None else _insert_zero_bias(pair, bias)
-    shape = _along(1, len(tensor_shape(producer)))
+    shape = _along(1, _recorded(producer).dim())
     with producer.graph.inserting_before(pair.batch_norm):
         result = _call(_aten.div.Tensor, producer, _reshape(scale, shape, pair.batch_norm), like=pair.batch_norm)
         if bias is not None:
@@ -134,17 +134,11 @@ def _fuse(pair: Normalized) -> Moves:
     return _move_operands(pair, scaled, zero)
 
 
-def tensor_shape(node: fx.Node) -> torch.Size:
-    """Returns the recorded shape of a node that a pattern has already found to yield a tensor."""
+def _recorded(node: fx.Node) -> Tensor:
+    """Returns the value that export recorded; normalized_producer has already compared its rank."""
     found = tensor_value(node)
-    assert found is not None  # normalized_producer compared its rank
-    return found.shape
-
-
-def _result_dtype(pair: Normalized) -> torch.dtype:
-    found = tensor_value(pair.producer)
-    assert found is not None  # normalized_producer compared its rank
-    return found.dtype
+    assert found is not None
+    return found
 
 
 def _insert_scale(pair: Normalized) -> fx.Node:
@@ -164,7 +158,7 @@ def _insert_scale(pair: Normalized) -> fx.Node:
 
 def _insert_scaled_weight(pair: Normalized, scale: fx.Node) -> fx.Node:
     """Inserts weight * scale, with the scale along the axis of the weight's output channels."""
-    like, shape = pair.batch_norm, tensor_shape(pair.weight)
+    like, shape = pair.batch_norm, _recorded(pair.weight).shape
     if not pair.is_transposed:
         factor = _reshape(scale, _along(0, len(shape)), like)
     elif pair.groups == 1:
@@ -183,8 +177,8 @@ def _insert_zero_bias(pair: Normalized, bias: fx.Node) -> fx.Node:
 
     The convolution keeps an operand there, so that a quantized bias has its place in training already.
     """
-    name = f"{bias.name}_zero"
-    return _call(_aten.zeros_like.default, bias, like=pair.producer, name=name, dtype=_result_dtype(pair))
+    name, dtype = f"{bias.name}_zero", _recorded(pair.producer).dtype
+    return _call(_aten.zeros_like.default, bias, like=pair.producer, name=name, dtype=dtype)
 
 
 def _along(axis: int, dims: int) -> list[int]:
@@ -198,7 +192,7 @@ def _reshape(node: fx.Node, shape: list[int], like: fx.Node) -> fx.Node:
 def _call(target: torch._ops.OpOverload, *args: Any, like: fx.Node, name: str | None = None, **kwargs: Any) -> fx.Node:
     """Inserts an operator call with the metadata of another node and the value that it would record."""
     node = like.graph.create_node("call_function", target, args, kwargs, name)
-    node.meta = {key: found for key, found in like.meta.items() if key not in _OWN_VALUE}
+    node.meta = {key: found for key, found in like.meta.items() if key not in OWN_META}
     inputs = {a: a.meta.get("val") for a in args if isinstance(a, fx.Node)}
     if all(isinstance(found, Tensor) for found in inputs.values()):
         node.meta["val"] = target(*map_arg(args, inputs.__getitem__), **kwargs)
@@ -309,6 +303,7 @@ def _fold(model: fx.GraphModule, found: Match) -> Folding:
     outcome = taken(batch_norm, producer)
     if "guard" in found:
         found["guard"].replace_all_uses_with(found["gamma"])
+        erase_unused((found["guard"],))
     weight, bias = _evaluate(scaled.root), _folded_bias(found)
     scaled.root.replace_all_uses_with(new_parameter(model, scaled["weight"], "folded", weight))
     if zero is None:
@@ -331,9 +326,9 @@ def _origin(node: Any, pattern: Op) -> Match | None:
 @torch.no_grad()
 def _evaluate(node: fx.Node) -> Tensor:
     """Computes what a few operators make of constants."""
-    value = constant_value(node)
-    if value is not None:
-        return value
+    known = constant_value(node)
+    if known is not None:
+        return known
     args, kwargs = map_arg((node.args, node.kwargs), _evaluate)
     result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
     return result

@@ -9,6 +9,8 @@ from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
     XNNPACKQuantizer,
     get_symmetric_quantization_config,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import fx, nn
 from torchao.quantization.pt2e import (
     FakeQuantize,
@@ -457,6 +459,44 @@ def test_fused_graph_computes_the_same_and_folds_back():
     fold_batch_norms(plain)
     assert operators(model) == operators(plain)
     torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-5)
+
+
+@st.composite
+def pairs(draw):
+    """A random pair of layer and batch norm, and the shape of its input."""
+    kind = draw(st.sampled_from([*KINDS, "linear"]))
+    channels, bias, affine = draw(st.sampled_from([2, 4, 6])), draw(st.booleans()), draw(st.booleans())
+    if kind == "linear":
+        return nn.Sequential(nn.Linear(4, channels, bias), nn.BatchNorm1d(channels, affine=affine)), (3, 4)
+    layer, norm, dims = KINDS[kind]
+    groups, stride = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
+    made = layer(4, channels, 3, stride=stride, groups=groups, bias=bias)
+    eps = draw(st.floats(1e-6, 1e-1))
+    return nn.Sequential(made, norm(channels, affine=affine, eps=eps)), (3, 4, *(5,) * dims)
+
+
+@settings(max_examples=30, deadline=None)
+@given(pairs(), st.booleans(), st.integers(0, 2**16))
+def test_any_pair_trains_as_it_was_and_folds_as_for_inference(pair, zero_gamma, seed):
+    module, shape = pair
+    torch.manual_seed(seed)
+    norm = module[1]
+    norm.running_mean.uniform_(-1, 1)
+    norm.running_var.uniform_(0.3, 3)
+    if norm.affine:
+        nn.init.uniform_(norm.weight, 0.5, 2)
+        nn.init.uniform_(norm.bias, -1, 1)
+        with torch.no_grad():
+            norm.weight[0] *= not zero_gamma
+    x = torch.randn(*shape)
+    model, plain = annotated(module, shape, training=False), working_copy(exported(module, x, training=False))
+    expected = model(x)
+    assert all(folding.folded for folding in fuse_batch_norms_qat(model))
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+    assert all(folding.folded for folding in fold_batch_norms_qat(model) + fold_batch_norms(plain))
+    model.graph.lint()
+    assert operators(model) == operators(plain)
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
