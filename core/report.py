@@ -16,6 +16,7 @@ import jinja2
 import torch
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import fx
 from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, QuantizationAnnotation, SharedQuantizationSpec
@@ -118,7 +119,9 @@ class Report:
             table.add_column(heading, overflow="fold")
         for row in self.rows:
             told = row.how if row.quantized else row.reason
-            table.add_row(row.node, row.operator, row.module_path, row.rule or "float", told)
+            cells = (row.node, row.operator, row.module_path, row.rule or "float", told)
+            # Without it rich would read "[ab]" in a path or reason as markup and leave it out.
+            table.add_row(*map(escape, cells))
         return table
 
     def json(self) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from quantplug.core.errors import ConfigError, QuantplugError
@@ -60,8 +61,10 @@ def quantize(
     backend: BackendOption = "xnnpack",
     calibration: Annotated[Path | None, typer.Option(metavar="DATA.npz", help="Arrays [samples, ...].")] = None,
     config: ConfigOption = None,
-    limit: Annotated[int | None, typer.Option(help="At most so many calibration batches.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Samples of a batch; that of the export by default.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many calibration batches.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Samples of a batch; that of the export by default.")
+    ] = None,
     report: ReportOption = None,
 ) -> None:
     """Quantize an exported model and lower it to a backend's kernels."""
@@ -112,8 +115,11 @@ def _require_report_kind(path: Path | None) -> None:
 
 
 def _write_report(report: "Report", path: Path | None, title: str) -> None:
+    from quantplug.files import write_whole
+
     if path is not None:
-        path.write_text(report.html(title) if path.suffix == ".html" else report.json())
+        text = report.html(title) if path.suffix == ".html" else report.json()
+        write_whole(path, lambda unfinished: unfinished.write_text(text))
 
 
 def _megabytes(path: Path) -> str:
@@ -134,5 +140,5 @@ def main() -> None:
     try:
         app()
     except QuantplugError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)

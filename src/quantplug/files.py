@@ -4,7 +4,7 @@ Before: paths. After: exported programs and batches; every file that is missing,
 wrong kind is one sentence.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,29 @@ def require_writable(path: Path) -> None:
         raise ArtefactError(
             f"There is no folder '{path.absolute().parent}' to write '{path.name}' to; create it first."
         )
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
+    """Writes a file that appears whole or not at all, whatever interrupts it, and returns its path.
+
+    Args:
+        path: the file; one that is there already is replaced at the end.
+        write: writes the content to the path that it is given, beside the final one.
+
+    Raises:
+        ArtefactError: the folder does not exist, or the file cannot be written.
+    """
+    require_writable(path)
+    unfinished = path.with_name(f".{path.stem}.unfinished{path.suffix}")
+    try:
+        write(unfinished)
+        return unfinished.replace(path)
+    except OSError as error:
+        raise ArtefactError(
+            f"'{path}' cannot be written ({error.strerror or error}); free or change its place."
+        ) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from quantplug.core.convert import convert_pt2e
 from quantplug.core.errors import ConfigError, ModelError
 from quantplug.core.prepare import prepare_pt2e
 from quantplug.core.report import Report, explain
-from quantplug.files import require_writable
+from quantplug.files import write_whole
 from quantplug.lowering.program import Program
 from quantplug.quantizers.quantizer import BackendQuantizer
 from quantplug.quantizers.registry import get_quantizer
@@ -48,19 +48,12 @@ class Artefact:
     def save(self, path: str | Path) -> Path:
         """Writes the artefact (a `.pte` for XNNPACK, a `.pt2` for x86) and returns the path.
 
-        The file appears whole or not at all: it is written beside its place and moved there at the end.
+        The file appears whole or not at all.
 
         Raises:
             ArtefactError: the folder does not exist, or the file cannot be written.
         """
-        target = Path(path)
-        require_writable(target)
-        unfinished = target.with_name(f".{target.stem}.unfinished{target.suffix}")
-        try:
-            self.program.save(unfinished)
-            return unfinished.replace(target)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        return write_whole(Path(path), self.program.save)
 
     @property
     def nbytes(self) -> int:
@@ -96,7 +89,7 @@ def quantize(
 
     Raises:
         ConfigError: unknown backend or config, or calibration data is missing.
-        ModelError: the model cannot be exported.
+        ModelError: the model cannot be exported, or no operator of it can be quantized.
         CalibrationError: the calibration data is empty, not finite or does not fit the model.
         LoweringError: the backend cannot run the result.
     """
@@ -109,11 +102,19 @@ def quantize(
         )
     exported = export(model, inputs, dynamic_shapes)
     prepared = prepare_pt2e(exported, quantizer)
+    _require_quantized(explain(prepared), quantizer.backend.name)
     if calibration is not None and quantizer.needs_calibration:
         calibrate(prepared, calibration, limit=limit, progress=progress)
     reference = convert_pt2e(prepared)
     program = quantizer.backend.lower(reference, inputs, dynamic_shapes=dynamic_shapes, **lowering)
     return Artefact(program, reference, explain(reference), quantizer.backend.name)
+
+
+def _require_quantized(report: Report, backend: str) -> None:
+    if report.quantized:
+        return
+    reason = f"'{report.rows[0].node}' stays float: {report.rows[0].reason}" if report.rows else "it has no operators"
+    raise ModelError(f"Backend '{backend}' quantizes nothing in the model ({reason}); change the model or the scopes.")
 
 
 def _quantizer(backend: str | BackendQuantizer, config: QuantizationConfig | str | None) -> BackendQuantizer:

@@ -1,0 +1,149 @@
+"""The command line, end to end: files in, files out, one sentence and exit code 2 for everything wrong."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from quantplug import cli, flow
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)).eval()
+    torch.export.save(torch.export.export(model, (torch.randn(2, 3, 8, 8),)), folder / "model.pt2")
+    torch.export.save(
+        torch.export.export(model.double(), (torch.randn(2, 3, 8, 8, dtype=torch.float64),)), folder / "double.pt2"
+    )
+    data = np.random.default_rng(0).standard_normal((8, 3, 8, 8)).astype(np.float32)
+    np.savez(folder / "data.npz", data)
+    np.savez(folder / "wrong.npz", data[..., :5])
+    np.savez(folder / "few.npz", data[:1])
+    np.savez(folder / "two.npz", data, data)
+    (folder / "text.npz").write_text("no arrays")
+    (folder / "text.pt2").write_text("no model")
+    return folder
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, files):
+    """Runs the command line in the folder of the files; returns exit code, output and errors."""
+
+    def call(line):
+        monkeypatch.chdir(files)
+        monkeypatch.setattr(sys, "argv", ["quantplug", *line.split()])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        printed = capsys.readouterr()
+        return ended.value.code or 0, printed.out, printed.err
+
+    return call
+
+
+def test_quantize_writes_a_program_that_loads_and_a_report(run, files):
+    code, out, _ = run("quantize model.pt2 --calibration data.npz --out model.pte --report report.json")
+    assert code == 0
+    assert "4 of 4 operators quantized" in out
+    assert "Wrote model.pte" in out
+    from executorch.runtime import Runtime
+
+    loaded = Runtime.get().load_program(str(files / "model.pte")).load_method("forward")
+    assert loaded.execute([torch.randn(2, 3, 8, 8)])[0].shape == (2, 5)
+    report = json.loads((files / "report.json").read_text())
+    assert report["quantized"] == 4
+    assert {row["owner"] for row in report["rows"]} == {"xnnpack"}
+
+
+def test_quantize_for_x86_with_a_config_and_a_page(run, files):
+    code, _, _ = run("quantize model.pt2 -b x86 -c int8_dynamic -o model_x86.pt2 --report report.html")
+    assert code == 0
+    from quantplug.lowering.x86 import X86Program
+
+    assert X86Program.load(files / "model_x86.pt2")(torch.randn(2, 3, 8, 8)).shape == (2, 5)
+    assert "<h1>model.pt2</h1>" in (files / "report.html").read_text()
+
+
+def test_explain_needs_no_data(run):
+    code, out, _ = run("explain model.pt2 --backend x86")
+    assert code == 0
+    assert "conv_relu" in out
+    assert "4 of 4 operators quantized" in out
+
+
+def test_backends_lists_names_and_configs(run):
+    code, out, _ = run("backends")
+    assert code == 0
+    assert "xnnpack" in out
+    assert "int8_dynamic" in out
+
+
+QUANTIZE = "quantize model.pt2 --calibration data.npz --out never.pte "
+BAD = {
+    "quantize gone.pt2 -o never.pte": "There is no model file 'gone.pt2'; check the path.",
+    "quantize text.pt2 -o never.pte": "'text.pt2' holds no exported program",
+    "quantize model.pt2 -o never.pte": "needs data; pass calibration=loader",
+    "quantize model.pt2 -o never.pte --calibration gone.npz": "There is no calibration file 'gone.npz'",
+    "quantize model.pt2 -o never.pte --calibration text.npz": "'text.npz' is no .npz file",
+    "quantize model.pt2 -o never.pte --calibration wrong.npz": "has shape [2, 3, 8, 5], expected [2, 3, 8, 8]",
+    "quantize model.pt2 -o never.pte --calibration few.npz": "holds {'arr_0': 1} samples, the model takes batches of 2",
+    "quantize model.pt2 -o never.pte --calibration two.npz": "holds 2 arrays ['arr_0', 'arr_1'], the model has inputs",
+    "quantize model.pt2 -o nowhere/never.pte --calibration data.npz": "There is no folder",
+    QUANTIZE + "--backend xnpack": "There is no backend 'xnpack' (did you mean 'xnnpack'?)",
+    QUANTIZE + "--config int9": "Backend 'xnnpack' has no config 'int9'; choose one of ['int8'",
+    QUANTIZE + "--report report.txt": "The report 'report.txt' has no known kind; end its name in .html or .json.",
+    QUANTIZE + "--report nowhere/report.html": "There is no folder",
+    QUANTIZE + "--batch-size 3": "has shape [3, 3, 8, 8], expected [2, 3, 8, 8]",
+    "quantize double.pt2 --calibration data.npz -o never.pte": "is torch.float64, not torch.float32",
+    "explain gone.pt2": "There is no model file 'gone.pt2'",
+    "explain model.pt2 --backend tpu": "There is no backend 'tpu'",
+    "explain model.pt2 --config int9": "no config 'int9'",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_what_is_wrong_is_one_sentence_and_exit_code_2(run, files, line):
+    before = sorted(path.name for path in files.iterdir())
+    code, out, err = run(line)
+    assert code == 2
+    assert out == ""
+    lines = [text for text in err.splitlines() if text.startswith("error:")]
+    assert len(lines) == 1, err
+    assert BAD[line] in lines[0]
+    assert lines[0].endswith(".")
+    assert "Traceback" not in err
+    assert sorted(path.name for path in files.iterdir()) == before
+
+
+@pytest.mark.parametrize("line", ["quantize", QUANTIZE + "--limit 0", QUANTIZE + "--batch-size 0", "nonsense"])
+def test_wrong_usage_is_exit_code_2(run, line):
+    code, _, err = run(line)
+    assert code == 2
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_leaves_no_half_written_file(run, files, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(flow, "explain", interrupted)
+    before = sorted(path.name for path in files.iterdir())
+    code, _, err = run(QUANTIZE)
+    assert code != 0
+    assert "Traceback" not in err
+    assert sorted(path.name for path in files.iterdir()) == before
+
+
+def test_the_installed_command_and_the_module_answer_help_quickly():
+    command = [sys.executable, "-c", "from quantplug.cli import main; main()", "--help"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 0
+    for name in ("demo", "backends", "quantize", "explain"):
+        assert name in found.stdout
+    heavy = "import sys, quantplug.cli; sys.exit(sorted({'torch', 'torchao', 'executorch'} & set(sys.modules)) != [])"
+    assert subprocess.run([sys.executable, "-c", heavy], timeout=120, check=False).returncode == 0
