@@ -33,7 +33,7 @@ from quantplug.core.qdq import (
     output_dtype,
     static_quantization,
 )
-from quantplug.core.regions import region_targets
+from quantplug.core.regions import lift_constants, region_targets
 from quantplug.core.sharing import annotation_of
 from quantplug.core.stage import CONVERTED, PREPARED, STAGE_KEY, stage_of
 from quantplug.core.storage import Storage
@@ -102,6 +102,7 @@ def _convert(prepared: fx.GraphModule, fold: bool) -> fx.GraphModule:
     fold_batch_norms_qat(model)
     regions = {target: _convert(attribute(model, target), fold) for target in region_targets(model)}
     _Conversion(model, fold).run()
+    regions = lift_constants(model, regions)
     model.graph.eliminate_dead_code()
     converted = rebuilt({**_used_attributes(model), **regions}, model.graph, prepared)
     converted.meta[STAGE_KEY] = CONVERTED

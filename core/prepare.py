@@ -23,7 +23,7 @@ from quantplug.core.fold import Permission, fold_batch_norms
 from quantplug.core.graph import attribute, require_graph_module, tensor_value
 from quantplug.core.observation import create_observers, defer, observer_of
 from quantplug.core.qat import fuse_batch_norms_qat
-from quantplug.core.regions import region_targets
+from quantplug.core.regions import bind_constants, region_targets
 from quantplug.core.sharing import Point, sharing_groups
 from quantplug.core.stage import CONFLICTS_KEY, FOLDINGS_KEY, FOLDS_KEY, PREPARED, STAGE_KEY, stage_of
 from quantplug.core.verify import verify_annotations
@@ -82,6 +82,7 @@ def _require_float_model(model: fx.GraphModule, stage: str) -> None:
 def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.GraphModule:
     """Prepares a graph module that is ours to change."""
     meta = {**model.meta, FOLDS_KEY: bool(getattr(quantizer, "folds_batch_norm", True))}
+    bind_constants(model)
     if not is_qat:
         meta[FOLDINGS_KEY] = tuple(fold_batch_norms(model, _permission(quantizer)))
     model.graph.eliminate_dead_code()

@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
+from functorch.experimental import control_flow
 from torch import Tensor, fx, nn
+from torch._higher_order_ops import scan, while_loop
 from torchao.quantization.pt2e import (
     HistogramObserver,
     MappingType,
@@ -371,6 +373,70 @@ def test_submodels_of_control_flow_are_quantized() -> None:
     assert all(n.args[0].target in DEQUANTIZE_OPS for n in linears)
     for sign in (1, -1):
         assert sqnr(module(sign * x.abs()), converted(sign * x.abs())) > 30
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("strict", [False, True])
+def test_weights_of_submodels_are_integers_and_export_again(strict: bool) -> None:
+    x = torch.randn(2, 4).abs()
+    prepared = prepare_pt2e(exported(Regions(), x), Operators())
+    for sign in (1, -1):
+        prepared(sign * x)
+    converted = convert_pt2e(prepared)
+    weights = [v for v in converted.state_dict().values() if v.shape == (4, 4)]
+    assert {v.dtype for v in weights} == {torch.int8}
+    again = torch.export.export(converted, (x,), strict=strict).module()
+    for sign in (1, -1):
+        torch.testing.assert_close(again(sign * x), converted(sign * x), rtol=0, atol=0)
+
+
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return control_flow.map(lambda row: F.relu(self.fc(row)), x)
+
+
+class Looped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def step(count: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            return count + 1, torch.tanh(self.fc(value))
+
+        return while_loop(lambda count, value: count < 3, step, (torch.tensor(0), x))[1]
+
+
+class Scanned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def step(carry: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+            following = torch.tanh(self.fc(row) + carry)
+            return following, following.clone()
+
+        return scan(step, torch.zeros(2, 4), x)[1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model", [Mapped, Looped, Scanned])
+def test_bodies_of_loops_are_quantized(model: type[nn.Module]) -> None:
+    x = torch.randn(3, 2, 4)
+    module = exported(model(), x)
+    prepared = prepare_pt2e(module, Operators())
+    prepared(x)
+    converted = convert_pt2e(prepared)
+    models = [m for m in converted.modules() if isinstance(m, fx.GraphModule)]
+    (linear,) = [n for m in models for n in m.graph.nodes if n.target is torch.ops.aten.linear.default]
+    assert all(n.target in DEQUANTIZE_OPS for n in linear.all_input_nodes[:2])
+    assert sqnr(module(x), converted(x)) > 25
+    assert {v.dtype for v in converted.state_dict().values() if v.shape == (4, 4)} == {torch.int8}
 
 
 def test_xnnpack_takes_the_whole_graph() -> None:
