@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from quantplug.core.decision import decision
 from quantplug.core.graph import compute_nodes
+from quantplug.core.stage import FOLDINGS_KEY
 
 
 def sqnr(found: Tensor, expected: Tensor) -> float:
@@ -66,14 +67,17 @@ def compare_layers(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Returns (float value, quantized value) of every layer that both graphs have, in graph order.
 
-    Values inside a fused piece are left out: a batch norm that was folded has already changed them.
+    Values inside a fused piece are left out, and a producer into which a batch norm was folded is
+    compared with that batch norm.
 
     Args:
         float_model: the exported graph.
         quantized: the graph that prepare or convert made of it.
         inputs: positional inputs of both.
     """
-    names = {node.name for node in compute_nodes(quantized.graph) if _ends_a_piece(node)}
-    expected = node_values(float_model, inputs, names)
-    found = node_values(quantized, inputs, names)
-    return {name: (value, found[name]) for name, value in expected.items() if name in found}
+    # A folded batch norm lives on in its producer, which now yields what the batch norm yielded.
+    norms = {f.producer: f.batch_norm for f in quantized.meta.get(FOLDINGS_KEY, ()) if f.folded}
+    float_names = {n.name: norms.get(n.name, n.name) for n in compute_nodes(quantized.graph) if _ends_a_piece(n)}
+    expected = node_values(float_model, inputs, set(float_names.values()))
+    found = node_values(quantized, inputs, set(float_names))
+    return {name: (expected[float_names[name]], v) for name, v in found.items() if float_names[name] in expected}

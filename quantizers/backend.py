@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from torch import fx
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.core.annotator import Annotator
@@ -78,5 +79,7 @@ class Backend:
             LoweringError: the graph cannot be lowered.
         """
         function = pkgutil.resolve_name(self.lowering) if isinstance(self.lowering, str) else self.lowering
-        program: Program = function(converted, example_inputs, **options)
+        # A slice of a data set would take the whole data set along into a saved program.
+        own_inputs = map_aggregate(example_inputs, lambda v: v.detach().clone() if isinstance(v, Tensor) else v)
+        program: Program = function(converted, own_inputs, **options)
         return program
