@@ -87,11 +87,12 @@ def _first_operand(node: fx.Node) -> int:
 
 
 def _keep_operands(node: fx.Node, kept: list[fx.Node]) -> None:
-    if node.target in _PASSED_ON:
-        position = _PASSED_ON[node.target]
-        node.update_arg(position, type(node.args[position])(kept))  # type: ignore[call-arg,operator]
-    else:
+    if node.target not in _PASSED_ON:
         node.args = (*node.args[: _first_operand(node)], *kept)
+        return
+    position = _PASSED_ON[node.target]
+    # `map` has a list there, the others have a tuple, and each insists on its own.
+    node.update_arg(position, kept if isinstance(node.args[position], list) else tuple(kept))
 
 
 def _replace_input(submodel: fx.GraphModule, given: fx.Node, constant: fx.Node) -> None:
@@ -128,7 +129,7 @@ def lift_constants(model: fx.GraphModule, regions: dict[str, fx.GraphModule]) ->
 
 
 def _lift(model: fx.GraphModule, node: fx.Node, submodels: dict[str, fx.GraphModule]) -> dict[str, fx.GraphModule]:
-    ends = {path: _placeholders_first(submodel.graph) for path, submodel in submodels.items()}
+    ends: dict[str, Any] = {path: _placeholders_first(submodel.graph) for path, submodel in submodels.items()}
     operands = _passed_on(node)
     for owner, submodel in submodels.items():
         for held in [n for n in submodel.graph.nodes if constant_value(n) is not None]:
@@ -138,8 +139,9 @@ def _lift(model: fx.GraphModule, node: fx.Node, submodels: dict[str, fx.GraphMod
             operands[-1].meta = dict(held.meta)
             for path, other in submodels.items():
                 ends[path] = _add_input(other.graph, ends[path], name)
-            ends[owner].meta = dict(held.meta)
-            held.replace_all_uses_with(ends[owner])
+            given = ends[owner]
+            given.meta = dict(held.meta)
+            held.replace_all_uses_with(given)
             submodel.graph.erase_node(held)
     _keep_operands(node, operands)
     return {path: rebuilt(_attributes(submodel), submodel.graph, submodel) for path, submodel in submodels.items()}
