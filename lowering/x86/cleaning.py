@@ -139,7 +139,8 @@ def _to_unsigned(match: Match) -> str | None:
         return "integers are also read directly"
     if any(qparams(user) != qparams(node) for user in users):
         return "it is dequantized with other parameters"
-    params = qparams(node).shifted(128, torch.uint8)
+    # from 0 on, so that a reduced range stays within 127 (see processor.py)
+    params = qparams(node).shifted(-qparams(node).qmin, torch.uint8)
     node.target = QD.quantize_per_tensor.default
     node.args, node.kwargs = (operands(node)["input"], *params.args()), {}
     node.meta["val"] = node.meta["val"].to(torch.uint8)

@@ -17,6 +17,7 @@ from quantplug.lowering.x86.movement import move
 from quantplug.lowering.x86.placement import place, record
 from quantplug.lowering.x86.products import products
 from quantplug.lowering.x86.program import X86Program
+from quantplug.lowering.x86.qparams import QD, qparams
 from quantplug.lowering.x86.rewriting import apply, drop_unread_attributes
 
 
@@ -43,14 +44,20 @@ def lower(
     _require_inputs(module, example_inputs)
     recorded = record(module.graph)
     clean(module, example_inputs)
+    qmax = _highest_integer(module.graph)
     move(module.graph)
     choose = measured(module, example_inputs) if autotune else always_integer
     apply(module.graph, products(choose))
     fuse(module.graph)
     _finish(module)
-    program = X86Program(module, example_inputs, dynamic_shapes)
+    program = X86Program(module, example_inputs, dynamic_shapes, qmax=qmax)
     program.ops = place(recorded, program.module.graph)
     return program
+
+
+def _highest_integer(graph: fx.Graph) -> int:
+    found = [node for node in graph.nodes if node.target is QD.quantize_per_tensor.default]
+    return max((qparams(node).qmax for node in found), default=0)
 
 
 def _copied(converted: fx.GraphModule) -> fx.GraphModule:

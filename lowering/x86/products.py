@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from quantplug.core.graph import constant_value, operands, rank
 from quantplug.core.pattern import Match, Op, op, optional, value
 from quantplug.lowering.x86.autotune import Choice, always_integer
+from quantplug.lowering.x86.processor import range_objection
 from quantplug.lowering.x86.qparams import IntegerWeight, QParams, dequantize, integer_weight, qparams
 from quantplug.lowering.x86.rewriting import Rule, absorb, call, constant, replace
 
@@ -84,7 +85,7 @@ def _activation_objection(params: QParams, *, conv: bool) -> str | None:
         return "convolutions with activation parameters of run time have no kernel here"
     if params.dtype not in (torch.uint8, torch.int8) or (conv and params.dtype != torch.uint8):
         return f"its activation is {params.dtype}, the kernel wants torch.uint8"
-    return None
+    return range_objection(params.qmax if params.dtype == torch.uint8 else params.qmax + 128)
 
 
 def _padding_objection(weight: IntegerWeight | str, geometry: Geometry | str) -> str | None:

@@ -19,9 +19,10 @@ from quantplug.core.errors import ArtefactError
 from quantplug.lowering.program import LoweredOp, Program
 from quantplug.lowering.x86.compiled import compiled, package
 from quantplug.lowering.x86.packing import pack, register_fakes
+from quantplug.lowering.x86.processor import range_objection
 from quantplug.lowering.x86.straight import straight
 
-OPS_FILE = "quantplug_ops.json"
+OPS_FILE = "quantplug_x86.json"
 
 
 class X86Program(Program):
@@ -30,6 +31,7 @@ class X86Program(Program):
     Attributes:
         portable: the lowered graph with unpacked int8 weights; what is saved and compiled.
         module: the same with weights packed for this machine; what runs.
+        qmax: highest integer of any activation; beyond 127 the integer kernels need a processor with VNNI.
         ops: every compute operator of the q/dq graph with its placement.
     """
 
@@ -39,11 +41,13 @@ class X86Program(Program):
         example_inputs: tuple[Any, ...],
         dynamic_shapes: Any,
         ops: tuple[LoweredOp, ...] = (),
+        qmax: int = 255,
     ) -> None:
         self.portable = portable
         self.example_inputs = example_inputs
         self.dynamic_shapes = dynamic_shapes
         self.ops = ops
+        self.qmax = qmax
         self.module = pack(portable)
         self._run = straight(self.module)
 
@@ -91,7 +95,7 @@ class X86Program(Program):
         path = Path(path)
         if not path.parent.is_dir():
             raise ArtefactError(f"Cannot write '{path}': folder '{path.parent}' does not exist; create it first.")
-        described = json.dumps([dataclasses.asdict(operator) for operator in self.ops])
+        described = json.dumps({"ops": [dataclasses.asdict(operator) for operator in self.ops], "qmax": self.qmax})
         torch.export.save(self.exported(), path, extra_files={OPS_FILE: described})
         return path
 
@@ -100,7 +104,7 @@ class X86Program(Program):
         """Reads a program that `save` wrote and packs its weights for this machine.
 
         Raises:
-            ArtefactError: the file is missing, or is no saved program.
+            ArtefactError: the file is missing, is no saved program, or needs VNNI, which this processor lacks.
         """
         path = Path(path)
         if not path.is_file():
@@ -109,15 +113,21 @@ class X86Program(Program):
         extra = {OPS_FILE: ""}
         try:
             exported = torch.export.load(path, extra_files=extra)
-            ops = tuple(LoweredOp(**fields) for fields in json.loads(extra[OPS_FILE]))
+            described = json.loads(extra[OPS_FILE])
+            ops = tuple(LoweredOp(**fields) for fields in described["ops"])
         except Exception as error:
             raise ArtefactError(
                 f"'{path}' is no program of the x86 lowering ({type(error).__name__}: {error}); "
                 "pass a file that `X86Program.save` wrote."
             ) from error
+        reason = range_objection(described["qmax"]) if any(o.placement == "int8" for o in ops) else None
+        if reason:
+            raise ArtefactError(
+                f"'{path}' would give wrong numbers here: {reason}, or lower the model on this machine."
+            )
         module = exported.module()
         args = exported.example_inputs[0] if exported.example_inputs else ()
-        return cls(_without_guards(module), args, None, ops)
+        return cls(_without_guards(module), args, None, ops, described["qmax"])
 
     @property
     def nbytes(self) -> int:

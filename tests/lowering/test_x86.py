@@ -6,6 +6,7 @@ from torch import nn
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as torchao_x86
 
+import quantplug
 from quantplug.core.errors import ArtefactError, LoweringError, ModelError
 from quantplug.lowering.x86 import X86Program, lower
 
@@ -133,6 +134,19 @@ def test_lowering_leaves_the_converted_model_alone(network):
     assert model.code == code
     assert {name for name, _ in model.named_buffers()} == names
     assert torch.equal(model(*inputs), numbers)
+
+
+def test_our_quantizer_on_a_default_export_lowers_every_convolution_and_linear():
+    torch.manual_seed(0)
+    inputs = (torch.randn(2, 3, 32, 32),)
+    exported = torch.export.export(Network().eval(), inputs)
+    prepared = quantplug.prepare_pt2e(exported.module(), quantplug.get_quantizer("x86"))
+    with torch.no_grad():
+        prepared(*inputs)
+    model = quantplug.convert_pt2e(prepared)
+    program = lower(model, inputs)
+    assert len(kernels(program)) == 8
+    assert sqnr(model(*inputs), program(*inputs)) > 40
 
 
 def test_a_module_that_is_not_exported_is_refused():

@@ -104,20 +104,51 @@ WITHOUT_VNNI = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
 from test_x86_compiled import Reference
-from quantplug.lowering.x86 import lower
-torch.manual_seed(0)
-inputs = (torch.randn(2, 3, 8, 8),)
-graph = torch.export.export(Reference(qmax=127).eval(), inputs).module()
-program = lower(graph, inputs)
-with torch.no_grad():
-    noise, signal = (program(*inputs) - graph(*inputs)).pow(2).sum(), graph(*inputs).pow(2).sum()
-assert 10 * torch.log10(signal / noise.clamp_min(1e-30)) > 35, (signal, noise)
+from quantplug.core.errors import ArtefactError
+from quantplug.lowering.x86 import X86Program, lower
+for qmax, integer in ((127, 3), (255, 0)):
+    torch.manual_seed(0)
+    inputs = (torch.randn(2, 3, 8, 8),)
+    graph = torch.export.export(Reference(qmax).eval(), inputs).module()
+    program = lower(graph, inputs)
+    layers = [o for o in program.ops if o.target in ("aten.conv2d.default", "aten.linear.default")]
+    assert sum(o.placement == "int8" for o in layers) == integer, layers
+    assert all("no VNNI" in o.reason for o in layers if o.placement == "float"), layers
+    with torch.no_grad():
+        noise, signal = (program(*inputs) - graph(*inputs)).pow(2).sum(), graph(*inputs).pow(2).sum()
+    assert 10 * torch.log10(signal / noise.clamp_min(1e-30)) > 35, (signal, noise)
+try:
+    X86Program.load(sys.argv[2])
+except ArtefactError as error:
+    assert "no VNNI" in str(error), error
+else:
+    raise AssertionError("a program of full range was loaded")
 """
 
 
-def test_a_processor_without_vnni_runs_ranges_that_were_reduced_for_it():
-    script = [sys.executable, "-c", WITHOUT_VNNI, str(Path(__file__).parent)]
+def test_a_processor_without_vnni_gets_right_numbers_and_is_told_what_that_costs(lowered, tmp_path):
+    path = lowered[2].save(tmp_path / "full_range.pt2")
+    script = [sys.executable, "-c", WITHOUT_VNNI, str(Path(__file__).parent), str(path)]
     subprocess.run(script, check=True, env={"ONEDNN_MAX_CPU_ISA": "AVX2", "PATH": "/usr/bin:/bin"})
+
+
+@pytest.mark.parametrize(("qmin", "qmax"), [(-128, 127), (-64, 63)])
+def test_signed_activations_start_at_zero_when_they_become_unsigned(qmin, qmax):
+    class Signed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Layer(8, 16)
+
+        def forward(self, x):
+            args = (0.05, 3, qmin, qmax, torch.int8)
+            return self.layer(QD.dequantize_per_tensor(QD.quantize_per_tensor(x, *args), *args))
+
+    torch.manual_seed(0)
+    inputs = (torch.randn(4, 16),)
+    graph = torch.export.export(Signed(), inputs).module()
+    program = lower(graph, inputs)
+    assert program.qmax == qmax - qmin
+    torch.testing.assert_close(program(*inputs), graph(*inputs).detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_autotune_says_which_layers_it_left_float_and_keeps_the_numbers(lowered):

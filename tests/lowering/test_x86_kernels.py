@@ -287,7 +287,9 @@ def test_weights_that_no_kernel_multiplies_stay_float_with_the_reason(change, re
 
 def test_padding_that_onednn_computes_wrongly_stays_float():
     torch.manual_seed(0)
-    model = Product(lambda x, w, b: F.conv2d(x, w, b, padding=2), (8, 1, 2, 2), before={"scale": 0.05, "zero_point": 176})
+    model = Product(
+        lambda x, w, b: F.conv2d(x, w, b, padding=2), (8, 1, 2, 2), before={"scale": 0.05, "zero_point": 176}
+    )
     program = check(model, torch.randn(3, 1, 7, 7) * 5, step=0.04, kernels=0)
     assert "wider than the kernel reaches" in next(o.reason for o in program.ops if o.placement == "float")
 

@@ -1,0 +1,32 @@
+"""What this processor's integer kernels get wrong, found by trying.
+
+Without VNNI, oneDNN multiplies uint8 by int8 with `vpmaddubsw`, which adds two products in 16 bits and
+saturates: 2 x 255 x 127 becomes 32767. Up to 127 the sum always fits.
+"""
+
+from functools import lru_cache
+
+import torch
+
+WITHOUT_SATURATION = 127
+
+
+@lru_cache(maxsize=1)
+def kernels_saturate() -> bool:
+    """Tells whether products of uint8 beyond 127 overflow in this process (ONEDNN_MAX_CPU_ISA counts too)."""
+    inner = 64
+    x = torch.full((1, inner), 255, dtype=torch.uint8)
+    packed = torch.ops.onednn.qlinear_prepack(torch.full((16, inner), 127, dtype=torch.int8), None)
+    ones, zeros = torch.ones(16), torch.zeros(16, dtype=torch.int32)
+    args = (x, 1.0, 0, packed, ones, zeros, None, 1.0, 0, torch.float32, "none", [0.0], "")
+    return bool((torch.ops.onednn.qlinear_pointwise(*args) != 255 * 127 * inner).any())
+
+
+def range_objection(qmax: int) -> str | None:
+    """Returns why integers up to `qmax` must not be multiplied on this processor, or None."""
+    if qmax <= WITHOUT_SATURATION or not kernels_saturate():
+        return None
+    return (
+        f"this processor has no VNNI, and its kernels saturate beyond {WITHOUT_SATURATION}, "
+        f"where its activation reaches {qmax}; quantize with reduce_range=True"
+    )
