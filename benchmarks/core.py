@@ -138,7 +138,7 @@ def main() -> None:
         if len(found) > 1:
             growth = [exponent((found[0][0], found[0][i]), (found[-1][0], found[-1][i])) for i in (1, 2)]
             print(f"    growth: prepare n^{growth[0]:.2f}, convert n^{growth[1]:.2f}")
-    row("linear-gelu, histogram", linears, 800, HistogramObserver, 1, True)
+    row("linear-gelu, histogram", linears, 800, HistogramObserver, 1, options.peer_limit >= 800)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from executorch.backends.vulkan.quantizer.vulkan_quantizer import VulkanQuantizer
+from executorch.backends.vulkan.quantizer.vulkan_quantizer import get_symmetric_quantization_config as vulkan_config
 from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
 from torch import Tensor, nn
 from torchao.quantization.pt2e import quantize_pt2e as peer
@@ -189,6 +191,7 @@ QUANTIZERS: dict[str, Callable[[], Quantizer]] = {
     "arm": lambda: ArmInductorQuantizer().set_global(arm_config()),
     "arm dynamic": lambda: ArmInductorQuantizer().set_global(arm_config(is_dynamic=True)),
     "embedding": lambda: EmbeddingQuantizer(),
+    "vulkan": lambda: VulkanQuantizer().set_global(vulkan_config()),
     "composed": lambda: ComposableQuantizer([EmbeddingQuantizer(), xnnpack(is_per_channel=True)]),
 }
 

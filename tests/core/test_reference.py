@@ -104,6 +104,7 @@ def test_differences_see_one_changed_parameter(static_model: fx.GraphModule) -> 
     assert differences(static_model, other) != []
 
 
+@pytest.mark.slow  # torchao exports each of its patterns anew.
 def test_r18_the_integer_representation_equals_the_peers() -> None:
     """A static linear layer becomes an int32 accumulation and a rescaling."""
     x = torch.randn(2, 5)
