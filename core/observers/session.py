@@ -54,7 +54,7 @@ class Session:
         self.batch = 0
 
     def record(self, observer: DataObserver, value: Tensor) -> None:
-        """Takes one tensor that reached an observer.
+        """Takes one tensor that reached an observer; to be called without gradients.
 
         Raises:
             NonFiniteError: a large tensor holds NaN or infinity and the observer raises on it.
@@ -62,7 +62,7 @@ class Session:
         if observer in self._turns and not next(self._turns[observer]):
             return
         if value.numel() <= SMALL and not observer.ordered:
-            self._fresh.append((observer, value.detach().clone()))
+            self._fresh.append((observer, value.clone()))
             return
         self._before.setdefault(observer, observer.state)
         if observer in self._watching:
