@@ -237,8 +237,15 @@ def _reason(node: fx.Node) -> str:
 
 def _how_annotated(node: fx.Node) -> tuple[list[str], str]:
     annotation = node.meta.get(Q_ANNOTATION_KEY) or QuantizationAnnotation()
-    inputs = [_spec_text(annotation.input_qspec_map.get(source)) for source in node.all_input_nodes]
+    inputs = [_spec_text(annotation.input_qspec_map.get(_observed(source))) for source in node.all_input_nodes]
     return [text for text in inputs if text], _spec_text(annotation.output_qspec)
+
+
+def _observed(node: fx.Node) -> fx.Node:
+    """What a prepared graph observes at a node, or the node itself where it is no observer."""
+    while node.op == "call_module" and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _spec_text(spec: Any) -> str:
