@@ -34,7 +34,8 @@ def fuse(graph: fx.Graph) -> None:
 def fuse_sums(graph: fx.Graph) -> None:
     """Fuses residual sums, and what follows them, into the kernels; the kernels then write in place."""
     apply(graph, INTEGER_SUMS)
-    apply(graph, FLOAT_SUMS)
+    # from the end, so that a relu is seen before the sum it follows
+    apply(graph, FLOAT_SUMS, backwards=True)
     apply(graph, SUM_OUTPUTS)
 
 

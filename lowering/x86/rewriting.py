@@ -49,7 +49,7 @@ def apply(graph: fx.Graph, rules: Iterable[Rule], *, backwards: bool = False) ->
 def _apply_at(node: fx.Node, rules: Sequence[Rule]) -> bool:
     furthest = Miss("", -1)
     for rule in rules:
-        if node.graph.owning_module is None or node._erased:
+        if _is_erased(node):
             return False
         outcome = rule.pattern.match(node)
         if isinstance(outcome, Match):
@@ -61,6 +61,10 @@ def _apply_at(node: fx.Node, rules: Sequence[Rule]) -> bool:
     if furthest.reason:
         node.meta[REASON] = furthest.reason
     return False
+
+
+def _is_erased(node: fx.Node) -> bool:
+    return node._erased  # fx keeps no public record of what a graph has lost
 
 
 def origins(node: fx.Node) -> frozenset[str]:
@@ -126,7 +130,7 @@ def erase_unused(node: fx.Node) -> None:
     pending = [node]
     while pending:
         dead = pending.pop()
-        if dead._erased or dead.users or dead.op in ("placeholder", "output"):
+        if _is_erased(dead) or dead.users or dead.op in ("placeholder", "output"):
             continue
         pending += dead.all_input_nodes
         dead.graph.erase_node(dead)

@@ -205,9 +205,10 @@ class FloatResidual(nn.Module):
         return rounded(F.layer_norm(x + F.linear(rounded(x), self.weight(), self.bias), (16,)), 0.02, 128)
 
 
-def test_a_float_residual_is_added_by_the_linear():
+@pytest.mark.parametrize("shape", [(4, 16), (2, 5, 16)])
+def test_a_float_residual_is_added_by_the_linear(shape):
     torch.manual_seed(0)
-    program = check(FloatResidual(), torch.randn(4, 16), step=0.02, kernels=1)
+    program = check(FloatResidual(), torch.randn(shape), step=0.02, kernels=1)
     assert "onednn.qlinear_pointwise.binary" in [str(n.target) for n in program.module.graph.nodes]
 
 
@@ -321,6 +322,42 @@ def test_dynamic_linears_choose_their_parameters_at_run_time(model):
     program = check(model, torch.randn(5, 16), step=1e-4, kernels=1)
     large = torch.randn(5, 16) * 100
     torch.testing.assert_close(program(large), model(large), rtol=1e-4, atol=1e-2)
+
+
+class DynamicResidual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = Dynamic(torch.uint8), Dynamic(torch.uint8)
+
+    def forward(self, x):
+        return F.relu(self.one(x)) + F.relu(self.two(x) + x[..., :8] * 2)
+
+
+@pytest.mark.parametrize("shape", [(5, 16), (2, 5, 16)])
+def test_dynamic_linears_fuse_what_follows(shape):
+    torch.manual_seed(0)
+    program = check(DynamicResidual(), torch.randn(shape), step=1e-4, kernels=2)
+    floats = [o.target for o in program.ops if o.placement == "float"]
+    assert floats.count("aten.relu.default") == 0
+
+
+class FloatShortcut(nn.Module):
+    """A convolution's float shortcut, which is read again after the sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Weight(16, 16, 1, 1)
+
+    def forward(self, x):
+        shortcut = x * 2
+        return F.relu(F.conv2d(rounded(x), self.weight()) + shortcut) - shortcut
+
+
+def test_a_float_shortcut_that_is_read_again_is_not_overwritten():
+    torch.manual_seed(0)
+    program = check(FloatShortcut(), torch.randn(IMAGE), step=1e-4, kernels=1)
+    x = torch.randn(IMAGE)
+    assert torch.equal(program(x), program(x))
 
 
 @settings(max_examples=25, deadline=None)
