@@ -99,6 +99,7 @@ def legalize(working: fx.GraphModule) -> Legalized:
         _moves_keep_qparams,
         _concatenations_share_qparams,
         _pads_stay_quantized,
+        _softmax_over_rows,
     )
     for step in steps:
         step(working)
@@ -325,6 +326,26 @@ def _pads_stay_quantized(working: fx.GraphModule) -> None:
         for user in users:
             user.replace_input_with(node, kept)
     _one_dequantize_per_use(working)
+
+
+def _softmax_over_rows(working: fx.GraphModule) -> None:
+    """A softmax of images works on rows: ExecuTorch's layout pass would run it over channels behind a pooling.
+
+    The pass keeps values channels-last until an operator asks otherwise, and softmax does not; a reshape does.
+    """
+    for node in _calls(working, ("aten::softmax", "aten::_softmax")):
+        value, source = tensor_value(node), _first_input(node)
+        shape: list[Any] = [] if value is None else list(value.shape)
+        if len(shape) != 4 or operands(node)["dim"] not in (-1, 3) or not all(isinstance(s, int) for s in shape):
+            continue
+        users = list(node.users)
+        with working.graph.inserting_before(node):
+            rows = call(working.graph, node, _ATEN.reshape.default, source, [-1, shape[-1]])
+        node.args = (rows, -1, *node.args[2:])
+        with working.graph.inserting_before(node.next):
+            image = call(working.graph, node, _ATEN.reshape.default, node, shape)
+        for user in users:
+            user.replace_input_with(node, image)
 
 
 def _separate_weight_only_biases(working: fx.GraphModule, found: Legalized) -> None:

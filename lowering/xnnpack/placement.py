@@ -95,8 +95,11 @@ def _placement(
         names = sorted({_operator_name(n) for n in portable})
         return "portable", f"XNNPACK does not take {', '.join(names)} here"
     own = [c for c in kernels if not c.is_convert]
-    if not own:  # fused into its producer, or a view that costs nothing
-        producer = next((placed[n] for n in node.all_input_nodes if n in placed), "int8")
+    if not own:  # fused into its producer, a view that costs nothing, or a copy that lost its history
+        producer = next((placed[n] for n in node.all_input_nodes if n in placed), None)
+        if producer is None:
+            quantized = any(is_conversion(n) for n in node.all_input_nodes)
+            return ("int8", "") if quantized else ("portable", "it only copies or casts, outside XNNPACK")
         return producer, "" if producer == "int8" else "runs with its producer"
     if all(c.is_integer for c in own):
         return "int8", ""
