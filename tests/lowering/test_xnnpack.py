@@ -390,7 +390,7 @@ def test_a_kernel_that_the_runtime_refuses_is_left_float(monkeypatch):
     # The installed runtime has no int8 softmax: a declaration that claims one must not break the artefact.
     monkeypatch.setattr(partition, "_INTEGER_TOO", (*partition._INTEGER_TOO, "SoftmaxConfig"))
     unit = (1 / 256, -128)
-    program = lowered(Net(lambda s, x: fake(torch.relu(fake(fake(x).softmax(-1), unit)), unit)), IMAGE)
+    program = lowered(Net(lambda s, x: fake(torch.relu(fake(fake(x).softmax(-1), unit)), unit)), ROWS)
     placed = {op.target: op for op in program.ops}
     assert placed["aten.relu.default"].placement == "int8"
     assert placed["aten.softmax.int"].placement == "float"
