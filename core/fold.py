@@ -341,7 +341,9 @@ def new_parameter(model: fx.GraphModule, origin: fx.Node, suffix: str, value: Te
     node.meta = {key: found for key, found in origin.meta.items() if key not in OWN_META}
     recorded = tensor_value(origin)
     mode = getattr(recorded, "fake_mode", None)
-    if not alike(recorded, value):
+    if alike(recorded, value):
+        node.meta["val"] = recorded
+    else:
         node.meta["val"] = mode.from_tensor(value.detach(), static_shapes=True) if mode else value.detach()
     return node
 
