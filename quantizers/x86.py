@@ -4,12 +4,13 @@ Activations are uint8 with one scale, weights symmetric int8 with one scale for 
 """
 
 from quantplug.annotators.activation import clamps
-from quantplug.annotators.convolution import convolution
+from quantplug.annotators.convolution import CLAMPS, convolution
 from quantplug.annotators.elementwise import binary
 from quantplug.annotators.embedding import embedding
 from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling
 from quantplug.annotators.presets import get_x86_quantization_config
+from quantplug.annotators.residual import residual
 from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
 from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.quantizer import BackendQuantizer
@@ -20,8 +21,10 @@ X86 = Backend(
     name="x86",
     summary="oneDNN kernels through torch, eager or compiled (VNNI, AMX)",
     annotators=(
-        convolution(dims=(1, 2, 3)).writing_float(),
-        linear().writing_float(),
+        residual(convolution(dims=(2,))).writing_float(),
+        residual(linear()).writing_float(),
+        convolution(dims=(1, 2, 3), activations=(*CLAMPS, "hardswish", "silu")).writing_float(),
+        linear(activations=(*CLAMPS, "gelu", "leaky_relu", "tanh")).writing_float(),
         binary("add").writing_float(),
         concatenation("cat"),
         pooling("max_pool2d"),
