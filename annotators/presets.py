@@ -4,7 +4,6 @@ A preset is a plain `QuantizationConfig` of torchao's. Equal arguments give the 
 configs can be compared.
 """
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -22,15 +21,18 @@ from torchao.quantization.pt2e import (
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
 
 from quantplug.core.errors import ConfigError
+from quantplug.core.observers import OBSERVERS
+from quantplug.core.observers import observer as make_observer
 
 MODES = ("static", "dynamic", "weight_only")
 # Scales below 2**-12 underflow in kernels that multiply s_in * s_w / s_out in fixed point.
 SMALLEST_SCALE = 2**-12
 
-OBSERVERS: dict[str, Callable[..., Any]] = {
-    "histogram": HistogramObserver,
-    "minmax": MinMaxObserver,
-    "moving_average": MovingAverageMinMaxObserver,
+# torchao's histogram is the default: with it scales equal those of ExecuTorch's and torchao's quantizers.
+_TORCHAO = {
+    ("histogram", False): HistogramObserver,
+    ("minmax", False): MinMaxObserver,
+    ("minmax", True): PerChannelMinMaxObserver,
 }
 
 
@@ -60,6 +62,7 @@ def activation_spec(
         ConfigError: the mode or the observer does not exist.
     """
     _known("mode", mode, MODES)
+    _known("observer", observer, OBSERVERS)
     if mode == "weight_only":
         return None
     return QuantizationSpec(
@@ -73,19 +76,32 @@ def activation_spec(
 
 
 def _activation_observer(dynamic: bool, observer: str, is_qat: bool) -> Any:
-    _known("observer", observer, OBSERVERS)
     if is_qat and dynamic:
         latest = MovingAverageMinMaxObserver.with_args(averaging_constant=1)
         return FakeQuantize.with_args(observer=latest, eps=SMALLEST_SCALE)
     if is_qat:
         return FusedMovingAvgObsFakeQuantize.with_args(eps=SMALLEST_SCALE)
-    found: Any = PlaceholderObserver if dynamic else OBSERVERS[observer]
-    return found.with_args(eps=SMALLEST_SCALE)
+    if dynamic:
+        return PlaceholderObserver.with_args(eps=SMALLEST_SCALE)
+    return _observer(observer, per_channel=False)
+
+
+def _observer(name: str, per_channel: bool) -> Any:
+    _known("observer", name, OBSERVERS)
+    torchao = _TORCHAO.get((name, per_channel))
+    if torchao is not None:
+        return torchao.with_args(eps=SMALLEST_SCALE)
+    return make_observer(name, per_channel=per_channel, eps=SMALLEST_SCALE)
 
 
 @cache
 def weight_spec(
-    quant_min: int = -127, quant_max: int = 127, *, per_channel: bool = True, is_qat: bool = False
+    quant_min: int = -127,
+    quant_max: int = 127,
+    *,
+    per_channel: bool = True,
+    is_qat: bool = False,
+    observer: str = "minmax",
 ) -> QuantizationSpec:
     """Returns the symmetric int8 spec of weights.
 
@@ -94,13 +110,16 @@ def weight_spec(
         quant_max: largest integer.
         per_channel: one scale for each output channel, or one for the tensor.
         is_qat: whether the spec makes fake quantizes for training instead of observers.
+        observer: how the range is found, a name of `OBSERVERS`; "mse" keeps more at 4 bits.
+
+    Raises:
+        ConfigError: the observer does not exist.
     """
-    observer = PerChannelMinMaxObserver if per_channel else MinMaxObserver
     moving = MovingAveragePerChannelMinMaxObserver if per_channel else MovingAverageMinMaxObserver
     constructor = (
         FusedMovingAvgObsFakeQuantize.with_args(observer=moving, eps=SMALLEST_SCALE)
         if is_qat
-        else observer.with_args(eps=SMALLEST_SCALE)
+        else _observer(observer, per_channel)
     )
     return QuantizationSpec(
         dtype=torch.int8,
@@ -130,6 +149,7 @@ def get_symmetric_quantization_config(
     *,
     is_weight_only: bool = False,
     observer: str = "histogram",
+    weight_observer: str = "minmax",
     int32_bias: bool = False,
 ) -> QuantizationConfig:
     """Returns the int8 config with symmetric weights and affine activations.
@@ -144,6 +164,7 @@ def get_symmetric_quantization_config(
         weight_qmax: largest weight integer.
         is_weight_only: activations stay float.
         observer: how calibration finds activation ranges, a name of `OBSERVERS`.
+        weight_observer: how the range of weights is found, a name of `OBSERVERS`.
         int32_bias: biases become int32 with a derived scale instead of staying float.
 
     Raises:
@@ -155,7 +176,7 @@ def get_symmetric_quantization_config(
         raise ConfigError("int32_bias=True needs static activations, whose scales are known; leave the bias float.")
     mode = "dynamic" if is_dynamic else "weight_only" if is_weight_only else "static"
     activation = activation_spec(torch.int8, act_qmin, act_qmax, mode=mode, observer=observer, is_qat=is_qat)
-    weight = weight_spec(weight_qmin, weight_qmax, per_channel=is_per_channel, is_qat=is_qat)
+    weight = weight_spec(weight_qmin, weight_qmax, per_channel=is_per_channel, is_qat=is_qat, observer=weight_observer)
     bias = int32_bias_spec() if int32_bias else None
     return QuantizationConfig(activation, None if is_dynamic else activation, weight, bias, is_qat)
 

@@ -16,5 +16,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("check", COMMANDS)
 def test_style(check):
-    done = subprocess.run([sys.executable, "-m", *COMMANDS[check]], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", *COMMANDS[check]], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -61,6 +61,9 @@ def quantize(
     backend: BackendOption = "xnnpack",
     calibration: Annotated[Path | None, typer.Option(metavar="DATA.npz", help="Arrays [samples, ...].")] = None,
     config: ConfigOption = None,
+    observer: Annotated[
+        str | None, typer.Option(help="How ranges are found: histogram, minmax, percentile, mse, entropy.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many calibration batches.")] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Samples of a batch; that of the export by default.")
@@ -73,13 +76,14 @@ def quantize(
     from quantplug.quantizers.registry import get_quantizer
 
     # Names are checked before files are read.
-    get_quantizer(backend).set_global(config)
+    options = {"observer": observer} if observer else {}
+    chosen = get_quantizer(backend).backend.config(config, **options)
     for path in filter(None, (out, report)):
         require_writable(path)
     _require_report_kind(report)
     program = load_exported(model)
     batches = load_batches(calibration, program, batch_size) if calibration else None
-    artefact = quantize_model(program, example_inputs(program), backend, batches, config, limit=limit)
+    artefact = quantize_model(program, example_inputs(program), backend, batches, chosen, limit=limit)
     artefact.save(out)
     _write_report(artefact.report, report, model.name)
     console.print(artefact.report.table())
