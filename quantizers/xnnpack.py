@@ -3,7 +3,7 @@
 Activations are int8 with one scale, weights symmetric int8 with one scale or one for each output channel.
 """
 
-from quantplug.annotators.activation import clamps, known_range
+from quantplug.annotators.activation import clamps, known_range, own_range
 from quantplug.annotators.convolution import convolution, transposed_convolution
 from quantplug.annotators.elementwise import binary
 from quantplug.annotators.linear import linear
@@ -31,6 +31,7 @@ XNNPACK = Backend(
         pooling("adaptive_avg_pool2d", "mean", own_output=True),
         known_range("sigmoid"),
         known_range("tanh"),
+        own_range("hardswish", "gelu", "leaky_relu", "elu"),
         clamps("relu", "relu6", "hardtanh", "clamp"),
         movement((*VIEWS, *COPIES, "pad", "constant_pad_nd")),
     ),

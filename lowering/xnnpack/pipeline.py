@@ -4,8 +4,10 @@ Before: a converted `torch.fx.GraphModule`. After: a program that has been expor
 serialized, loaded into the real runtime, run on the example inputs and compared with the q/dq graph.
 """
 
+import contextlib
 import copy
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +15,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from quantplug.core.decision import decision
 from quantplug.core.errors import LoweringError
 from quantplug.core.graph import compute_nodes, require_graph_module
-from quantplug.lowering.xnnpack.conversions import is_conversion, operator_name
+from quantplug.lowering.xnnpack.conversions import is_conversion, is_dequantize, operator_name
 from quantplug.lowering.xnnpack.half import compute_in_float32
 from quantplug.lowering.xnnpack.legalize import Legalized, legalize, runs_alone
 from quantplug.lowering.xnnpack.partition import partitioner
@@ -78,19 +81,35 @@ class _Task:
 def _proved_or_next_best(task: _Task, legal: Legalized) -> XNNPACKProgram:
     """Returns a program that runs and agrees; kinds of operators that the runtime refuses are left float.
 
-    The installed runtime has the last word: if the first program does not load, run or agree, each kind of
-    elementwise operator is tried in float, the rarest first, and then all of them.
+    The installed runtime has the last word: if the first program does not load, run or agree, the float
+    operators are kept out of the delegates, where ExecuTorch's layout pass mixes up those that it decomposes;
+    then each kind of elementwise operator is tried in float, the rarest first, and then all of them.
     """
     try:
         return _proved(task, legal)
     except LoweringError as refused:
-        for names in _suspects(task.working, legal):
-            reason = "the installed runtime refused it as an integer kernel"
-            try:
-                return _proved(task, replace(legal, floats=legal.floats | dict.fromkeys(names, reason)))
-            except LoweringError:
-                continue
+        for attempt in _next_best(task.working, legal):
+            with contextlib.suppress(LoweringError):
+                return _proved(task, attempt)
         raise refused
+
+
+def _next_best(working: fx.GraphModule, legal: Legalized) -> Iterator[Legalized]:
+    outside = dict.fromkeys(_float_operators(working), "in float, ExecuTorch's delegates compute it wrongly here")
+    apart = replace(legal, portable=legal.portable | outside)
+    if outside:
+        yield apart
+    for names in _suspects(working, legal):
+        floats = dict.fromkeys(names, "the installed runtime refused it as an integer kernel")
+        yield replace(apart, floats=legal.floats | floats)
+
+
+def _float_operators(working: fx.GraphModule) -> Iterator[str]:
+    for node in compute_nodes(working.graph):
+        decided = decision(node)
+        reads_integers = any(map(is_dequantize, node.all_input_nodes))
+        if not is_conversion(node) and not (decided.quantized if decided else reads_integers):
+            yield node.name
 
 
 def _suspects(working: fx.GraphModule, legal: Legalized) -> list[list[str]]:

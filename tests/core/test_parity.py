@@ -22,6 +22,7 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
     get_default_x86_inductor_quantization_config as x86_config,
 )
 
+from quantplug.core.compare import sqnr
 from quantplug.core.convert import convert_pt2e
 from quantplug.core.prepare import prepare_pt2e, prepare_qat_pt2e
 from quantplug.core.reference import differences
@@ -195,6 +196,9 @@ QUANTIZERS: dict[str, Callable[[], Quantizer]] = {
     "composed": lambda: ComposableQuantizer([EmbeddingQuantizer(), xnnpack(is_per_channel=True)]),
 }
 
+# torchao's histogram searches for a range of 256 integers whatever the spec has; ours searches for the spec's.
+OTHER_RANGES = {"x86 reduced"}
+
 QAT_QUANTIZERS: dict[str, Callable[[], Quantizer]] = {
     "xnnpack": lambda: xnnpack(is_qat=True),
     "xnnpack per channel": lambda: xnnpack(is_qat=True, is_per_channel=True),
@@ -237,14 +241,29 @@ def some_and_all(some: list[Any], everything: list[Any]) -> list[Any]:
 @pytest.mark.parametrize(("quantizer", "model"), some_and_all(SOME, ALL))
 def test_post_training_graphs_equal_the_peers(quantizer: str, model: str) -> None:
     module, x = exported(model)
+    expected = module(x)
+    ours = run(prepare_pt2e, convert_pt2e, module, QUANTIZERS[quantizer](), x)
+    module, x = exported(model)
     try:
         theirs = run(peer.prepare_pt2e, peer.convert_pt2e, module, QUANTIZERS[quantizer](), x)
-    except Exception as error:
-        pytest.skip(f"torchao fails: {type(error).__name__}")
-    module, x = exported(model)
-    ours = run(prepare_pt2e, convert_pt2e, module, QUANTIZERS[quantizer](), x)
+    except Exception:
+        # Where torchao raises, ours has to work all the same.
+        assert sqnr(flat(ours(x)), flat(expected)) > 15
+        return
+    if quantizer in OTHER_RANGES:
+        assert targets(ours) == targets(theirs)
+        assert sqnr(flat(ours(x)), flat(expected)) >= sqnr(flat(theirs(x)), flat(expected)) - 0.5
+        return
     assert differences(ours, theirs) == []
     torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=0)
+
+
+def flat(outputs: Any) -> Tensor:
+    return outputs if isinstance(outputs, Tensor) else torch.cat([value.flatten() for value in outputs])
+
+
+def targets(model: torch.fx.GraphModule) -> list[str]:
+    return sorted(str(node.target) for node in model.graph.nodes if node.op == "call_function")
 
 
 QAT_MODELS = ("residual", "inverted", "perceptron", "shared")

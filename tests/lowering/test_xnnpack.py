@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from qdq_graphs import FULL, A, B, Net, Q, TensorWeight, Weight, decibels, dynamic, fake, graph_of
-from torch import Tensor
+from torch import Tensor, nn
 
+import quantplug
 from quantplug.core.errors import ArtefactError, ConfigError, LoweringError, ModelError
 from quantplug.lowering.xnnpack import XNNPACKProgram, lower
 
@@ -413,3 +414,13 @@ def test_lowering_prints_nothing():
     )
     assert run.stdout.split("BEGIN\n")[1] == ""
     assert run.stderr.split("BEGIN\n")[1] == ""
+
+
+@pytest.mark.parametrize("activation", [nn.Softplus(), nn.Mish(), nn.Hardshrink()], ids=lambda m: type(m).__name__)
+def test_float_operators_that_the_delegate_mixes_up_run_outside_of_it(activation):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), activation, nn.Conv2d(16, 8, 3)).eval()
+    x = torch.randn(2, 3, 12, 12)
+    artefact = quantplug.quantize(model, (x,), "xnnpack", [x], progress=False)
+    assert decibels(artefact(x), artefact.reference(x)) > 40
+    assert {op.placement for op in artefact.program.ops if "conv2d" in op.target} == {"int8"}
