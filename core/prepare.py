@@ -25,7 +25,7 @@ from quantplug.core.observation import create_observers, defer, observer_of
 from quantplug.core.qat import fuse_batch_norms_qat
 from quantplug.core.regions import bind_constants, region_targets
 from quantplug.core.sharing import Point, sharing_groups
-from quantplug.core.stage import CONFLICTS_KEY, FOLDINGS_KEY, FOLDS_KEY, PREPARED, STAGE_KEY, stage_of
+from quantplug.core.stage import CONFLICTS_KEY, FOLDINGS_KEY, FOLDS_KEY, PREPARED, REGION_KEY, STAGE_KEY, stage_of
 from quantplug.core.verify import verify_annotations
 from quantplug.core.working_copy import rebuilt, working_copy
 
@@ -99,7 +99,8 @@ def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.Gr
     meta[STAGE_KEY] = PREPARED
     prepared = _insert(model, observers, is_qat, _prepared_regions(model, quantizer, is_qat))
     prepared.meta |= meta
-    return prepared
+    # Batch norms have to learn their statistics while the fake quantizes learn their ranges.
+    return prepared.train() if is_qat else prepared
 
 
 def _permission(quantizer: Quantizer) -> Permission | None:
@@ -111,7 +112,10 @@ def _permission(quantizer: Quantizer) -> Permission | None:
 
 
 def _prepared_regions(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> dict[str, fx.GraphModule]:
-    return {target: _prepare(attribute(model, target), quantizer, is_qat) for target in region_targets(model)}
+    regions = {target: attribute(model, target) for target in region_targets(model)}
+    for region in regions.values():
+        region.meta[REGION_KEY] = True
+    return {target: _prepare(region, quantizer, is_qat) for target, region in regions.items()}
 
 
 def _insert(

@@ -23,7 +23,8 @@ from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, Quantiz
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.decision import decision
-from quantplug.core.graph import compute_nodes, is_constant, module_path, require_graph_module, tensor_value
+from quantplug.core.graph import attribute, compute_nodes, is_constant, module_path, require_graph_module, tensor_value
+from quantplug.core.regions import region_targets
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,26 @@ def explain(model: fx.GraphModule) -> Report:
     Raises:
         ModelError: the model is not an exported graph.
     """
-    graph = require_graph_module(model, "explain").graph
-    stage = _stage(graph)
+    graphs = list(_graphs(require_graph_module(model, "explain")))
+    stages = [_stage(graph) for graph in graphs]
+    stage = next((found for found in ("converted", "prepared") if found in stages), "exported")
+    parts = [_explain_graph(graph, stage) for graph in graphs]
+    return Report(
+        stage,
+        rows=tuple(row for part in parts for row in part.rows),
+        islands=tuple(island for part in parts for island in part.islands),
+        boundaries=tuple(boundary for part in parts for boundary in part.boundaries),
+    )
+
+
+def _graphs(model: fx.GraphModule) -> Iterator[fx.Graph]:
+    """Yields the graph of a model, then those of its control flow."""
+    yield model.graph
+    for target in region_targets(model):
+        yield from _graphs(attribute(model, target))
+
+
+def _explain_graph(graph: fx.Graph, stage: str) -> Report:
     compute = [node for node in compute_nodes(graph) if not _is_qdq(node)]
     quantized = {node for node in compute if (_in_integers(node) if stage == "converted" else _annotated(node))}
     rows = tuple(_row(node, node in quantized, stage) for node in compute)

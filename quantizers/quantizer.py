@@ -9,7 +9,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantizer
 from quantplug.core.annotator import annotate
 from quantplug.core.errors import ConfigError
 from quantplug.core.graph import require_graph_module
-from quantplug.core.stage import TRANSFORMS_KEY
+from quantplug.core.stage import REGION_KEY, TRANSFORMS_KEY
 from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.capabilities import Capability, capabilities
 from quantplug.quantizers.scopes import OperatorType, Scopes
@@ -128,7 +128,8 @@ class BackendQuantizer(Quantizer):
         """
         require_graph_module(model, f"Backend '{self.backend.name}'")
         scopes = self._effective_scopes()
-        silent = scopes.unmatched(model) if self.strict else []
+        # The submodels of control flow come one by one; the scopes were held against all of them at first.
+        silent = scopes.unmatched(model) if self.strict and not model.meta.get(REGION_KEY) else []
         if silent:
             raise ConfigError(f"Backend '{self.backend.name}': {'; '.join(silent)}; correct it or pass strict=False.")
         annotate(model, self.backend.annotators, scopes.choose, self.backend.name)

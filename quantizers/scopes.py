@@ -122,8 +122,9 @@ class Scopes:
         return best
 
     def unmatched(self, model: fx.GraphModule) -> list[str]:
-        """Returns, in words, each scope that covers no compute node, with the nearest names."""
-        nodes = list(compute_nodes(model.graph))
+        """Returns, in words, each scope that covers no compute node of the model or its control flow."""
+        parts = [part for part in model.modules() if isinstance(part, fx.GraphModule)]
+        nodes = [node for part in parts for node in compute_nodes(part.graph)]
         silent = [s for s in self.settings if s.kind != "global" and not any(map(s.depth, nodes))]
         return [f"{scope.text} matches nothing in the model{_nearest(scope, nodes)}" for scope in silent]
 

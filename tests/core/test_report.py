@@ -11,7 +11,7 @@ from torch import nn
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e as torchao_convert
 from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e as torchao_prepare
 
-from quantplug import XNNPACKQuantizer, convert_pt2e, explain, get_quantizer, prepare_pt2e
+from quantplug import XNNPACKQuantizer, calibrate, convert_pt2e, explain, get_quantizer, prepare_pt2e
 from quantplug.core.errors import ModelError
 from quantplug.core.graph import compute_nodes
 
@@ -33,7 +33,7 @@ def test_every_compute_operator_has_one_row_in_graph_order(mixed):
 
 def test_float_operators_between_integer_neighbours_are_not_claimed(mixed):
     report = explain(mixed)
-    for name in ("layer_norm_1", "gelu"):
+    for name in ("layer_norm", "layer_norm_1"):
         row = report.row(name)
         assert not row.quantized
         assert row.rule == ""
@@ -191,3 +191,25 @@ def test_the_report_changes_nothing(mixed):
     before = {n.name: sorted(n.meta) for n in mixed.graph.nodes}
     explain(mixed).html()
     assert {n.name: sorted(n.meta) for n in mixed.graph.nodes} == before
+
+
+def test_operators_inside_control_flow_have_rows_and_scopes_may_name_what_surrounds_them():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.first(x)
+            return torch.cond(x.sum() > 0, lambda t: self.one(t), lambda t: self.other(t), (x,))
+
+    model, x = Branches().eval(), torch.randn(4, 8)
+    with torch.no_grad():
+        graph = torch.export.export(model, (x,)).module()
+        prepared = prepare_pt2e(graph, get_quantizer("x86").set_global("int8"))
+        calibrate(prepared, [x, -x], progress=False)
+        report = explain(convert_pt2e(prepared))
+        only_first = get_quantizer("x86").set_module_name("first", "int8")
+        partly = explain(prepare_pt2e(graph, only_first))
+    assert [row.quantized for row in report.rows if row.operator == "linear"] == [True, True, True]
+    assert [row.quantized for row in partly.rows if row.operator == "linear"] == [True, False, False]
