@@ -55,7 +55,7 @@ def convert_pt2e(
         fold_quantize: whether constants are stored quantized; if not, their quantize nodes stay in the graph.
 
     Returns:
-        The reference quantized model.
+        The reference quantized model, in evaluation mode.
 
     Raises:
         ConvertError: the model is not prepared, or is converted already.
@@ -69,7 +69,7 @@ def convert_pt2e(
             raise ConfigError(f"`{name}` of convert_pt2e takes True or False, found {flag!r}.")
     _require_prepared(model)
     with collection_paused():
-        converted = _convert(model, fold_quantize)
+        converted = _convert(model, fold_quantize).eval()
     return _in_integers(converted) if use_reference_representation else converted
 
 

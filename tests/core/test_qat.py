@@ -30,6 +30,7 @@ from torchao.quantization.pt2e.quantizer import (
 )
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
+import quantplug
 from quantplug.core.convert import convert_pt2e
 from quantplug.core.errors import AnnotationError
 from quantplug.core.fold import fold_batch_norms
@@ -540,3 +541,15 @@ def test_e17_gradient_is_one_inside_the_range_and_zero_outside():
     assert (x.grad[(x > least - half) & (x < greatest + half)] == 1).all()
     assert (x.grad[(x < least - half) | (x > greatest + half)] == 0).all()
     assert 0 < x.grad.mean() < 1
+
+
+def test_what_was_trained_with_dropout_is_converted_without():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))
+    x = torch.randn(4, 8)
+    config = quantplug.get_symmetric_quantization_config(is_qat=True)
+    quantizer = quantplug.get_quantizer("xnnpack").set_global(config)
+    prepared = quantplug.prepare_qat_pt2e(torch.export.export(model.eval(), (x,)).module(), quantizer)
+    assert not torch.equal(prepared(x), prepared(x))
+    converted = quantplug.convert_pt2e(prepared)
+    assert torch.equal(converted(x), converted(x))
