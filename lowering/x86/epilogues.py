@@ -70,12 +70,26 @@ def _unary(
         if isinstance(numbers, str):
             return numbers
         node: fx.Node = match["kernel"]
+        reason = _unary_objection(node, name)
+        if reason:
+            return reason
         set_args(node, {UNARY: name, SCALARS: numbers, ALGORITHM: given.get(algorithm, "")})
         absorb(node, *match.nodes)
         replace(match.root, node)
         return None
 
     return Rule(function, rewrite)
+
+
+# torch's kernels check the function by the number of spatial dimensions; two take all of them.
+_UNARIES_OVER = {1: ("relu",), 3: ()}
+
+
+def _unary_objection(kernel: fx.Node, name: str) -> str | None:
+    dims = len(operands(kernel).get("stride", ()))
+    if name in _UNARIES_OVER.get(dims, (name,)):
+        return None
+    return f"the convolution kernel over {dims} dimensions does not end in {name}"
 
 
 def _nothing(given: dict[str, Any]) -> list[Any]:

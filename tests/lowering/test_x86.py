@@ -182,3 +182,15 @@ def test_loading_what_is_no_program_names_the_file(tmp_path):
 def test_saving_into_a_missing_folder_is_refused(network, tmp_path):
     with pytest.raises(ArtefactError, match="does not exist"):
         network[2].save(tmp_path / "missing" / "model.pt2")
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.ReLU6(), nn.Hardtanh(), nn.Hardswish(), nn.SiLU(), nn.GELU()])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_activations_behind_convolutions_over_any_dimensions(dims, activation):
+    torch.manual_seed(0)
+    convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    model = nn.Sequential(convolution(3, 8, 3), activation, convolution(8, 4, 3)).eval()
+    x = torch.randn(2, 3, *[9] * dims)
+    artefact = quantplug.quantize(model, (x,), "x86", [x], progress=False)
+    assert sqnr(artefact.reference(x), artefact(x)) > 40
+    assert all(op.placement == "int8" for op in artefact.program.ops if "conv" in op.target)
