@@ -25,7 +25,7 @@ X86 = Backend(
         residual(linear()).writing_float(),
         convolution(dims=(1, 2, 3), activations=(*CLAMPS, "hardswish", "silu")).writing_float(),
         linear(activations=(*CLAMPS, "gelu", "leaky_relu", "tanh")).writing_float(),
-        binary("add").writing_float(),
+        binary("add"),
         concatenation("cat"),
         pooling("max_pool2d"),
         pooling("avg_pool2d"),
