@@ -38,3 +38,9 @@ class LoweringError(QuantplugError, RuntimeError):
 
 class ArtefactError(QuantplugError, ValueError):
     """A file that was to be read or written is missing, unreadable or of the wrong kind."""
+
+
+def first_line(error: BaseException) -> str:
+    """Returns what another library's error says in one line: its type and the first line of its text."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantplug.core.errors import LoweringError
+from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.graph import compute_nodes, module_path, require_graph_module
 from quantplug.lowering.program import LoweredOp, Program
 
@@ -65,9 +65,8 @@ def lower(
     try:
         exported = torch.export.export(converted, example_inputs, dynamic_shapes=dynamic_shapes)
     except Exception as error:
-        first = str(error).strip().partition("\n")[0]
         raise LoweringError(
-            f"The q/dq graph cannot be exported on the example inputs ({type(error).__name__}: {first}); "
+            f"The q/dq graph cannot be exported on the example inputs ({first_line(error)}); "
             "pass inputs like those it was exported with."
         ) from error
     ops = tuple(

@@ -19,8 +19,6 @@ from quantplug.lowering.x86.rewriting import Rule, absorb, apply, call, replace
 
 onednn = torch.ops.onednn
 CONVOLUTION, LINEAR = "onednn::qconv_pointwise", "onednn::qlinear_pointwise"
-CONV_UNARIES = ("relu", "hardtanh", "hardswish", "swish")
-LINEAR_UNARIES = (*CONV_UNARIES, "gelu", "leaky_relu", "tanh")
 # positions in the kernels' schemas: both end in (scale, zero point, dtype, unary, scalars, algorithm)
 SCALE, ZERO_POINT, DTYPE, UNARY, SCALARS, ALGORITHM = range(-6, 0)
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from quantplug.core.compare import sqnr
 from quantplug.core.decision import decision
-from quantplug.core.errors import LoweringError
+from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.graph import compute_nodes, require_graph_module
 from quantplug.lowering.xnnpack.conversions import is_conversion, is_dequantize, operator_name
 from quantplug.lowering.xnnpack.half import compute_in_float32
@@ -133,7 +134,7 @@ def _reference(model: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
         return copy.deepcopy(model)(*copy.deepcopy(inputs))
     except Exception as error:
         raise LoweringError(
-            f"The q/dq graph does not run on the example inputs: {_first_line(error)}; "
+            f"The q/dq graph does not run on the example inputs: {first_line(error)}; "
             "pass inputs like those it was exported with."
         ) from error
 
@@ -189,7 +190,7 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
             buffer = edge.to_executorch().buffer
         except Exception as error:
             raise LoweringError(
-                f"The q/dq graph cannot be lowered to XNNPACK: {_first_line(error)}; keep the operator it names float."
+                f"The q/dq graph cannot be lowered to XNNPACK: {first_line(error)}; keep the operator it names float."
             ) from error
     ops, counts = place(task.working, edge.exported_program(), calls, legal.floats)
     return XNNPACKProgram(Method(buffer, task.threads), ops, counts, _signature(exported))
@@ -230,17 +231,10 @@ def _output_sqnr(index: int, value: Tensor, reference: Tensor, minimum_sqnr: flo
             f"{tuple(reference.shape)}; report the model."
         )
     finite = reference.isfinite()
-    kept, wanted = value[finite].double(), reference[finite].double()
-    noise, signal = (kept - wanted).square().sum(), wanted.square().sum()
-    decibels = float("inf") if noise == 0 else float(10 * torch.log10(signal / noise))
+    decibels = sqnr(value[finite], reference[finite])
     if not decibels >= minimum_sqnr:
         raise LoweringError(
             f"Output {index} of the program keeps {decibels:.1f} dB of the q/dq graph on the example inputs, "
             f"less than {minimum_sqnr:.1f} dB; keep the operators before it float."
         )
     return decibels
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -16,7 +16,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.core.calibrate import calibrate
 from quantplug.core.convert import convert_pt2e
-from quantplug.core.errors import ConfigError, ModelError
+from quantplug.core.errors import ConfigError, ModelError, first_line
 from quantplug.core.prepare import prepare_pt2e
 from quantplug.core.report import Report, explain
 from quantplug.files import write_whole
@@ -162,8 +162,7 @@ def export(
     try:
         return torch.export.export(evaluated, example_inputs, dynamic_shapes=dynamic_shapes).module()
     except Exception as error:
-        first = str(error).strip().partition("\n")[0]
         raise ModelError(
-            f"torch.export fails on {type(model).__name__}: {type(error).__name__}: {first}; "
+            f"torch.export fails on {type(model).__name__}: {first_line(error)}; "
             "make the model exportable, then quantize it."
         ) from error
