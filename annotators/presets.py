@@ -18,8 +18,9 @@ from torchao.quantization.pt2e import (
     PerChannelMinMaxObserver,
     PlaceholderObserver,
 )
-from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
+from torchao.quantization.pt2e.quantizer import FixedQParamsQuantizationSpec, QuantizationConfig, QuantizationSpec
 
+from quantplug.core.dtypes import DTypeConfig, DTypeWithConstraints
 from quantplug.core.errors import ConfigError
 from quantplug.core.observers import OBSERVERS
 from quantplug.core.observers import observer as make_observer
@@ -46,6 +47,7 @@ def activation_spec(
     mode: str = "static",
     observer: str = "histogram",
     is_qat: bool = False,
+    eps: float = SMALLEST_SCALE,
 ) -> QuantizationSpec | None:
     """Returns the per-tensor spec of activations, or None where the mode leaves them float.
 
@@ -57,6 +59,7 @@ def activation_spec(
         mode: "static", "dynamic" or "weight_only".
         observer: how calibration finds the range, a name of `OBSERVERS`.
         is_qat: whether the spec makes fake quantizes for training instead of observers.
+        eps: the smallest scale that the observer gives.
 
     Raises:
         ConfigError: the mode or the observer does not exist.
@@ -71,27 +74,27 @@ def activation_spec(
         quant_max=quant_max,
         qscheme=torch.per_tensor_symmetric if symmetric else torch.per_tensor_affine,
         is_dynamic=mode == "dynamic",
-        observer_or_fake_quant_ctr=_activation_observer(mode == "dynamic", observer, is_qat),
+        observer_or_fake_quant_ctr=_activation_observer(mode == "dynamic", observer, is_qat, eps),
     )
 
 
-def _activation_observer(dynamic: bool, observer: str, is_qat: bool) -> Any:
+def _activation_observer(dynamic: bool, observer: str, is_qat: bool, eps: float) -> Any:
     if is_qat and dynamic:
         latest = MovingAverageMinMaxObserver.with_args(averaging_constant=1)
-        return FakeQuantize.with_args(observer=latest, eps=SMALLEST_SCALE)
+        return FakeQuantize.with_args(observer=latest, eps=eps)
     if is_qat:
-        return FusedMovingAvgObsFakeQuantize.with_args(eps=SMALLEST_SCALE)
+        return FusedMovingAvgObsFakeQuantize.with_args(eps=eps)
     if dynamic:
-        return PlaceholderObserver.with_args(eps=SMALLEST_SCALE)
-    return _observer(observer, per_channel=False)
+        return PlaceholderObserver.with_args(eps=eps)
+    return _observer(observer, per_channel=False, eps=eps)
 
 
-def _observer(name: str, per_channel: bool) -> Any:
+def _observer(name: str, per_channel: bool, eps: float) -> Any:
     _known("observer", name, OBSERVERS)
     torchao = _TORCHAO.get((name, per_channel))
     if torchao is not None:
-        return torchao.with_args(eps=SMALLEST_SCALE)
-    return make_observer(name, per_channel=per_channel, eps=SMALLEST_SCALE)
+        return torchao.with_args(eps=eps)
+    return make_observer(name, per_channel=per_channel, eps=eps)
 
 
 @cache
@@ -102,8 +105,10 @@ def weight_spec(
     per_channel: bool = True,
     is_qat: bool = False,
     observer: str = "minmax",
+    dtype: torch.dtype = torch.int8,
+    eps: float = SMALLEST_SCALE,
 ) -> QuantizationSpec:
-    """Returns the symmetric int8 spec of weights.
+    """Returns the symmetric spec of weights.
 
     Args:
         quant_min: smallest integer; -127 keeps the range symmetric.
@@ -111,18 +116,20 @@ def weight_spec(
         per_channel: one scale for each output channel, or one for the tensor.
         is_qat: whether the spec makes fake quantizes for training instead of observers.
         observer: how the range is found, a name of `OBSERVERS`; "mse" keeps more at 4 bits.
+        dtype: of the stored integers.
+        eps: the smallest scale that the observer gives.
 
     Raises:
         ConfigError: the observer does not exist.
     """
     moving = MovingAveragePerChannelMinMaxObserver if per_channel else MovingAverageMinMaxObserver
     constructor = (
-        FusedMovingAvgObsFakeQuantize.with_args(observer=moving, eps=SMALLEST_SCALE)
+        FusedMovingAvgObsFakeQuantize.with_args(observer=moving, eps=eps)
         if is_qat
-        else _observer(observer, per_channel)
+        else _observer(observer, per_channel, eps)
     )
     return QuantizationSpec(
-        dtype=torch.int8,
+        dtype=dtype,
         quant_min=quant_min,
         quant_max=quant_max,
         qscheme=torch.per_channel_symmetric if per_channel else torch.per_tensor_symmetric,
@@ -227,6 +234,57 @@ def get_x86_quantization_config(
     activation = activation_spec(torch.uint8, 0, top, mode=mode, observer=observer, is_qat=is_qat)
     weight = weight_spec(-128, 127, per_channel=True, is_qat=is_qat)
     return QuantizationConfig(activation, None if is_dynamic else activation, weight, None, is_qat)
+
+
+def config_for(
+    dtypes: DTypeConfig, *, is_qat: bool = False, observer: str = "histogram", weight_observer: str = "minmax"
+) -> QuantizationConfig:
+    """Returns the config that a dtype config asks for: one object gives the specs of all four ports.
+
+    Ranges are the bounds of the constraints, or all of the dtype; the smallest scale is the bound on scales.
+    Weights are per channel and activations affine, unless `qschemes` begins with another scheme.
+
+    Args:
+        dtypes: the dtypes with constraints of each port.
+        is_qat: for quantization-aware training.
+        observer: how calibration finds activation ranges, a name of `OBSERVERS`.
+        weight_observer: how the range of weights is found, a name of `OBSERVERS`.
+
+    Raises:
+        ConfigError: an observer does not exist.
+    """
+    activations = [_activation(dtypes.at(port), dtypes.mode, observer, is_qat) for port in ("input", "output")]
+    weight = _weight(dtypes.at("weight"), weight_observer, is_qat)
+    bias = int32_bias_spec() if dtypes.bias == torch.int32 and not is_qat else None
+    return QuantizationConfig(*activations, weight, bias, is_qat)
+
+
+def _activation(
+    taken: DTypeWithConstraints | None, mode: str, observer: str, is_qat: bool
+) -> QuantizationSpec | FixedQParamsQuantizationSpec | None:
+    if taken is None:
+        return None
+    low, high = taken.range
+    symmetric = torch.per_tensor_symmetric in taken.qschemes[:1] or taken.zero_point_exact_match == 0
+    if taken.scale_exact_match is not None:
+        scheme = torch.per_tensor_symmetric if symmetric else torch.per_tensor_affine
+        zero_point = taken.zero_point_exact_match or 0
+        return FixedQParamsQuantizationSpec(taken.dtype, taken.scale_exact_match, zero_point, low, high, scheme)
+    eps = taken.scale_min_lower_bound or SMALLEST_SCALE
+    return activation_spec(
+        taken.dtype, low, high, symmetric=symmetric, mode=mode, observer=observer, is_qat=is_qat, eps=eps
+    )
+
+
+def _weight(taken: DTypeWithConstraints | None, observer: str, is_qat: bool) -> QuantizationSpec | None:
+    if taken is None:
+        return None
+    low, high = taken.range
+    per_channel = torch.per_tensor_symmetric not in taken.qschemes[:1]
+    eps = taken.scale_min_lower_bound or SMALLEST_SCALE
+    # A symmetric range loses its lowest integer, so that a weight and its negative are equally precise.
+    low = max(low, -high) if taken.dtype.is_signed else low
+    return weight_spec(low, high, per_channel=per_channel, is_qat=is_qat, observer=observer, dtype=taken.dtype, eps=eps)
 
 
 def _known(what: str, found: str, choices: Any) -> None:

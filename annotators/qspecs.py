@@ -18,6 +18,7 @@ from torchao.quantization.pt2e.quantizer import (
     QuantizationSpecBase,
 )
 
+from quantplug.core.dtypes import integer_range
 from quantplug.core.errors import ConfigError
 
 _PER_TENSOR = (torch.per_tensor_affine, torch.per_tensor_symmetric, None)
@@ -108,14 +109,6 @@ def fixed_qspec(spec: QuantizationSpec | None, low: float, high: float) -> Fixed
         quant_max=high_int,
         qscheme=spec.qscheme or torch.per_tensor_affine,
     )
-
-
-def integer_range(spec: QuantizationSpec) -> tuple[int, int]:
-    """Returns the smallest and largest integer of a spec, those of its dtype where it names none."""
-    limits = torch.iinfo(spec.dtype)
-    low = limits.min if spec.quant_min is None else spec.quant_min
-    high = limits.max if spec.quant_max is None else spec.quant_max
-    return int(low), int(high)
 
 
 def derived_bias_qspec(

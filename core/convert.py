@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 from torch.fx.traceback import NodeSource, NodeSourceAction
 from torchao.quantization.pt2e.quantizer import is_valid_annotation
 
+from quantplug.core.calibrated import enforce_limits
 from quantplug.core.collection import collection_paused
 from quantplug.core.constants import constant_nodes, evaluate_constants
 from quantplug.core.errors import CalibrationError, ConfigError, ConvertError
@@ -59,7 +60,8 @@ def convert_pt2e(
 
     Raises:
         ConvertError: the model is not prepared, or is converted already.
-        CalibrationError: observers have not seen data, or saw data that was not finite.
+        CalibrationError: observers have not seen data, saw data that was not finite, or found numbers that
+            break a limit of the backend's kernels.
     """
     for name, flag in (
         ("use_reference_representation", use_reference_representation),
@@ -70,6 +72,7 @@ def convert_pt2e(
     _require_prepared(model)
     with collection_paused():
         converted = _convert(model, fold_quantize).eval()
+    enforce_limits(converted)
     return _in_integers(converted) if use_reference_representation else converted
 
 

@@ -22,6 +22,8 @@ class Decision:
         config: the scope that chose the config, in words.
         nearest: label of the pattern that came nearest, if the node stays float.
         reason: the first failing predicate of that pattern, if the node stays float.
+        dtypes: the dtype config of the rule that the node runs under; "" if the rule declares none.
+        passed_over: the preferred dtype configs that did not fit, each with the reason.
     """
 
     owner: str
@@ -30,6 +32,8 @@ class Decision:
     config: str = ""
     nearest: str = ""
     reason: str = ""
+    dtypes: str = ""
+    passed_over: str = ""
 
     @property
     def quantized(self) -> bool:

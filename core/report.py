@@ -24,6 +24,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.decision import decision
 from quantplug.core.graph import attribute, compute_nodes, is_constant, module_path, require_graph_module, tensor_value
+from quantplug.core.limits import VIOLATIONS_KEY, Violation
 from quantplug.core.regions import region_targets
 
 
@@ -41,6 +42,8 @@ class Row:
         how: dtypes, such as "int8, int8 per channel -> int8".
         config: the scope that chose the config, in words.
         reason: for a float operator the nearest rule and its first failing predicate.
+        dtypes: the dtype config of the rule that it runs under; "" if the rule declares none.
+        passed_over: the preferred dtype configs that did not fit, each with the reason.
     """
 
     node: str
@@ -52,6 +55,16 @@ class Row:
     how: str
     config: str
     reason: str
+    dtypes: str = ""
+    passed_over: str = ""
+
+    @property
+    def told(self) -> str:
+        """How the operator is quantized, or why not, in one text."""
+        if not self.quantized:
+            return self.reason
+        instead = f", not {self.passed_over}" if self.passed_over else ""
+        return f"{self.how} as '{self.dtypes}'{instead}" if self.dtypes else self.how
 
 
 @dataclass(frozen=True)
@@ -82,12 +95,14 @@ class Report:
         rows: one for each compute operator, in graph order.
         islands: for each connected group of float compute operators, their names.
         boundaries: in a converted graph, where numbers change between integer and float.
+        violations: limits of the kernels that specs or calibrated numbers break; errors in strict mode.
     """
 
     stage: str
     rows: tuple[Row, ...]
     islands: tuple[tuple[str, ...], ...]
     boundaries: tuple[Boundary, ...]
+    violations: tuple[Violation, ...] = ()
 
     @property
     def quantized(self) -> int:
@@ -110,6 +125,8 @@ class Report:
         out = StringIO()
         console = Console(file=out, width=width, no_color=True)
         console.print(self.table())
+        for violation in self.violations:
+            console.print(escape(f"{violation}"))
         console.print(self.summary())
         return out.getvalue()
 
@@ -119,8 +136,7 @@ class Report:
         for heading in ("node", "operator", "module", "rule", "how, or why it stays float"):
             table.add_column(heading, overflow="fold")
         for row in self.rows:
-            told = row.how if row.quantized else row.reason
-            cells = (row.node, row.operator, row.module_path, row.rule or "float", told)
+            cells = (row.node, row.operator, row.module_path, row.rule or "float", row.told)
             # Without it rich would read "[ab]" in a path or reason as markup and leave it out.
             table.add_row(*map(escape, cells))
         return table
@@ -148,7 +164,8 @@ def explain(model: fx.GraphModule) -> Report:
     Raises:
         ModelError: the model is not an exported graph.
     """
-    graphs = list(_graphs(require_graph_module(model, "explain")))
+    models = list(_with_regions(require_graph_module(model, "explain")))
+    graphs = [each.graph for each in models]
     stages = [_stage(graph) for graph in graphs]
     stage = next((found for found in ("converted", "prepared") if found in stages), "exported")
     parts = [_explain_graph(graph, stage) for graph in graphs]
@@ -157,14 +174,15 @@ def explain(model: fx.GraphModule) -> Report:
         rows=tuple(row for part in parts for row in part.rows),
         islands=tuple(island for part in parts for island in part.islands),
         boundaries=tuple(boundary for part in parts for boundary in part.boundaries),
+        violations=tuple(violation for each in models for violation in each.meta.get(VIOLATIONS_KEY, ())),
     )
 
 
-def _graphs(model: fx.GraphModule) -> Iterator[fx.Graph]:
-    """Yields the graph of a model, then those of its control flow."""
-    yield model.graph
+def _with_regions(model: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """Yields a model, then those of its control flow."""
+    yield model
     for target in region_targets(model):
-        yield from _graphs(attribute(model, target))
+        yield from _with_regions(attribute(model, target))
 
 
 def _explain_graph(graph: fx.Graph, stage: str) -> Report:
@@ -243,6 +261,8 @@ def _row(node: fx.Node, quantized: bool, stage: str) -> Row:
         how=_arrow(*told(node), into=found.root if found and found.root != node.name else "") if quantized else "",
         config=found.config if found else "",
         reason="" if quantized else _reason(node),
+        dtypes=found.dtypes if found else "",
+        passed_over=found.passed_over if found else "",
     )
 
 
@@ -366,9 +386,12 @@ _PAGE = """<!doctype html>
 {% for row in report.rows %}
 <tr class="{{ 'int' if row.quantized else 'float' }}"><td><code>{{ row.node }}</code></td>
 <td><code>{{ row.operator }}</code></td><td>{{ row.module_path }}</td><td>{{ row.rule or 'float' }}</td>
-<td>{{ row.how if row.quantized else row.reason }}</td></tr>
+<td>{{ row.told }}</td></tr>
 {% endfor %}
 </tbody></table>
+{% if report.violations %}<h2>Broken limits</h2><ul>
+{% for violation in report.violations %}<li>{{ violation }}</li>
+{% endfor %}</ul>{% endif %}
 {% if report.islands %}<h2>Float islands</h2><ol>
 {% for island in report.islands %}<li><code>{{ island | join(', ') }}</code></li>
 {% endfor %}</ol>{% endif %}

@@ -2,14 +2,18 @@
 
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
+from quantplug.annotators.presets import config_for
 from quantplug.core.annotator import Annotator
+from quantplug.core.dtypes import DTypeConfig
 from quantplug.core.errors import ConfigError
 from quantplug.lowering.program import Program
 
@@ -20,32 +24,88 @@ Transform: TypeAlias = Callable[[fx.GraphModule], fx.GraphModule]
 
 @dataclass(frozen=True)
 class Backend:
-    """What a target declares.
+    """What a target declares; immutable, see `derive` for a variant.
 
     Attributes:
         name: how users and reports call it.
         annotators: its operator rows; the largest matching piece wins, then the order here.
-        configs: config factories by name; the first is the default.
+        configs: config factories by name; the first is the default. Where there is none, every dtype config
+            gives one of its name.
         lowering: the function from a converted graph and example inputs to a `Program`, or its name
             "package.module:function", which is imported when it is used, because runtimes are heavy.
         transforms: graph rewrites that run before annotation.
         folds_batch_norm: whether batch norms are folded into the operator before them.
         summary: one line for `quantplug backends`.
+        dtypes: the dtype configs that the kernels run, the preferred one first, for rows that declare none
+            of their own; empty for no limits.
     """
 
     name: str
     annotators: tuple[Annotator, ...]
-    configs: Mapping[str, ConfigFactory]
-    lowering: str | Lowering
+    configs: Mapping[str, ConfigFactory] = field(default_factory=dict)
+    lowering: str | Lowering = ""
     transforms: tuple[Transform, ...] = ()
     folds_batch_norm: bool = True
     summary: str = ""
+    dtypes: tuple[DTypeConfig, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.configs:
-            raise ConfigError(f"Backend '{self.name}' declares no config; give at least one, the first is the default.")
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"A backend has the name {self.name!r}; give a word that users can type.")
+        for what, kind in (("annotators", Annotator), ("dtypes", DTypeConfig)):
+            object.__setattr__(self, what, self._tuple_of(what, kind))
         if not self.annotators:
             raise ConfigError(f"Backend '{self.name}' declares no annotator; it could quantize nothing.")
+        self._require_distinct_dtypes()
+        configs = dict(self.configs) or {dtypes.name: partial(config_for, dtypes) for dtypes in self.dtypes}
+        object.__setattr__(self, "configs", MappingProxyType(configs))
+        if not configs:
+            raise ConfigError(
+                f"Backend '{self.name}' declares no config; give `configs` or `dtypes`, the first is the default."
+            )
+        self._require_functions()
+
+    def _tuple_of(self, what: str, kind: type) -> tuple[Any, ...]:
+        found = getattr(self, what)
+        if not isinstance(found, tuple | list):
+            raise ConfigError(
+                f"The {what} of backend '{self.name}' are a {type(found).__name__}; give a tuple of {kind.__name__}."
+            )
+        wrong = next((entry for entry in found if not isinstance(entry, kind)), None)
+        if wrong is not None:
+            raise ConfigError(
+                f"The {what} of backend '{self.name}' hold {wrong!r}, which is no {kind.__name__}; take it out."
+            )
+        return tuple(found)
+
+    def _require_distinct_dtypes(self) -> None:
+        names = [dtypes.name for dtypes in self.dtypes]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"Backend '{self.name}' declares the dtype config '{twice}' twice; rename one of them.")
+
+    def _require_functions(self) -> None:
+        for name, factory in self.configs.items():
+            if not callable(factory):
+                raise ConfigError(
+                    f"Config '{name}' of backend '{self.name}' is a {type(factory).__name__}; give a function that "
+                    "returns a QuantizationConfig."
+                )
+        for transform in self.transforms:
+            if not callable(transform):
+                raise ConfigError(
+                    f"The transforms of backend '{self.name}' hold {transform!r}; each is a function of a graph module."
+                )
+        if not callable(self.lowering) and not (isinstance(self.lowering, str) and ":" in self.lowering):
+            raise ConfigError(
+                f"Backend '{self.name}' has the lowering {self.lowering!r}; give a function or its name "
+                "'package.module:function', such as 'quantplug.lowering.reference:lower'."
+            )
+
+    @property
+    def rows(self) -> tuple[Annotator, ...]:
+        """The annotators with the backend's dtype configs where a row declares none of its own."""
+        return tuple(a if a.dtypes or not self.dtypes else a.accepting(*self.dtypes) for a in self.annotators)
 
     def config(self, name: str | None = None, **options: Any) -> QuantizationConfig:
         """Returns a config by name, the default one for None.
@@ -83,3 +143,34 @@ class Backend:
         own_inputs = map_aggregate(example_inputs, lambda v: v.detach().clone() if isinstance(v, Tensor) else v)
         program: Program = function(converted, own_inputs, **options)
         return program
+
+
+def derive(
+    base: Backend, name: str, *, add: tuple[Annotator, ...] = (), remove: tuple[str, ...] = (), **changes: Any
+) -> Backend:
+    """Returns a backend like another one under a name of its own; the other stays as it is.
+
+    Args:
+        base: the backend to start from.
+        name: the name of the new one.
+        add: annotators that come before those of the base, so that they win where pieces are equally large.
+        remove: names of annotators to leave out, or labels of single patterns such as "conv_relu".
+        changes: other attributes of `Backend` to replace, such as `lowering` or `dtypes`.
+
+    Raises:
+        ConfigError: `remove` names nothing of the base, `changes` no attribute, or the result is no backend.
+    """
+    known = {a.name for a in base.annotators} | {label for a in base.annotators for label, _ in a.patterns}
+    unknown = [wanted for wanted in remove if wanted not in known]
+    if unknown:
+        raise ConfigError(f"Backend '{base.name}' has no rule {unknown[0]!r} to remove; it has {sorted(known)}.")
+    kept = [_without(a, remove) for a in base.annotators if a.name not in remove]
+    rows = (*add, *(a for a in kept if a.patterns))
+    try:
+        return replace(base, name=name, annotators=rows, **changes)
+    except TypeError as error:
+        raise ConfigError(f"Backend '{name}' cannot be derived from '{base.name}': {error}.") from None
+
+
+def _without(annotator: Annotator, labels: tuple[str, ...]) -> Annotator:
+    return replace(annotator, patterns=tuple(pair for pair in annotator.patterns if pair[0] not in labels))

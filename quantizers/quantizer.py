@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from torch import fx, nn
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantizer
 
-from quantplug.core.annotator import annotate
+from quantplug.core.annotation import annotate
 from quantplug.core.errors import ConfigError
 from quantplug.core.graph import require_graph_module
 from quantplug.core.stage import REGION_KEY, TRANSFORMS_KEY
@@ -132,7 +132,7 @@ class BackendQuantizer(Quantizer):
         silent = scopes.unmatched(model) if self.strict and not model.meta.get(REGION_KEY) else []
         if silent:
             raise ConfigError(f"Backend '{self.backend.name}': {'; '.join(silent)}; correct it or pass strict=False.")
-        annotate(model, self.backend.annotators, scopes.choose, self.backend.name)
+        annotate(model, self.backend.rows, scopes.choose, self.backend.name, strict=self.strict)
         return model
 
     def validate(self, model: fx.GraphModule) -> None:

@@ -15,7 +15,8 @@ from quantplug.annotators.convolution import convolution
 from quantplug.annotators.elementwise import binary
 from quantplug.annotators.linear import linear
 from quantplug.annotators.presets import get_symmetric_quantization_config
-from quantplug.core.annotator import Choice, annotate
+from quantplug.core.annotation import annotate
+from quantplug.core.annotator import Choice
 from quantplug.core.compare import sqnr
 
 CONFIG = get_symmetric_quantization_config(True)

@@ -16,7 +16,8 @@ from quantplug import XNNPACKQuantizer, convert_pt2e, explain, get_quantizer, pr
 from quantplug.annotators.convolution import convolution
 from quantplug.annotators.elementwise import binary
 from quantplug.annotators.presets import get_symmetric_quantization_config
-from quantplug.core.annotator import Annotator, Choice, annotate
+from quantplug.core.annotation import annotate
+from quantplug.core.annotator import Annotator, Choice
 from quantplug.core.compare import sqnr
 from quantplug.core.decision import decision
 from quantplug.core.errors import AnnotationError, PatternError

@@ -1,0 +1,364 @@
+"""The engine that carries annotators out: match, check, decide, then write.
+
+Before: an exported graph, annotators in the order of their declaration, and a choice of config per node.
+After: the same graph with a `QuantizationAnnotation` on every node that a rule took and a `Decision` on
+every compute node. Annotators are pure: only `annotate` writes to the graph, and only after every
+decision has been made, so an error leaves the graph as it was.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import fx
+from torchao.quantization.pt2e.quantizer import (
+    FixedQParamsQuantizationSpec,
+    QuantizationAnnotation,
+    QuantizationConfig,
+    QuantizationSpec,
+    QuantizationSpecBase,
+    SharedQuantizationSpec,
+)
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+
+from quantplug.core.aliases import changed_under_other_names
+from quantplug.core.annotator import Annotations, Annotator, Choice
+from quantplug.core.constants import constant_nodes
+from quantplug.core.decision import Decision, record
+from quantplug.core.dtypes import DTypeConfig, integer_range
+from quantplug.core.errors import AnnotationError
+from quantplug.core.graph import describe, is_constant, tensor_value
+from quantplug.core.limits import (
+    LIMITS_KEY,
+    VIOLATIONS_KEY,
+    Limits,
+    Selection,
+    Violation,
+    asked_ports,
+    select_dtypes,
+    shared_violation,
+)
+from quantplug.core.matching import Findings, Found, NearMiss, PatternIndex
+from quantplug.core.pattern import Match
+from quantplug.core.specs import spec_value
+
+
+def annotate(
+    model: fx.GraphModule,
+    annotators: tuple[Annotator, ...],
+    choose: Callable[[fx.Node], Choice],
+    owner: str,
+    *,
+    strict: bool = True,
+) -> list[Found[Annotator]]:
+    """Annotates a graph: match, check, decide, then write.
+
+    Args:
+        model: an exported graph; its nodes get annotations and decisions.
+        annotators: tried largest matched piece first, then in this order.
+        choose: the config of a node.
+        owner: the backend's name, for the report.
+        strict: whether a spec that breaks a limit of the kernels is an error; if not, the operator stays
+            float and the report says why.
+
+    Returns:
+        The pieces that were annotated, in graph order.
+
+    Raises:
+        AnnotationError: an annotator decided about a node outside of its piece, or, if strict, a config
+            breaks a limit; the graph is unchanged.
+    """
+    work = _Decisions(model.graph, owner, choose, changed_under_other_names(model.graph))
+    index = PatternIndex((a, label, pattern) for a in annotators for label, pattern in a.patterns)
+    findings = index.find(model.graph, work.accept)
+    carried_out = [found for found in findings.found if work.carry_out(found)]
+    for found in reversed(carried_out):
+        work.release_output(found)
+    carried_out = [found for found in carried_out if found.match.root in work.annotations]
+    work.inherit_fixed()
+    decisions = list(_decisions(findings, work, owner))
+    violations = work.unresolved_violations()
+    if strict and violations:
+        more = f" ({len(violations) - 1} more like it.)" if len(violations) > 1 else ""
+        raise AnnotationError(f"{violations[0]}{more}")
+    # From here on nothing can fail.
+    for node, annotation in work.annotations.items():
+        node.meta[Q_ANNOTATION_KEY] = annotation
+    for node, decided in decisions:
+        record(node, decided)
+    for found in carried_out:
+        work.leave_limits(found, strict)
+    if violations:
+        model.meta[VIOLATIONS_KEY] = (*model.meta.get(VIOLATIONS_KEY, ()), *violations)
+    return carried_out
+
+
+@dataclass
+class _Decisions:
+    graph: fx.Graph
+    owner: str
+    choose: Callable[[fx.Node], Choice]
+    changed: Mapping[fx.Node, fx.Node]
+    annotations: Annotations = field(default_factory=dict)
+    rejected: dict[fx.Node, NearMiss] = field(default_factory=dict)
+    chosen: dict[fx.Node, Choice] = field(default_factory=dict)
+    selected: dict[tuple[fx.Node, str], Selection] = field(default_factory=dict)
+    violations: dict[fx.Node, Violation] = field(default_factory=dict)
+    taken_by: dict[fx.Node, DTypeConfig] = field(default_factory=dict)
+
+    @cached_property
+    def constants(self) -> set[fx.Node]:
+        """The nodes whose values do not depend on the inputs: weights, as parameters or computed from them."""
+        return constant_nodes(self.graph)
+
+    def accept(self, found: Found[Annotator]) -> str | None:
+        """Returns the first reason against a match, or None."""
+        taken = next((n for n in found.match.nodes if Q_ANNOTATION_KEY in n.meta), None)
+        if taken is not None:
+            return f"{describe(taken)} is already annotated by another quantizer"
+        choice = self._choice(found.match["op"])
+        if choice.config is None:
+            return _stays_float(choice)
+        config = choice.config
+        checks: Iterator[str | None] = (check(found.match, config) for check in found.owner.constraints)
+        return (
+            self._disagreement(found.match, choice)
+            or self._mutation(found.match)
+            or next(filter(None, checks), None)
+            or self._select_dtypes(found, config)
+        )
+
+    def _select_dtypes(self, found: Found[Annotator], config: QuantizationConfig) -> str | None:
+        """Chooses the first dtype config of the rule that its specs fit; returns why none does, or None."""
+        if not found.owner.dtypes:
+            return None
+        decided = found.owner.decide(found.match, config)
+        asked = asked_ports(decided, self.constants.__contains__, lambda spec: spec)
+        selection = select_dtypes(found.owner.dtypes, found.match["op"], asked, self.owner)
+        self.selected[found.match.root, found.label] = selection
+        return self._refusal(found, selection.violation) or selection.reason or None
+
+    def _refusal(self, found: Found[Annotator], violation: Violation | None) -> str | None:
+        if violation is None:
+            return None
+        self.violations.setdefault(found.match["op"], violation)
+        return str(violation)
+
+    def _shared_refusal(self, found: Found[Annotator], decided: Annotations) -> str | None:
+        """Returns which limit the numbers break that the piece shares with others, or None."""
+        dtypes = self.dtypes_of(found)
+        if dtypes is None:
+            return None
+        resolved = asked_ports(decided, self.constants.__contains__, lambda spec: self._resolve(spec, decided))
+        return self._refusal(found, shared_violation(found.match["op"], self.owner, dtypes, resolved))
+
+    def dtypes_of(self, found: Found[Annotator]) -> DTypeConfig | None:
+        """Returns the dtype config that was chosen for a piece, or None if its rule declares none."""
+        selection = self.selected.get((found.match.root, found.label))
+        return selection.chosen if selection else None
+
+    def unresolved_violations(self) -> list[Violation]:
+        """Returns what kept operators float that no other rule took."""
+        return [violation for node, violation in self.violations.items() if node not in self.annotations]
+
+    def leave_limits(self, found: Found[Annotator], strict: bool) -> None:
+        """Leaves on the annotated nodes of a piece what its calibrated numbers have to keep."""
+        dtypes, rescale = self.dtypes_of(found), found.owner.rescale
+        if dtypes is None and rescale is None:
+            return
+        for node in found.match.nodes:
+            own = rescale if node is found.match["op"] else None
+            node.meta[LIMITS_KEY] = Limits(self.owner, dtypes, own, strict)
+
+    def _choice(self, node: fx.Node) -> Choice:
+        if node not in self.chosen:
+            self.chosen[node] = self.choose(node)
+        return self.chosen[node]
+
+    def _disagreement(self, match: Match, choice: Choice) -> str | None:
+        """All nodes of a piece share one config; a scope less specific than the operator's gives way."""
+        for node in match.nodes:
+            other = self._choice(node)
+            if other.precedence and other.precedence >= choice.precedence and not _same(other.config, choice.config):
+                return (
+                    f"{describe(match['op'])} has its config by {choice.scope}, "
+                    f"{describe(node)} another by {other.scope}"
+                )
+        return None
+
+    def _mutation(self, match: Match) -> str | None:
+        """A quantize/dequantize pair is a copy: it would hide a change in place from a later reader."""
+        for node in match.nodes:
+            for touched in (node, *node.all_input_nodes):
+                if touched in self.changed:
+                    return (
+                        f"{describe(self.changed[touched])} changes the tensor of {describe(touched)} in place, "
+                        "which is read afterwards"
+                    )
+        return None
+
+    def carry_out(self, found: Found[Annotator]) -> bool:
+        """Merges the annotations of an accepted match; false if there is still a reason against it."""
+        config = self._choice(found.match["op"]).config
+        assert config is not None  # accept() refused every match without one
+        reason = self._float_producer(found)
+        decided = {} if reason else found.owner.decide(found.match, config)
+        reason = reason or _not_float32(decided) or self._shared_refusal(found, decided)
+        if reason:
+            self.rejected[found.match.root] = NearMiss(found.label, reason, len(found.match.nodes))
+            return False
+        self._merge(found, decided)
+        return True
+
+    def _float_producer(self, found: Found[Annotator]) -> str | None:
+        for name in found.owner.follows:
+            producer = found.match[name]
+            if not self._is_quantized(producer):
+                return f"operand '{name}' comes from {describe(producer)}, which is float"
+        return None
+
+    def _merge(self, found: Found[Annotator], decided: Annotations) -> None:
+        outside = next((node for node in decided if node not in found.match.nodes), None)
+        if outside is not None:
+            raise AnnotationError(
+                f"Rule '{found.label}' annotates {describe(outside)}, which is not part of the piece that it matched; "
+                "let it return annotations of matched nodes only."
+            )
+        dtypes = self.dtypes_of(found)
+        for node in found.match.nodes:
+            self.annotations[node] = decided.get(node) or QuantizationAnnotation()
+            self.annotations[node]._annotated = True
+            if dtypes is not None:
+                self.taken_by[node] = dtypes
+
+    def release_output(self, found: Found[Annotator]) -> None:
+        """Leaves the output of a kernel that can write float in float if only float operators read it.
+
+        Called from the last piece to the first: a move that nobody reads in integers goes too.
+        """
+        root = found.match.root
+        if not found.owner.writes_float or any(self._reads(user, root) for user in root.users):
+            return
+        if found.owner.follows:
+            del self.annotations[root]
+            self.rejected[root] = NearMiss(found.label, "only float operators read its result", 1)
+        else:
+            self.annotations[root].output_qspec = None
+
+    def _reads(self, user: fx.Node, source: fx.Node) -> bool:
+        annotation = self._annotation(user, {})
+        return annotation is not None and source in annotation.input_qspec_map
+
+    def _is_quantized(self, node: fx.Node) -> bool:
+        return self._spec_at(node, {}) is not None
+
+    def inherit_fixed(self) -> None:
+        """Lets input edges take over the fixed qparams of their producer.
+
+        Without it the tensor would be quantized twice, once fixed and once observed, and every such edge
+        would cost a requantization in the kernel graph. An edge that other inputs share keeps its own
+        spec: the fixed range of one input need not hold for the others.
+        """
+        for node, annotation in self.annotations.items():
+            shared = _shared_inputs(node, annotation.input_qspec_map)
+            for source, spec in annotation.input_qspec_map.items():
+                fixed = self._resolve(SharedQuantizationSpec(source), {})
+                if (
+                    isinstance(spec, QuantizationSpec)
+                    and isinstance(fixed, FixedQParamsQuantizationSpec)
+                    and not spec.is_dynamic
+                    and fixed.dtype == spec.dtype
+                    and integer_range(fixed) == integer_range(spec)
+                    and source not in shared
+                    and not self._refuses_fixed(node, fixed)
+                ):
+                    annotation.input_qspec_map[source] = SharedQuantizationSpec(source)
+
+    def _refuses_fixed(self, node: fx.Node, fixed: QuantizationSpecBase) -> bool:
+        dtypes = self.taken_by.get(node)
+        return dtypes is not None and bool(dtypes.refuses([("input", fixed)]))
+
+    def _resolve(self, spec: QuantizationSpecBase | None, decided: Annotations) -> QuantizationSpecBase | None:
+        """Returns what a spec comes to when the points that it shares with are followed."""
+        seen: set[object] = set()
+        while isinstance(spec, SharedQuantizationSpec) and spec.edge_or_node not in seen:
+            seen.add(spec.edge_or_node)
+            spec = self._spec_at(spec.edge_or_node, decided)
+        return None if isinstance(spec, SharedQuantizationSpec) else spec
+
+    def _spec_at(self, place: object, decided: Annotations) -> QuantizationSpecBase | None:
+        if isinstance(place, fx.Node):
+            annotation = self._annotation(place, decided)
+            return annotation.output_qspec if annotation is not None else None
+        assert isinstance(place, tuple)
+        source, user = place
+        annotation = self._annotation(user, decided)
+        return annotation.input_qspec_map.get(source) if annotation is not None else None
+
+    def _annotation(self, node: fx.Node, decided: Annotations) -> QuantizationAnnotation | None:
+        return decided.get(node) or self.annotations.get(node) or node.meta.get(Q_ANNOTATION_KEY)
+
+
+def _shared_inputs(node: fx.Node, specs: Mapping[fx.Node, QuantizationSpecBase | None]) -> set[fx.Node]:
+    edges = (spec.edge_or_node for spec in specs.values() if isinstance(spec, SharedQuantizationSpec))
+    return {edge[0] for edge in edges if isinstance(edge, tuple) and edge[1] is node}
+
+
+def _same(one: QuantizationConfig | None, other: QuantizationConfig | None) -> bool:
+    """Whether two configs ask for the same; torchao's equality compares observer constructors by identity."""
+    if one is None or other is None:
+        return one is other
+    return all(map(_same_spec, vars(one).values(), vars(other).values()))
+
+
+def _same_spec(one: object, other: object) -> bool:
+    if not isinstance(one, QuantizationSpec) or not isinstance(other, QuantizationSpec):
+        return bool(one == other)
+    try:
+        return bool(one == other) or spec_value(one, str) == spec_value(other, str)
+    except AnnotationError:  # an observer constructor without a name, such as a lambda
+        return False
+
+
+def _not_float32(annotations: Annotations) -> str | None:
+    for node, annotation in annotations.items():
+        for source in annotation.input_qspec_map:
+            found = tensor_value(source)
+            if found is not None and found.dtype != torch.float32:
+                kind = "constant" if is_constant(source) else "operand"
+                return f"{kind} {describe(source)} of '{node.name}' is {found.dtype}, not torch.float32"
+    return None
+
+
+def _stays_float(choice: Choice) -> str:
+    return f"set to float by {choice.scope}" if choice.precedence else "no config scope covers it"
+
+
+def _decisions(findings: Findings[Annotator], work: _Decisions, owner: str) -> Iterator[tuple[fx.Node, Decision]]:
+    for found in findings.found:
+        scope = work._choice(found.match["op"]).scope
+        refused = work.rejected.get(found.match.root)
+        for node in found.match.nodes:
+            if refused is None:
+                selection = work.selected.get((found.match.root, found.label), Selection())
+                yield (
+                    node,
+                    Decision(
+                        owner,
+                        rule=found.label,
+                        root=found.match.root.name,
+                        config=scope,
+                        dtypes=selection.chosen.name if selection.chosen else "",
+                        passed_over="; ".join(selection.passed_over),
+                    ),
+                )
+            else:
+                near = max(refused, findings.also.get(node, refused), key=lambda miss: miss.matched)
+                yield node, Decision(owner, root=node.name, config=scope, nearest=near.label, reason=near.reason)
+    for node, miss in findings.misses.items():
+        choice = work._choice(node)
+        if choice.config is None:
+            yield node, Decision(owner, root=node.name, config=choice.scope, reason=_stays_float(choice))
+        else:
+            yield node, Decision(owner, root=node.name, config=choice.scope, nearest=miss.label, reason=miss.reason)
