@@ -42,6 +42,7 @@ from quantplug.core.limits import (
 from quantplug.core.matching import Findings, Found, NearMiss, PatternIndex
 from quantplug.core.pattern import Match
 from quantplug.core.specs import spec_value
+from quantplug.core.stage import CLAIM_KEY
 
 
 def annotate(
@@ -116,7 +117,7 @@ class _Decisions:
         """Returns the first reason against a match, or None."""
         taken = next((n for n in found.match.nodes if Q_ANNOTATION_KEY in n.meta), None)
         if taken is not None:
-            return f"{describe(taken)} is already annotated by another quantizer"
+            return f"{describe(taken)} {taken.meta.get(CLAIM_KEY, 'is already annotated by another quantizer')}"
         choice = self._choice(found.match["op"])
         if choice.config is None:
             return _stays_float(choice)

@@ -10,6 +10,8 @@ CONFLICTS_KEY = "quantplug_conflicts"
 FOLDS_KEY = "quantplug_folds_batch_norm"
 REGION_KEY = "quantplug_region"
 TRANSFORMS_KEY = "quantplug_transforms"
+CLAIM_KEY = "quantplug_claim"
+NOTES_KEY = "quantplug_notes"
 PREPARED = "prepared"
 CONVERTED = "converted"
 
