@@ -104,7 +104,7 @@ class _Decisions:
     annotations: Annotations = field(default_factory=dict)
     rejected: dict[fx.Node, NearMiss] = field(default_factory=dict)
     chosen: dict[fx.Node, Choice] = field(default_factory=dict)
-    selected: dict[tuple[fx.Node, str], Selection] = field(default_factory=dict)
+    selected: dict[tuple[fx.Node, str, int], Selection] = field(default_factory=dict)
     violations: dict[fx.Node, Violation] = field(default_factory=dict)
     taken_by: dict[fx.Node, DTypeConfig] = field(default_factory=dict)
 
@@ -137,7 +137,7 @@ class _Decisions:
         decided = found.owner.decide(found.match, config)
         asked = asked_ports(decided, self.constants.__contains__, lambda spec: spec)
         selection = select_dtypes(found.owner.dtypes, found.match["op"], asked, self.owner)
-        self.selected[found.match.root, found.label] = selection
+        self.selected[_key(found)] = selection
         return self._refusal(found, selection.violation) or selection.reason or None
 
     def _refusal(self, found: Found[Annotator], violation: Violation | None) -> str | None:
@@ -156,8 +156,11 @@ class _Decisions:
 
     def dtypes_of(self, found: Found[Annotator]) -> DTypeConfig | None:
         """Returns the dtype config that was chosen for a piece, or None if its rule declares none."""
-        selection = self.selected.get((found.match.root, found.label))
-        return selection.chosen if selection else None
+        return self.selection_of(found).chosen
+
+    def selection_of(self, found: Found[Annotator]) -> Selection:
+        """Returns which dtype config was chosen for a piece, and which were passed over."""
+        return self.selected.get(_key(found), Selection())
 
     def unresolved_violations(self) -> list[Violation]:
         """Returns what kept operators float that no other rule took."""
@@ -301,6 +304,11 @@ class _Decisions:
         return decided.get(node) or self.annotations.get(node) or node.meta.get(Q_ANNOTATION_KEY)
 
 
+def _key(found: Found[Annotator]) -> tuple[fx.Node, str, int]:
+    """Two rules of a backend can have one label: a derived backend puts its own before those of the base."""
+    return found.match.root, found.label, id(found.owner)
+
+
 def _shared_inputs(node: fx.Node, specs: Mapping[fx.Node, QuantizationSpecBase | None]) -> set[fx.Node]:
     edges = (spec.edge_or_node for spec in specs.values() if isinstance(spec, SharedQuantizationSpec))
     return {edge[0] for edge in edges if isinstance(edge, tuple) and edge[1] is node}
@@ -342,7 +350,7 @@ def _decisions(findings: Findings[Annotator], work: _Decisions, owner: str) -> I
         refused = work.rejected.get(found.match.root)
         for node in found.match.nodes:
             if refused is None:
-                selection = work.selected.get((found.match.root, found.label), Selection())
+                selection = work.selection_of(found)
                 yield (
                     node,
                     Decision(

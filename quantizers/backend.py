@@ -65,6 +65,9 @@ class Backend:
             )
         self._require_functions()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Backend":
+        return self
+
     def _tuple_of(self, what: str, kind: type) -> tuple[Any, ...]:
         found = getattr(self, what)
         if not isinstance(found, tuple | list):
