@@ -10,6 +10,7 @@ from torch import fx
 
 from quantplug.core.errors import LoweringError
 from quantplug.core.graph import require_graph_module
+from quantplug.lowering.rewriting import apply, drop_unread_attributes
 from quantplug.lowering.x86.autotune import always_integer, measured
 from quantplug.lowering.x86.cleaning import clean
 from quantplug.lowering.x86.epilogues import fuse
@@ -18,7 +19,6 @@ from quantplug.lowering.x86.placement import place, record
 from quantplug.lowering.x86.products import products
 from quantplug.lowering.x86.program import X86Program
 from quantplug.lowering.x86.qparams import QD, qparams
-from quantplug.lowering.x86.rewriting import apply, drop_unread_attributes
 
 
 def lower(

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.graph import constant_value
+from quantplug.lowering.rewriting import drop_unread_attributes, erase_unused, fresh_name
 from quantplug.lowering.x86.conversions import spell_out
 from quantplug.lowering.x86.epilogues import fuse_sums
-from quantplug.lowering.x86.rewriting import drop_unread_attributes, erase_unused, fresh_name
 
 onednn = torch.ops.onednn
 PREPACK = (onednn.qconv_prepack.default, onednn.qlinear_prepack.default)

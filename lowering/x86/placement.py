@@ -10,7 +10,7 @@ from torch import fx
 
 from quantplug.core.graph import compute_nodes, module_path
 from quantplug.lowering.program import LoweredOp
-from quantplug.lowering.x86.rewriting import ORIGINS, REASON, origins
+from quantplug.lowering.rewriting import ORIGINS, REASON, origins
 
 INTEGERS = (torch.uint8, torch.int8)
 
