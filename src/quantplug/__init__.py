@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from quantplug.flow import Artefact as Artefact
     from quantplug.flow import quantize as quantize
     from quantplug.quantizers.backend import Backend as Backend
+    from quantplug.quantizers.composable import ComposableQuantizer as ComposableQuantizer
     from quantplug.quantizers.quantizer import BackendQuantizer as BackendQuantizer
+    from quantplug.quantizers.region import Region as Region
     from quantplug.quantizers.registry import backends as backends
     from quantplug.quantizers.registry import get_quantizer as get_quantizer
     from quantplug.quantizers.x86 import X86Quantizer as X86Quantizer
@@ -50,8 +52,10 @@ _HOME = {
     "Artefact": "quantplug.flow",
     "Backend": "quantplug.quantizers.backend",
     "BackendQuantizer": "quantplug.quantizers.quantizer",
+    "ComposableQuantizer": "quantplug.quantizers.composable",
     "QuantizationConfig": "torchao.quantization.pt2e.quantizer",
     "QuantplugError": "quantplug.core.errors",
+    "Region": "quantplug.quantizers.region",
     "Report": "quantplug.core.report",
     "X86Quantizer": "quantplug.quantizers.x86",
     "XNNPACKQuantizer": "quantplug.quantizers.xnnpack",
