@@ -20,10 +20,10 @@ _REASON = "the reference computes in float between dequantize and quantize"
 
 
 class ReferenceProgram(Program):
-    """A q/dq graph that runs in PyTorch.
+    """A graph that runs in PyTorch: the q/dq graph, or what rules made of it.
 
     Attributes:
-        ops: every operator; all of them run on PyTorch's float kernels.
+        ops: every operator with where it runs.
     """
 
     def __init__(self, exported: torch.export.ExportedProgram, ops: tuple[LoweredOp, ...]) -> None:

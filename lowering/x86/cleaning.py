@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from quantplug.core.graph import constant_value, is_constant, operands, tensor_value
 from quantplug.core.pattern import Match, op, value
+from quantplug.lowering.qparams import QD, is_static, qparams, quantize
 from quantplug.lowering.rewriting import Rule, apply, call, constant, erase_unused, replace
 from quantplug.lowering.x86.functional import make_functional
-from quantplug.lowering.x86.qparams import QD, is_static, qparams, quantize
 
 
 def clean(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from quantplug.core.pattern import Match, value
+from quantplug.lowering.qparams import dequantize, is_static, qparams, quantize
 from quantplug.lowering.rewriting import Rule, absorb, apply, call, replace
-from quantplug.lowering.x86.qparams import dequantize, is_static, qparams, quantize
 
 aten = torch.ops.aten
 

@@ -10,15 +10,15 @@ from torch import fx
 
 from quantplug.core.errors import LoweringError
 from quantplug.core.graph import require_graph_module
+from quantplug.lowering.placement import place, record
+from quantplug.lowering.qparams import QD, qparams
 from quantplug.lowering.rewriting import apply, drop_unread_attributes
 from quantplug.lowering.x86.autotune import always_integer, measured
 from quantplug.lowering.x86.cleaning import clean
 from quantplug.lowering.x86.epilogues import fuse
 from quantplug.lowering.x86.movement import move
-from quantplug.lowering.x86.placement import place, record
 from quantplug.lowering.x86.products import products
 from quantplug.lowering.x86.program import X86Program
-from quantplug.lowering.x86.qparams import QD, qparams
 
 
 def lower(
@@ -51,7 +51,7 @@ def lower(
     fuse(module.graph)
     _finish(module)
     program = X86Program(module, example_inputs, dynamic_shapes, qmax=qmax)
-    program.ops = place(recorded, program.module.graph)
+    program.ops = place(recorded, program.module.graph, "onednn")
     return program
 
 

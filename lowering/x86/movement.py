@@ -12,8 +12,8 @@ from torch import fx
 
 from quantplug.core.graph import operands, tensor_value
 from quantplug.core.pattern import Match, each, item, op, single_use, value
+from quantplug.lowering.qparams import QD, QParams, dequantize, is_static, qparams, quantize
 from quantplug.lowering.rewriting import Rule, absorb, apply, call, replace
-from quantplug.lowering.x86.qparams import QD, QParams, dequantize, is_static, qparams, quantize
 
 MOVES = (
     *("view", "reshape", "_unsafe_view", "flatten.using_ints", "unflatten.int", "contiguous", "clone"),

@@ -13,10 +13,10 @@ from torch import Tensor, fx
 
 from quantplug.core.graph import constant_value, operands, rank
 from quantplug.core.pattern import Match, Op, op, optional, value
+from quantplug.lowering.qparams import IntegerWeight, QParams, dequantize, integer_weight, qparams
 from quantplug.lowering.rewriting import Rule, absorb, call, constant, replace
 from quantplug.lowering.x86.autotune import Choice, always_integer
 from quantplug.lowering.x86.processor import range_objection
-from quantplug.lowering.x86.qparams import IntegerWeight, QParams, dequantize, integer_weight, qparams
 
 onednn, aten = torch.ops.onednn, torch.ops.aten
 Geometry = tuple[list[int], list[int], list[int], int]

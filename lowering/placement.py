@@ -28,9 +28,15 @@ def record(graph: fx.Graph) -> tuple[LoweredOp, ...]:
     return tuple(LoweredOp(node.name, str(node.target), module_path(node), "float") for node in found)
 
 
-def place(recorded: tuple[LoweredOp, ...], graph: fx.Graph) -> tuple[LoweredOp, ...]:
-    """Returns the recorded operators with their placement in a lowered graph."""
-    reasons = dict(_reasons(graph))
+def place(recorded: tuple[LoweredOp, ...], graph: fx.Graph, library: str = "") -> tuple[LoweredOp, ...]:
+    """Returns the recorded operators with their placement in a lowered graph.
+
+    Args:
+        recorded: what `record` returned.
+        graph: the graph that the rules left.
+        library: the namespace of the target's kernels; operators on integer tensors count in any case.
+    """
+    reasons = dict(_reasons(graph, library))
     return tuple(_placed(operator, reasons.get(operator.node, "")) for operator in recorded)
 
 
@@ -39,15 +45,15 @@ def _placed(operator: LoweredOp, reason: str) -> LoweredOp:
     return LoweredOp(operator.node, operator.target, operator.module_path, placement, reason)
 
 
-def _reasons(graph: fx.Graph) -> Iterator[tuple[str, str]]:
+def _reasons(graph: fx.Graph, library: str) -> Iterator[tuple[str, str]]:
     for node in graph.nodes:
-        if not _is_integer(node):
+        if not _is_integer(node, library):
             for name in origins(node):
                 yield name, node.meta.get(REASON) or _no_rule(node)
 
 
-def _is_integer(node: fx.Node) -> bool:
-    if getattr(node.target, "namespace", "") == "onednn":
+def _is_integer(node: fx.Node, library: str) -> bool:
+    if library and getattr(node.target, "namespace", "") == library:
         return True
     return any(getattr(n.meta.get("val"), "dtype", None) in INTEGERS for n in (node, *node.all_input_nodes))
 

@@ -1,0 +1,60 @@
+"""A lowering that is nothing but rules: pieces of the q/dq graph become calls of a backend's own operators.
+
+Before: a converted graph, and rules from pieces of it to operators of `torch.ops`, such as those that a
+package registers with `torch.library`. After: an exported program of those operators, with what no rule
+took computed in float between dequantize and quantize.
+"""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from quantplug.core.errors import LoweringError, first_line
+from quantplug.core.graph import require_graph_module
+from quantplug.lowering.placement import place, record
+from quantplug.lowering.reference import ReferenceProgram
+from quantplug.lowering.rewriting import Rule, apply, drop_unread_attributes
+
+
+def lower_by_rules(
+    converted: fx.GraphModule,
+    example_inputs: tuple[Any, ...],
+    *,
+    rules: Iterable[Rule],
+    library: str = "",
+    dynamic_shapes: Any = None,
+) -> ReferenceProgram:
+    """Lowers a q/dq graph by rules alone; `functools.partial(lower_by_rules, rules=...)` is a backend's lowering.
+
+    Args:
+        converted: the graph module that `convert_pt2e` returned; it is not changed.
+        example_inputs: positional inputs, as for `torch.export.export`; the program is run on them.
+        rules: tried at every node in graph order, the first that fits wins.
+        library: the namespace of the kernels, so that `ops` knows them; operators on integers count anyway.
+        dynamic_shapes: as for `torch.export.export`.
+
+    Raises:
+        ModelError: `converted` is no graph module.
+        LoweringError: a rule left a graph that is not well formed or does not run on these inputs.
+    """
+    source = require_graph_module(converted, "lower")
+    module = fx.GraphModule(source, copy.deepcopy(source.graph))
+    recorded = record(module.graph)
+    apply(module.graph, rules)
+    try:
+        module.graph.eliminate_dead_code()
+        module.graph.lint()
+        drop_unread_attributes(module)
+        module.recompile()
+        exported = torch.export.export(module, example_inputs, dynamic_shapes=dynamic_shapes)
+        program = ReferenceProgram(exported, place(recorded, module.graph, library))
+        program(*example_inputs)
+    except Exception as error:
+        raise LoweringError(
+            f"The graph that the rules left does not run on the example inputs ({first_line(error)}); "
+            "mend the rule whose operator it names, or pass inputs like those the model was exported with."
+        ) from error
+    return program
