@@ -133,7 +133,16 @@ class Pattern(ABC):
 
 
 @dataclass(frozen=True)
-class _Value(Pattern):
+class Value(Pattern):
+    """Any node, any constant or anything at all; made by `value`, `constant` and `anything`.
+
+    Attributes:
+        name: what the operand is bound to, or None.
+        conditions: predicates over the operand, each None or the reason against it.
+        kind: what it may be, in words.
+        accepts: tells whether an operand is of the kind.
+    """
+
     name: str | None
     conditions: tuple[Condition, ...]
     kind: str = "a tensor"
@@ -141,6 +150,7 @@ class _Value(Pattern):
 
     @property
     def text(self) -> str:
+        """What it asks for, in words."""
         return self.kind
 
     def _solve(self, found: Any, state: _State, trace: _Trace, where: str) -> Iterator[_State]:
@@ -155,12 +165,15 @@ class _Value(Pattern):
 
 
 @dataclass(frozen=True)
-class _Literal(Pattern):
+class Literal(Pattern):
+    """A literal out of several; made by `literal`."""
+
     values: tuple[Any, ...]
     name: str | None = None
 
     @property
     def text(self) -> str:
+        """What it asks for, in words."""
         return " or ".join(repr(v) for v in self.values)
 
     def _solve(self, found: Any, state: _State, trace: _Trace, where: str) -> Iterator[_State]:
@@ -173,15 +186,19 @@ class _Literal(Pattern):
 
 
 @dataclass(frozen=True)
-class _Optional(Pattern):
+class Maybe(Pattern):
+    """A pattern, or nothing in its place; made by `optional`."""
+
     inner: Pattern
 
     @property
     def text(self) -> str:
+        """What it asks for, in words."""
         return f"{self.inner.text} or nothing"
 
     @property
     def parts(self) -> tuple[Pattern, ...]:
+        """The patterns directly inside."""
         return (self.inner,)
 
     def _solve(self, found: Any, state: _State, trace: _Trace, where: str) -> Iterator[_State]:
@@ -192,19 +209,24 @@ class _Optional(Pattern):
 
 
 @dataclass(frozen=True)
-class _Either(Pattern):
+class Either(Pattern):
+    """One of several patterns, tried in order; made by `either`."""
+
     choices: tuple[Pattern, ...]
 
     @property
     def text(self) -> str:
+        """What it asks for, in words."""
         return " or ".join(choice.text for choice in self.choices)
 
     @property
     def targets(self) -> frozenset[Target]:
+        """The operators that a root matched by it can have."""
         return frozenset().union(*(choice.targets for choice in self.choices))
 
     @property
     def parts(self) -> tuple[Pattern, ...]:
+        """The patterns directly inside."""
         return self.choices
 
     def _solve(self, found: Any, state: _State, trace: _Trace, where: str) -> Iterator[_State]:
@@ -213,16 +235,20 @@ class _Either(Pattern):
 
 
 @dataclass(frozen=True)
-class _Each(Pattern):
+class Each(Pattern):
+    """A list whose every element fits a pattern; made by `each`."""
+
     inner: Pattern
     name: str | None
 
     @property
     def text(self) -> str:
+        """What it asks for, in words."""
         return f"a list of {self.inner.text}"
 
     @property
     def parts(self) -> tuple[Pattern, ...]:
+        """The patterns directly inside."""
         return (self.inner,)
 
     def _solve(self, found: Any, state: _State, trace: _Trace, where: str) -> Iterator[_State]:
@@ -239,19 +265,24 @@ class _Each(Pattern):
 
 
 @dataclass(frozen=True)
-class _SingleUse(Pattern):
+class SingleUse(Pattern):
+    """A node whose result has one user; made by `single_use`."""
+
     inner: Pattern
 
     @property
     def text(self) -> str:
+        """What it asks for, in words."""
         return f"{self.inner.text} used once"
 
     @property
     def targets(self) -> frozenset[Target]:
+        """The operators that a root matched by it can have."""
         return self.inner.targets
 
     @property
     def parts(self) -> tuple[Pattern, ...]:
+        """The patterns directly inside."""
         return (self.inner,)
 
     def _solve(self, found: Any, state: _State, trace: _Trace, where: str) -> Iterator[_State]:
@@ -352,42 +383,42 @@ def _plain(found: Any) -> Any:
 
 def value(name: str | None = None, *conditions: Condition) -> Pattern:
     """Returns a pattern for any node; each condition gets the node and returns None or a reason."""
-    return _Value(name, conditions)
+    return Value(name, conditions)
 
 
 def constant(name: str | None = None, *conditions: Condition) -> Pattern:
     """Returns a pattern for a parameter, buffer or lifted constant."""
-    return _Value(name, conditions, "a constant", is_constant)
+    return Value(name, conditions, "a constant", is_constant)
 
 
 def anything(name: str | None = None, *conditions: Condition) -> Pattern:
     """Returns a pattern for any operand at all: node, literal, list or None."""
-    return _Value(name, conditions, "anything", lambda found: True)
+    return Value(name, conditions, "anything", lambda found: True)
 
 
 def literal(*values: Any, name: str | None = None) -> Pattern:
     """Returns a pattern for a literal operand equal to one of the values (lists compare as tuples)."""
-    return _Literal(tuple(_plain(v) for v in values), name)
+    return Literal(tuple(_plain(v) for v in values), name)
 
 
 def optional(inner: Pattern) -> Pattern:
     """Returns a pattern for an operand that may be None or absent."""
-    return _Optional(inner)
+    return Maybe(inner)
 
 
 def either(*choices: Pattern) -> Pattern:
     """Returns a pattern that holds where one of the choices does; they are tried in order."""
-    return _Either(choices)
+    return Either(choices)
 
 
 def each(inner: Pattern, name: str | None = None) -> Pattern:
     """Returns a pattern for a non-empty list operand whose every element fits; binds the list."""
-    return _Each(inner, name)
+    return Each(inner, name)
 
 
 def single_use(inner: Pattern) -> Pattern:
     """Returns a pattern for a node whose result has exactly one user: a node that may be fused away."""
-    return _SingleUse(inner)
+    return SingleUse(inner)
 
 
 def item(source: Pattern, index: int, name: str | None = None) -> Op:
