@@ -6,7 +6,6 @@ text table, JSON or one HTML page.
 """
 
 import json
-import operator
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from io import StringIO
@@ -22,10 +21,12 @@ from torch import fx
 from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, QuantizationAnnotation, SharedQuantizationSpec
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
+from quantplug.core.boundaries import Boundary, boundaries, is_dequantize, is_dynamic, is_qdq, is_quantize, is_weight
 from quantplug.core.decision import decision
-from quantplug.core.graph import attribute, compute_nodes, is_constant, module_path, require_graph_module, tensor_value
+from quantplug.core.graph import attribute, compute_nodes, is_constant, module_path, require_graph_module
 from quantplug.core.limits import VIOLATIONS_KEY, Violation
 from quantplug.core.regions import region_targets
+from quantplug.core.stage import CONFLICTS_KEY, NOTES_KEY
 
 
 @dataclass(frozen=True)
@@ -68,25 +69,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Boundary:
-    """A place where numbers change between integer and float.
-
-    Attributes:
-        node: the quantize or dequantize node.
-        kind: "quantize" or "dequantize".
-        producer: the node whose value crosses.
-        consumers: the nodes that read it on the other side.
-        elements: elements of the tensor, or None where its shape is symbolic or not known.
-    """
-
-    node: str
-    kind: str
-    producer: str
-    consumers: tuple[str, ...]
-    elements: int | None
-
-
-@dataclass(frozen=True)
 class Report:
     """What became of each operator of a graph.
 
@@ -94,8 +76,9 @@ class Report:
         stage: "exported", "prepared" or "converted".
         rows: one for each compute operator, in graph order.
         islands: for each connected group of float compute operators, their names.
-        boundaries: in a converted graph, where numbers change between integer and float.
+        boundaries: in a converted graph, where numbers change their form or pass from one quantizer to another.
         violations: limits of the kernels that specs or calibrated numbers break; errors in strict mode.
+        notes: what quantizers of a composition did to each other, and specs of one tensor that disagree.
     """
 
     stage: str
@@ -103,11 +86,17 @@ class Report:
     islands: tuple[tuple[str, ...], ...]
     boundaries: tuple[Boundary, ...]
     violations: tuple[Violation, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def quantized(self) -> int:
         """Number of quantized compute operators."""
         return sum(row.quantized for row in self.rows)
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The quantizers that quantize an operator, in graph order."""
+        return tuple(dict.fromkeys(row.owner for row in self.rows if row.quantized and row.owner))
 
     def row(self, node: str) -> Row:
         """Returns the row of a node by its name; KeyError if the graph has no such compute operator."""
@@ -117,7 +106,7 @@ class Report:
         """Returns the counts in one sentence."""
         return (
             f"{self.quantized} of {len(self.rows)} operators quantized, float islands: {len(self.islands)}, "
-            f"boundaries between integer and float: {len(self.boundaries)}."
+            f"boundaries between integer and float: {sum(b.kind != 'shared' for b in self.boundaries)}."
         )
 
     def text(self, width: int = 160) -> str:
@@ -125,8 +114,10 @@ class Report:
         out = StringIO()
         console = Console(file=out, width=width, no_color=True)
         console.print(self.table())
-        for violation in self.violations:
-            console.print(escape(f"{violation}"))
+        if len(self.owners) > 1 and self.boundaries:
+            console.print(self.boundary_table())
+        for line in (*self.violations, *self.notes):
+            console.print(escape(f"{line}"))
         console.print(self.summary())
         return out.getvalue()
 
@@ -136,9 +127,22 @@ class Report:
         for heading in ("node", "operator", "module", "rule", "how, or why it stays float"):
             table.add_column(heading, overflow="fold")
         for row in self.rows:
-            cells = (row.node, row.operator, row.module_path, row.rule or "float", row.told)
+            rule = f"{row.owner}: {row.rule}" if row.rule and len(self.owners) > 1 else row.rule
+            cells = (row.node, row.operator, row.module_path, rule or "float", row.told)
             # Without it rich would read "[ab]" in a path or reason as markup and leave it out.
             table.add_row(*map(escape, cells))
+        return table
+
+    def boundary_table(self) -> Table:
+        """Returns the boundaries as a rich table."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading in ("boundary", "from", "to", "before", "after", "elements", "largest error"):
+            table.add_column(heading, overflow="fold")
+        for b in self.boundaries:
+            source, readers = b.source or b.producer, ", ".join(b.readers or b.consumers)
+            elements = "symbolic" if b.elements is None else str(b.elements)
+            error = "not known" if b.error is None else f"{b.error:.3g}"
+            table.add_row(*map(escape, (b.kind, source, readers, b.before, b.after, elements, error)))
         return table
 
     def json(self) -> str:
@@ -175,6 +179,7 @@ def explain(model: fx.GraphModule) -> Report:
         islands=tuple(island for part in parts for island in part.islands),
         boundaries=tuple(boundary for part in parts for boundary in part.boundaries),
         violations=tuple(violation for each in models for violation in each.meta.get(VIOLATIONS_KEY, ())),
+        notes=tuple(note for each in models for key in (NOTES_KEY, CONFLICTS_KEY) for note in each.meta.get(key, ())),
     )
 
 
@@ -186,26 +191,15 @@ def _with_regions(model: fx.GraphModule) -> Iterator[fx.GraphModule]:
 
 
 def _explain_graph(graph: fx.Graph, stage: str) -> Report:
-    compute = [node for node in compute_nodes(graph) if not _is_qdq(node)]
+    compute = [node for node in compute_nodes(graph) if not is_qdq(node)]
     quantized = {node for node in compute if (_in_integers(node) if stage == "converted" else _annotated(node))}
     rows = tuple(_row(node, node in quantized, stage) for node in compute)
     islands = _islands([node for node in compute if node not in quantized and not _on_constants(node)])
-    return Report(stage, rows, islands, tuple(_boundaries(graph, quantized)))
-
-
-_QDQ_LIBRARIES = ("quantized_decomposed", "torchao")
-
-
-def _is_qdq(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _QDQ_LIBRARIES
-
-
-def _named(node: Any, prefix: str) -> bool:
-    return isinstance(node, fx.Node) and _is_qdq(node) and str(node.target).split(".")[1].startswith(prefix)
+    return Report(stage, rows, islands, tuple(boundaries(graph, quantized)))
 
 
 def _stage(graph: fx.Graph) -> str:
-    if any(_is_qdq(node) for node in graph.nodes):
+    if any(is_qdq(node) for node in graph.nodes):
         return "converted"
     called = (n.graph.owning_module and n.target for n in graph.nodes if n.op == "call_module")
     return "prepared" if any(str(target) != "_guards_fn" for target in called) else "exported"
@@ -224,24 +218,20 @@ def _in_integers(node: fx.Node) -> bool:
     found = decision(node)
     if found is not None and found.quantized:
         return True
-    fed = any(_named(source, "dequantize") and not _is_weight(source) for source in node.all_input_nodes)
-    weighted = any(_is_weight(source) for source in node.all_input_nodes)
+    fed = any(is_dequantize(source) and not is_weight(source) for source in node.all_input_nodes)
+    weighted = any(is_weight(source) for source in node.all_input_nodes)
     if (fed or weighted) and _annotated(node):
         return True
     if found is not None or weighted:
         # Integer neighbours do not make a float operator an integer one.
         return found is None
-    drained = any(_named(user, "quantize") for user in node.users)
+    drained = any(is_quantize(user) for user in node.users)
     return (fed and drained) or (drained and _follows_weighted(node))
 
 
 def _follows_weighted(node: fx.Node) -> bool:
     sources = [source for source in node.all_input_nodes if not is_constant(source)]
-    return len(sources) == 1 and len(sources[0].users) == 1 and any(map(_is_weight, sources[0].all_input_nodes))
-
-
-def _is_weight(node: fx.Node) -> bool:
-    return _named(node, "dequantize") and is_constant(node.args[0])
+    return len(sources) == 1 and len(sources[0].users) == 1 and any(map(is_weight, sources[0].all_input_nodes))
 
 
 def _on_constants(node: fx.Node) -> bool:
@@ -301,9 +291,9 @@ def _spec_text(spec: Any) -> str:
 
 
 def _how_converted(node: fx.Node) -> tuple[list[str], str]:
-    inputs = [_qdq_text(source) for source in node.all_input_nodes if _named(source, "dequantize")]
+    inputs = [_qdq_text(source) for source in node.all_input_nodes if is_dequantize(source)]
     # A quantize with computed qparams belongs to the reader: the result itself is float.
-    outputs = [_qdq_text(user) for user in node.users if _named(user, "quantize") and not _is_dynamic(user)]
+    outputs = [_qdq_text(user) for user in node.users if is_quantize(user) and not is_dynamic(user)]
     return inputs, outputs[0] if outputs else ""
 
 
@@ -311,12 +301,8 @@ def _qdq_text(node: fx.Node) -> str:
     dtype = next((str(a).removeprefix("torch.") for a in reversed(node.args) if isinstance(a, torch.dtype)), "integer")
     name = str(node.target)
     kind = "per channel" if "per_channel" in name else "per group" if "group" in name or "affine" in name else ""
-    dynamic = "dynamic" if _is_dynamic(node) else ""
+    dynamic = "dynamic" if is_dynamic(node) else ""
     return " ".join(filter(None, (dynamic, dtype, kind)))
-
-
-def _is_dynamic(node: fx.Node) -> bool:
-    return len(node.args) > 1 and isinstance(node.args[1], fx.Node) and not is_constant(node.args[1])
 
 
 def _arrow(inputs: list[str], output: str, into: str) -> str:
@@ -342,31 +328,6 @@ def _islands(nodes: list[fx.Node]) -> tuple[tuple[str, ...], ...]:
     for node in nodes:
         groups.setdefault(root(node), []).append(node.name)
     return tuple(tuple(group) for group in groups.values())
-
-
-def _boundaries(graph: fx.Graph, quantized: set[fx.Node]) -> Iterator[Boundary]:
-    for node in graph.nodes:
-        if _named(node, "dequantize") and not _is_weight(node):
-            readers = [user for user in node.users if user not in quantized and not _is_qdq(user)]
-            if readers:
-                yield _boundary(node, "dequantize", readers)
-        elif _named(node, "quantize") and not is_constant(node.args[0]) and _producer(node) not in quantized:
-            yield _boundary(node, "quantize", list(node.users))
-
-
-def _producer(node: fx.Node) -> Any:
-    """What computes the tensor that a node reads: behind `getitem`, the operator that yields several."""
-    source = node.args[0]
-    return source.args[0] if isinstance(source, fx.Node) and source.target is operator.getitem else source
-
-
-def _boundary(node: fx.Node, kind: str, readers: list[fx.Node]) -> Boundary:
-    crossing = node.args[0]
-    assert isinstance(crossing, fx.Node)
-    found = tensor_value(crossing)
-    known = found is not None and all(isinstance(size, int) for size in found.shape)
-    elements = found.numel() if found is not None and known else None
-    return Boundary(node.name, kind, crossing.name, tuple(reader.name for reader in readers), elements)
 
 
 _PAGE = """<!doctype html>
@@ -395,11 +356,17 @@ _PAGE = """<!doctype html>
 {% if report.islands %}<h2>Float islands</h2><ol>
 {% for island in report.islands %}<li><code>{{ island | join(', ') }}</code></li>
 {% endfor %}</ol>{% endif %}
+{% if report.notes %}<h2>Notes</h2><ul>
+{% for note in report.notes %}<li>{{ note }}</li>
+{% endfor %}</ul>{% endif %}
 {% if report.boundaries %}<h2>Boundaries</h2>
-<table><thead><tr><th>kind</th><th>from</th><th>to</th><th>elements</th></tr></thead><tbody>
-{% for b in report.boundaries %}<tr><td>{{ b.kind }}</td><td><code>{{ b.producer }}</code></td>
-<td><code>{{ b.consumers | join(', ') }}</code></td>
-<td>{{ b.elements if b.elements is not none else 'symbolic' }}</td></tr>
+<table><thead><tr><th>kind</th><th>from</th><th>to</th><th>before</th><th>after</th><th>elements</th>
+<th>largest error</th></tr></thead><tbody>
+{% for b in report.boundaries %}<tr><td>{{ b.kind }}</td><td><code>{{ b.producer }}</code> {{ b.source }}</td>
+<td><code>{{ b.consumers | join(', ') }}</code> {{ b.readers | join(', ') }}</td>
+<td>{{ b.before }}</td><td>{{ b.after }}</td>
+<td>{{ b.elements if b.elements is not none else 'symbolic' }}</td>
+<td>{{ '%.3g' | format(b.error) if b.error is not none else 'not known' }}</td></tr>
 {% endfor %}</tbody></table>{% endif %}
 </body></html>
 """
