@@ -135,6 +135,7 @@ class _Conversion:
     def run(self) -> None:
         """Replaces every call of an observer."""
         self._require_data()
+        self._skip_repeated()
         for call, observer in list(self._calls.items()):
             with self._graph.inserting_before(call):
                 self._replace(call, observer)
@@ -172,6 +173,24 @@ class _Conversion:
                 f"{len(missing)} observers have seen no data: {shown}; run the prepared model on calibration "
                 "data before convert_pt2e."
             )
+
+    def _skip_repeated(self) -> None:
+        """Takes out observers of tensors that are quantized so already: the second pair would change nothing.
+
+        They stand between two quantizers whose specs differ in words only, or came to the same numbers.
+        """
+        for call, observer in list(self._calls.items()):
+            read = call.all_input_nodes[0]
+            if read in self._calls and self._quantize_alike((read, self._calls[read]), (call, observer)):
+                call.replace_all_uses_with(read)
+                self._graph.erase_node(call)
+                del self._calls[call]
+
+    def _quantize_alike(self, *calls: tuple[fx.Node, nn.Module]) -> bool:
+        if any(kind_of(observer) != "static" for _, observer in calls):
+            return False
+        one, other = (self._quantization(call, observer) for call, observer in calls)
+        return one.equals(other)
 
     def _replace(self, call: fx.Node, observer: nn.Module) -> None:
         kind = kind_of(observer)
