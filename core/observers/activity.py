@@ -52,8 +52,8 @@ class ChannelActivity:
         if self.silent is None:
             self.channels = value.shape[self.axis]
             self.silent = torch.arange(self.channels, device=value.device)
-            self.reference = value.movedim(self.axis, 0).flatten(1)[:, 0].clone()
-            if not self.along(value, 0):
+            self.reference = value.movedim(self.axis, -1)[(0,) * (value.dim() - 1)].clone()
+            if value.shape[0] > 1 and not self.along(value, 0):
                 self._narrow(value[:1])
         if not self.done:
             self._narrow(value)
@@ -63,7 +63,10 @@ class ChannelActivity:
         assert self.reference is not None
         if value.shape[self.axis] != self.channels:
             return
-        shown = value if self.silent.numel() == self.channels else value.index_select(self.axis, self.silent)
-        rows = shown.movedim(self.axis, 0).flatten(1)
-        still = ~(rows != self.reference[self.silent][:, None]).any(1)
-        self.silent = self.silent[still]
+        shown, first = value, self.reference
+        if len(self.silent) < self.channels:
+            shown, first = value.index_select(self.axis, self.silent), first[self.silent]
+        axis = self.axis % value.dim()
+        others = [other for other in range(value.dim()) if other != axis]
+        unchanged = shown == first.view(-1, *[1] * (value.dim() - 1 - axis))
+        self.silent = self.silent[unchanged.all(dim=others)]

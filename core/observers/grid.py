@@ -12,18 +12,20 @@ value is smaller than 2**-100 of the range; such a negative value may be counted
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 # Below 2**-126 the reciprocal of a bin width would overflow float32.
 MIN_EXPONENT = -126
-# Elements counted at a time.
-CHUNK = 8 * ((1 << 15) - 64)
-# Elements scaled at a time: in the first-level cache, and too few for ATen to wake its thread pool, whose
-# barriers cost more than the work where other processes hold a core.
-GRAIN = (1 << 15) - 64
+# Elements scaled at a time: one core's second-level cache holds them, and a call costs little beside them.
+GRAIN = 1 << 17
+# The same where torch has several threads: too few for ATen to wake its thread pool, whose barriers cost
+# more than the work where other processes hold a core.
+SHARED_GRAIN = (1 << 15) - 64
+# Grains counted at a time.
+GRAINS = 8
 # Counters side by side for one bin: a rectified tensor hits one bin with every second element, and a
 # store to it would have to be forwarded to the next load.
 LANES = 4
@@ -130,7 +132,7 @@ def bin_counts(values: Tensor, exponent: Tensor, start: Tensor, bins: int) -> Te
     rows, length = values.shape
     if rows == 1:
         return _counts_of_one(values[0], int(exponent[0]), int(start[0]), bins)
-    step = max(1, min(COUNTERS // bins, CHUNK // max(1, length)))
+    step = max(1, min(COUNTERS // bins, GRAINS * SHARED_GRAIN // max(1, length)))
     blocks = [_counts_of_block(values[i : i + step], exponent[i : i + step], start[i : i + step], bins)
               for i in range(0, rows, step)]  # fmt: skip
     return torch.cat(blocks)
@@ -146,55 +148,62 @@ def _counts_of_block(values: Tensor, exponent: Tensor, start: Tensor, bins: int)
 
 def _counts_of_one(values: Tensor, exponent: int, start: int, bins: int) -> Tensor:
     """Counts one row, in as many threads as torch has: its own bincount uses one."""
-    threads = min(torch.get_num_threads(), values.numel() // (2 * CHUNK)) if values.device.type == "cpu" else 1
-    scratch = _scratch(values.device).sets(max(1, threads))
+    available = torch.get_num_threads() if values.device.type == "cpu" else 1
+    grain = SHARED_GRAIN if available > 1 else GRAIN
+    threads = max(1, min(available, values.numel() // (2 * GRAINS * grain)))
+    # Half the bytes written and read again where the counters' numbers fit.
+    dtype = torch.int16 if LANES * bins <= torch.iinfo(torch.int16).max else torch.int32
+    scratch = _scratch(values.device, grain, dtype).sets(threads)
     offset = scratch[0].lane * bins - start
-    shares = values.tensor_split(len(scratch))
     totals = [torch.zeros(bins, dtype=torch.int64, device=values.device) for _ in scratch]
-    rest = zip(shares, totals, scratch, strict=True)
-    work = [(share, 2.0**-exponent, offset, total, arrays) for share, total, arrays in rest]
-    if len(work) == 1:
+    # Conversion to integers drops fractions, which is floor where nothing is negative.
+    negative = start < 0
+    work = [(share, 2.0**-exponent, negative, offset, total, arrays)
+            for share, total, arrays in zip(values.tensor_split(threads), totals, scratch, strict=True)]  # fmt: skip
+    if threads == 1:
         _count_share(*work[0])
     else:
         # Threads of their own for each call: a pool would not survive a fork.
-        with ThreadPoolExecutor(len(work)) as pool:
+        with ThreadPoolExecutor(threads) as pool:
             list(pool.map(_count_share, *zip(*work, strict=True)))
     return torch.stack(totals).sum(0, keepdim=True)
 
 
-def _count_share(values: Tensor, factor: float, offset: Tensor, total: Tensor, scratch: "_Arrays") -> None:
-    for begin in range(0, values.numel(), CHUNK):
-        chunk = values[begin : begin + CHUNK]
-        for at in range(0, chunk.numel(), GRAIN):
-            part = chunk[at : at + GRAIN]
-            scaled = torch.mul(part, factor, out=scratch.scaled[: len(part)]).floor_()
-            scratch.index[at : at + len(part)].copy_(scaled).add_(offset[: len(part)])
-        counters = torch.bincount(scratch.index[: len(chunk)], minlength=LANES * len(total))
+def _count_share(
+    values: Tensor, factor: float, negative: bool, offset: Tensor, total: Tensor, scratch: "_Arrays"
+) -> None:
+    for chunk in values.split(len(scratch.index)):
+        for part, index in zip(chunk.split(len(offset)), scratch.parts, strict=False):
+            size = part.numel()
+            scaled = torch.mul(part, factor, out=scratch.scaled[:size])
+            index[:size].copy_(scaled.floor_() if negative else scaled).add_(offset[:size])
+        counters = torch.bincount(scratch.index[: chunk.numel()], minlength=LANES * len(total))
         total += counters.view(LANES, -1).sum(0)
 
 
 class _Arrays:
     """Arrays to work in: fresh megabytes would cost a page fault for every 4 KB of every chunk."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.scaled = torch.empty(GRAIN, device=device)
-        self.index = torch.empty(CHUNK, dtype=torch.int32, device=device)
-        self.lane = torch.arange(GRAIN, dtype=torch.int32, device=device) % LANES
+    def __init__(self, device: torch.device, grain: int, dtype: torch.dtype) -> None:
+        self.scaled = torch.empty(grain, device=device)
+        self.index = torch.empty(GRAINS * grain, dtype=dtype, device=device)
+        self.parts = self.index.split(grain)
+        self.lane = (torch.arange(grain, device=device) % LANES).to(dtype)
 
 
 class _Scratch(threading.local):
     """The arrays of one calling thread, a set for each thread that it starts."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, *kind: Any) -> None:
+        self._kind = kind
         self._sets: list[_Arrays] = []
 
     def sets(self, count: int) -> list[_Arrays]:
         while len(self._sets) < count:
-            self._sets.append(_Arrays(self._device))
+            self._sets.append(_Arrays(*self._kind))
         return self._sets[:count]
 
 
 @cache
-def _scratch(device: torch.device) -> _Scratch:
-    return _Scratch(device)
+def _scratch(device: torch.device, grain: int, dtype: torch.dtype) -> _Scratch:
+    return _Scratch(device, grain, dtype)

@@ -313,8 +313,9 @@ def kl_divergences(counts: Tensor, kept: Tensor, levels: int) -> Tensor:
     edges = (torch.arange(levels + 1, device=kept.device) * kept[:, None] + levels - 1) // levels
     group = _before(value).index_select(1, edges.view(-1)).view(len(counts), *edges.shape).diff(dim=2)
     filled = _before((counts > 0).double()).index_select(1, edges.view(-1)).view(len(counts), *edges.shape).diff(dim=2)
-    spread = torch.log(group / filled.clamp(min=1))
-    cross = torch.where(group > 0, group * spread, 0).sum(2) + torch.where(beyond > 0, beyond * spread[..., -1], 0)
+    # A level without values has no say; one value in it stands for none, since log 0 is slow as well as infinite.
+    spread = torch.log(group.clamp(min=1) / filled.clamp(min=1))
+    cross = (group * spread).sum(2) + beyond * spread[..., -1]
     divergence = (own - cross) / total + torch.log(inside / total)
     defined = (inside > 0) & ((beyond == 0) | (last > 0))
     return torch.where(defined, divergence, math.inf)
