@@ -175,5 +175,29 @@ def derive(
         raise ConfigError(f"Backend '{name}' cannot be derived from '{base.name}': {error}.") from None
 
 
+def union(name: str, *bases: Backend, **changes: Any) -> Backend:
+    """Returns a backend that takes what any of several takes; the earlier one wins.
+
+    Args:
+        name: the name of the new one.
+        bases: the backends, the preferred one first; a config name that two of them have is the first's.
+        changes: attributes of `Backend`, such as `lowering`; those that are not given are the first's.
+
+    Raises:
+        ConfigError: there are no bases, or `changes` names no attribute.
+    """
+    if not bases:
+        raise ConfigError(f"Backend '{name}' is a union of nothing; give at least one backend.")
+    joined: dict[str, Any] = {
+        "annotators": tuple(row for base in bases for row in base.rows),
+        "configs": dict(pair for base in reversed(bases) for pair in base.configs.items()),
+        "transforms": tuple(dict.fromkeys(transform for base in bases for transform in base.transforms)),
+        "dtypes": (),
+    }
+    default = next(iter(bases[0].configs))
+    joined["configs"] = {default: bases[0].configs[default], **joined["configs"]}
+    return derive(replace(bases[0], **joined), name, **changes)
+
+
 def _without(annotator: Annotator, labels: tuple[str, ...]) -> Annotator:
     return replace(annotator, patterns=tuple(pair for pair in annotator.patterns if pair[0] not in labels))

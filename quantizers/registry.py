@@ -12,6 +12,8 @@ GROUP = "quantplug.backends"
 _BUILT_IN = {
     "xnnpack": "quantplug.quantizers.xnnpack:XNNPACKQuantizer",
     "x86": "quantplug.quantizers.x86:X86Quantizer",
+    "native": "quantplug.quantizers.native:NativeQuantizer",
+    "tensorrt": "quantplug.quantizers.tensorrt:TensorRTQuantizer",
 }
 
 
