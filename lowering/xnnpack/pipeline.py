@@ -7,7 +7,7 @@ serialized, loaded into the real runtime, run on the example inputs and compared
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from quantplug.core.compare import sqnr
 from quantplug.core.decision import decision
 from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.graph import compute_nodes, require_graph_module
+from quantplug.lowering.program import LoweredOp
 from quantplug.lowering.xnnpack.conversions import is_conversion, is_dequantize, operator_name
 from quantplug.lowering.xnnpack.half import compute_in_float32
 from quantplug.lowering.xnnpack.legalize import Legalized, legalize, runs_alone
@@ -36,6 +37,8 @@ def lower(
     dynamic_shapes: Any = None,
     threads: int | None = None,
     minimum_sqnr: float = 25.0,
+    accepts: Callable[[fx.Node], bool] | None = None,
+    partitioners: Sequence[Any] = (),
 ) -> XNNPACKProgram:
     """Lowers a q/dq graph to an ExecuTorch program, proved in the runtime before it is returned.
 
@@ -46,6 +49,9 @@ def lower(
         threads: threads of the runtime, None for its own number. The runtime has one pool for the
             whole process; a program with another number replaces it when it runs.
         minimum_sqnr: decibels that the program must keep of the q/dq graph on the example inputs.
+        accepts: which operators of the q/dq graph XNNPACK may take; None for all.
+        partitioners: ExecuTorch partitioners of other delegates, which are offered what is left, in this order.
+            What no delegate takes runs on portable kernels.
 
     Returns:
         The loaded program.
@@ -63,8 +69,26 @@ def lower(
         shapes = _dynamic_sizes(model, inputs) if dynamic_shapes is None else dynamic_shapes
         working = _working_copy(model)
         compute_in_float32(working, expected)
-        task = _Task(working, inputs, shapes, threads, expected, minimum_sqnr)
-        return _proved_or_next_best(task, legalize(working))
+        task = _Task(working, inputs, shapes, threads, expected, minimum_sqnr, tuple(partitioners))
+        legal = legalize(working)
+        others = dict.fromkeys(_left_to_others(working.graph, accepts), "`accepts` leaves it to others than XNNPACK")
+        return _proved_or_next_best(task, replace(legal, portable=others | legal.portable))
+
+
+def _left_to_others(graph: fx.Graph, accepts: Callable[[fx.Node], bool] | None) -> set[str]:
+    """Returns the operators that are not accepted, and the conversions that no accepted operator writes or reads."""
+    if accepts is None:
+        return set()
+    operators = {n for n in compute_nodes(graph) if not is_conversion(n)}
+    accepted = {n for n in operators if accepts(n)}
+    written, read = set(accepted), set(accepted)
+    for node in graph.nodes:
+        if node not in operators and not written.isdisjoint(node.all_input_nodes):
+            written.add(node)
+    for node in reversed(graph.nodes):
+        if node not in operators and not read.isdisjoint(node.users):
+            read.add(node)
+    return {n.name for n in compute_nodes(graph) if n not in written and n not in read}
 
 
 @dataclass(frozen=True)
@@ -77,6 +101,7 @@ class _Task:
     threads: int | None
     expected: Any
     minimum_sqnr: float
+    partitioners: tuple[Any, ...]
 
 
 def _proved_or_next_best(task: _Task, legal: Legalized) -> XNNPACKProgram:
@@ -185,7 +210,7 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
             edge = to_edge_transform_and_lower(
                 exported,
                 transform_passes=get_transform_passes(),  # drops the no-op expands around every matmul
-                partitioner=[partitioner(graph, legal)],
+                partitioner=[partitioner(graph, legal), *task.partitioners],
             )
             buffer = edge.to_executorch().buffer
         except Exception as error:
@@ -193,7 +218,15 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
                 f"The q/dq graph cannot be lowered to XNNPACK: {first_line(error)}; keep the operator it names float."
             ) from error
     ops, counts = place(task.working, edge.exported_program(), calls, legal.floats)
+    ops = [_kept_outside(op, legal.portable) for op in ops]
     return XNNPACKProgram(Method(buffer, task.threads), ops, counts, _signature(exported))
+
+
+def _kept_outside(placed: LoweredOp, portable: Mapping[str, str]) -> LoweredOp:
+    """A view costs nothing wherever it runs, so that its placement has to be known from what was asked for."""
+    if placed.node not in portable:
+        return placed
+    return replace(placed, placement="portable", reason=portable[placed.node])
 
 
 def _signature(exported: torch.export.ExportedProgram) -> Signature:
