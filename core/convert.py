@@ -8,6 +8,7 @@ prepared model stays as it was and can be calibrated further and converted again
 
 import operator
 from collections.abc import Iterator
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -298,7 +299,8 @@ class _Conversion:
                 quantized.meta["val"] = self._integer_value(value, quantized.args[-1])
         producer = call.all_input_nodes[0]
         annotation = annotation_of(producer)
-        if annotation is not None and annotation.output_qspec is not None:
+        # What holds a stored constant stands for the constant itself.
+        if quantized.op == "get_attr" or (annotation is not None and annotation.output_qspec is not None):
             _port(producer, quantized)
 
     def _integer_value(self, value: Tensor, dtype: Any) -> Tensor:
@@ -333,8 +335,9 @@ class _Conversion:
 
     def _is_shared(self, call: fx.Node, result: fx.Node) -> bool:
         """Tells whether partitioners need a dequantize node of a consumer's own: dynamic ones stay shared."""
-        readers = [u for u in call.users if not _asks_for_size(u)]
-        return len(readers) > 1 and CHOOSE_OPS[0] not in {n.target for n in _dynamic_chain(result)}
+        # Those that are still to be rewired, and those that read the first dequantize node already.
+        readers = (u for u in chain(call.users, result.users) if not _asks_for_size(u))
+        return len(list(islice(readers, 2))) > 1 and CHOOSE_OPS[0] not in {n.target for n in _dynamic_chain(result)}
 
 
 def _observe(call: fx.Node, observer: nn.Module, value: Tensor) -> None:
