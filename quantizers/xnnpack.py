@@ -10,6 +10,7 @@ from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling
 from quantplug.annotators.presets import get_symmetric_quantization_config, get_xnnpack_quantization_config
 from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
+from quantplug.lowering.xnnpack.rewrites import ALL
 from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.quantizer import BackendQuantizer
 
@@ -41,6 +42,7 @@ XNNPACK = Backend(
         "int8_dynamic": lambda **options: get_symmetric_quantization_config(True, is_dynamic=True, **options),
     },
     lowering="quantplug.lowering.xnnpack:lower",
+    transforms=ALL,
 )
 
 
