@@ -6,6 +6,7 @@ and instance norm, recurrent layers, rrelu), the attention's dropout, and the co
 eps and momentum stay what they were; a Python branch on `self.training` was decided at export.
 """
 
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from torch import fx
 from quantplug.core.errors import ModelError
 from quantplug.core.fold import is_batch_counter, set_operand
 from quantplug.core.graph import describe, operands
+from quantplug.core.lazy import LazyGraphModule
 from quantplug.core.pattern import op
 
 # How ATen's schemas call the operand that says "this is training".
@@ -25,7 +27,7 @@ _ATTENTION_RATE = "quantplug_dropout_p"
 Self = TypeVar("Self", bound="SwitchableGraphModule")
 
 
-class SwitchableGraphModule(fx.GraphModule):
+class SwitchableGraphModule(LazyGraphModule):
     """A graph module whose `train()` and `eval()` change what its operators do.
 
     It is a class, not a pair of methods set on an instance, because `copy.deepcopy` of a graph module
@@ -82,9 +84,15 @@ def _switch(node: fx.Node, training: bool) -> bool:
     if node.target is torch.ops.aten.add_.Tensor and is_batch_counter(node.args[0]):
         # Batches are counted in training only: elsewhere the counter would change at inference.
         return _set(node, "other", int(training))
-    names = {argument.name for argument in node.target._schema.arguments}
-    name = next((n for n in _MODE_OPERANDS if n in names), None)
+    name = _mode_operand(node.target)
     return name is not None and _set(node, name, training or _lives_on_batches(node))
+
+
+@cache
+def _mode_operand(target: torch._ops.OpOverload) -> str | None:
+    """Returns the name of an operator's operand that says "this is training", or None if it has none."""
+    names = {argument.name for argument in target._schema.arguments}
+    return next((n for n in _MODE_OPERANDS if n in names), None)
 
 
 def _attention_rate(node: fx.Node) -> float:

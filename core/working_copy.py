@@ -21,6 +21,7 @@ from torchao.quantization.pt2e.quantizer import (
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.graph import attribute
+from quantplug.core.lazy import LazyGraphModule
 from quantplug.core.modes import SwitchableGraphModule
 from quantplug.core.observation import is_observer
 
@@ -37,7 +38,7 @@ def working_copy(model: fx.GraphModule, own_parameters: bool = False) -> fx.Grap
         ModelError: the graph refers to an attribute that the module does not have.
     """
     attributes, graph = _copied(model, own_parameters, {})
-    duplicate = _Draft(_used(attributes, graph), graph)
+    duplicate = LazyGraphModule(_used(attributes, graph), graph)
     duplicate.meta = dict(model.meta)
     return duplicate
 
@@ -66,21 +67,6 @@ def rebuilt(attributes: Mapping[str, Any], graph: fx.Graph, origin: fx.GraphModu
 def _used(attributes: Mapping[str, Any], graph: fx.Graph) -> dict[str, Any]:
     used = [str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")]
     return {target: attributes[target] for target in used}
-
-
-class _Draft(fx.GraphModule):
-    """A graph module to be edited: it compiles its graph only if it is run.
-
-    Compiling takes longer than editing, and every pass over a graph module asks for it.
-    """
-
-    def recompile(self) -> Any:
-        """Puts the compilation off."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compiles the graph as it is now and runs it."""
-        super().recompile()
-        return type(self).forward(self, *args, **kwargs)
 
 
 def _copy_value(value: Any, own_parameters: bool, copies: Copies) -> Any:

@@ -1,0 +1,61 @@
+"""Graph modules that compile their graph when somebody first needs its code.
+
+Before: a graph that prepare or convert built. After: a graph module that generates and compiles the Python
+code of its graph when it is first run, printed or pickled. Until then every pass may edit the graph and ask
+for a new compilation, as passes do, and none is made: compiling takes longer than editing.
+"""
+
+import weakref
+from typing import Any
+
+from torch import fx
+
+
+class _Compilation:
+    """Stands for the `forward` of a graph module until it is asked for, of the module or of its class.
+
+    Each graph module has a class of its own, where compiling puts the compiled function in place of this.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._module = weakref.ref(module)
+
+    def __get__(self, module: fx.GraphModule | None, owner: type[fx.GraphModule]) -> Any:
+        compiled = self._module()
+        if compiled is None:
+            raise AttributeError(f"The {owner.__name__} that this class was made for is gone, and its forward with it.")
+        fx.GraphModule.recompile(compiled)
+        return owner.forward if module is None else module.forward
+
+
+class LazyGraphModule(fx.GraphModule):
+    """A graph module without code until the code is needed."""
+
+    def recompile(self) -> Any:
+        """Compiles the graph anew if it was compiled before; else that is still to come."""
+        if self._is_compiled:
+            return super().recompile()
+        type(self).forward = _Compilation(self)  # type: ignore[assignment]
+        return None
+
+    @property
+    def code(self) -> str:
+        """The Python code of the graph."""
+        self._compile()
+        return super().code
+
+    def __str__(self) -> str:
+        self._compile()
+        return super().__str__()
+
+    def __reduce__(self) -> Any:
+        self._compile()
+        return super().__reduce__()
+
+    @property
+    def _is_compiled(self) -> bool:
+        return not isinstance(vars(type(self)).get("forward"), _Compilation | None)
+
+    def _compile(self) -> None:
+        if not self._is_compiled:
+            super().recompile()
