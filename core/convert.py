@@ -21,7 +21,7 @@ from quantplug.core.calibrated import enforce_limits
 from quantplug.core.collection import collection_paused
 from quantplug.core.constants import constant_nodes, evaluate_constants
 from quantplug.core.errors import CalibrationError, ConfigError, ConvertError
-from quantplug.core.graph import attribute, require_graph_module
+from quantplug.core.graph import attribute, is_needed, require_graph_module
 from quantplug.core.observation import is_deferred, needs_data, observe_constant, observer_of
 from quantplug.core.qat import fold_batch_norms_qat
 from quantplug.core.qdq import (
@@ -107,7 +107,7 @@ def _convert(prepared: fx.GraphModule, fold: bool) -> fx.GraphModule:
     regions = {target: _convert(attribute(model, target), fold) for target in region_targets(model)}
     _Conversion(model, fold).run()
     regions = lift_constants(model, regions)
-    model.graph.eliminate_dead_code()
+    model.graph.eliminate_dead_code(is_needed)
     converted = rebuilt({**_used_attributes(model), **regions}, model.graph, prepared)
     converted.meta[STAGE_KEY] = CONVERTED
     return converted
@@ -318,9 +318,8 @@ class _Conversion:
         if not read:
             return
         own = is_valid_annotation(annotation_of(node))
-        replacement = {n: self._for_consumer(n, node, own) for n in read}
-        node.args = map_arg(node.args, lambda n: replacement.get(n, n))
-        node.kwargs = map_arg(node.kwargs, lambda n: replacement.get(n, n))
+        for call in read:
+            node.replace_input_with(call, self._for_consumer(call, node, own))
 
     def _for_consumer(self, call: fx.Node, consumer: fx.Node, own: bool) -> fx.Node:
         result = self._stand_in[call]

@@ -77,13 +77,15 @@ def attribute(module: torch.nn.Module, path: str) -> Any:
         ModelError: nothing stands at the path.
     """
     value: Any = module
-    for part in path.split("."):
-        if not hasattr(value, part):
-            raise ModelError(
-                f"The graph refers to attribute '{path}', which the module does not have (at '{part}'); "
-                "export the model again."
-            )
-        value = getattr(value, part)
+    part = ""
+    try:
+        for part in path.split("."):
+            value = getattr(value, part)
+    except AttributeError:
+        raise ModelError(
+            f"The graph refers to attribute '{path}', which the module does not have (at '{part}'); "
+            "export the model again."
+        ) from None
     return value
 
 
@@ -119,6 +121,14 @@ def is_float(node: Any) -> bool:
     """Tells whether a node yields a floating point tensor (False where the value is not known)."""
     value = tensor_value(node)
     return value is not None and value.is_floating_point()
+
+
+def is_needed(node: fx.Node) -> bool:
+    """Tells whether a graph needs a node: it is read, or has an effect of its own.
+
+    For `eliminate_dead_code`, which asks every node for its effects first, and that takes longer.
+    """
+    return bool(node.users) or node.is_impure()
 
 
 # What export adds around the computation: checks of sizes and of metadata.

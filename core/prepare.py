@@ -8,20 +8,19 @@ The semantics are those of torchao's `prepare_pt2e`; the time is linear in the g
 rewired once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import cast
 
 import torch
 from torch import fx, nn
-from torch.fx.node import map_arg
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 from quantplug.core.collection import collection_paused
 from quantplug.core.constants import buffer_writes, constant_nodes
 from quantplug.core.errors import ModelError
 from quantplug.core.fold import Permission, fold_batch_norms
-from quantplug.core.graph import attribute, require_graph_module, tensor_value
-from quantplug.core.observation import create_observers, defer, observer_of
+from quantplug.core.graph import attribute, is_needed, require_graph_module, tensor_value
+from quantplug.core.observation import create_observers, defer
 from quantplug.core.qat import fuse_batch_norms_qat
 from quantplug.core.regions import bind_constants, region_targets
 from quantplug.core.sharing import Point, sharing_groups
@@ -85,7 +84,7 @@ def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.Gr
     bind_constants(model)
     if not is_qat:
         meta[FOLDINGS_KEY] = tuple(fold_batch_norms(model, _permission(quantizer)))
-    model.graph.eliminate_dead_code()
+    model.graph.eliminate_dead_code(is_needed)
     model = quantizer.transform_for_annotation(model)
     quantizer.annotate(model)
     quantizer.validate(model)
@@ -124,7 +123,8 @@ def _insert(
     is_qat: bool,
     regions: Mapping[str, fx.GraphModule],
 ) -> fx.GraphModule:
-    insertion = _Insertion(model, observers)
+    constant = set() if is_qat else constant_nodes(model.graph)
+    insertion = _Insertion(model, observers, constant)
     for node in list(model.graph.nodes):
         insertion.visit(node)
     attributes = {
@@ -132,10 +132,9 @@ def _insert(
         for n in model.graph.nodes
         if n.op in ("get_attr", "call_module") and n.target not in insertion.modules
     }
-    prepared = rebuilt({**attributes, **insertion.modules, **regions}, model.graph, model)
-    if not is_qat:
-        _defer_constants(prepared)
-    return prepared
+    for observer in insertion.of_constants:
+        defer(observer)
+    return rebuilt({**attributes, **insertion.modules, **regions}, model.graph, model)
 
 
 class _Insertion:
@@ -143,10 +142,15 @@ class _Insertion:
 
     Attributes:
         modules: the observers by the attribute that the graph calls them under, in order of first use.
+        of_constants: those that see nothing else: they can wait for convert, a weight is the same in every batch.
     """
 
-    def __init__(self, model: fx.GraphModule, observers: Mapping[Point, nn.Module | None]) -> None:
+    def __init__(
+        self, model: fx.GraphModule, observers: Mapping[Point, nn.Module | None], constant: Set[fx.Node]
+    ) -> None:
         self.modules: dict[str, nn.Module] = {}
+        self.of_constants: set[nn.Module] = set()
+        self._constant = constant
         self._graph = model.graph
         self._taken = set(dir(model))
         self._observers = observers
@@ -159,12 +163,13 @@ class _Insertion:
 
     def visit(self, node: fx.Node) -> None:
         """Rewires a node's operands and observes its output."""
-        if any(n in self._stand_in or (n, node) in self._observers for n in node.all_input_nodes):
-            node.args = map_arg(node.args, lambda n: self._operand(n, node))
-            node.kwargs = map_arg(node.kwargs, lambda n: self._operand(n, node))
+        for producer in node.all_input_nodes:
+            read = self._operand(producer, node)
+            if read is not producer:
+                node.replace_input_with(producer, read)
         observer = self._observers.get(node)
         if observer is not None and yields_tensor(node):
-            self._stand_in[node] = self._call(observer, node, node.name)
+            self._stand_in[node] = self._call(observer, node, node, node.name)
             _carry(node, self._stand_in[node], OUTPUT_META)
 
     def _operand(self, producer: fx.Node, consumer: fx.Node) -> fx.Node:
@@ -179,12 +184,12 @@ class _Insertion:
         key = (read, id(observer))
         if key not in self._at_edges:
             name = f"{producer.name}_to_{consumer.name}" if read is not producer else producer.name
-            self._at_edges[key] = self._call(observer, read, name)
+            self._at_edges[key] = self._call(observer, producer, read, name)
             _carry(producer, self._at_edges[key], ("val",))
         return self._at_edges[key]
 
-    def _call(self, observer: nn.Module, read: fx.Node, name: str) -> fx.Node:
-        """Adds the node that passes a tensor through an observer.
+    def _call(self, observer: nn.Module, producer: fx.Node, read: fx.Node, name: str) -> fx.Node:
+        """Adds the node that passes a producer's tensor, as read through other observers, through an observer.
 
         The attribute says which tensor the observer was first used for: so a state dict can only be
         loaded where the same tensors are observed.
@@ -192,6 +197,9 @@ class _Insertion:
         if id(observer) not in self._names:
             self._names[id(observer)] = self._free_name(f"activation_post_process_{name}")
             self.modules[self._names[id(observer)]] = observer
+            self.of_constants.add(observer)
+        if producer not in self._constant:
+            self.of_constants.discard(observer)
         with self._graph.inserting_after(read):
             return self._graph.create_node("call_module", self._names[id(observer)], (read,))
 
@@ -214,16 +222,3 @@ def yields_tensor(node: fx.Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         return [str(r.type) for r in node.target._schema.returns] == ["Tensor"]
     return node.op == "placeholder"
-
-
-def _defer_constants(prepared: fx.GraphModule) -> None:
-    """Lets observers that only see constants wait for convert: a weight is the same in every batch."""
-    constant = constant_nodes(prepared.graph)
-    calls: dict[nn.Module, bool] = {}
-    for node in prepared.graph.nodes:
-        observer = observer_of(node)
-        if observer is not None:
-            calls[observer] = calls.get(observer, True) and node in constant
-    for observer, only_constants in calls.items():
-        if only_constants:
-            defer(observer)

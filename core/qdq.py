@@ -10,6 +10,7 @@ Before: a call of an observer that has seen data. After: one of
 or nothing, where the observer asks for no quantization (float32).
 """
 
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -98,7 +99,8 @@ def kind_of(observer: nn.Module) -> str:
     Raises:
         ConvertError: its dtype has no quantize operator.
     """
-    if hasattr(observer, "convert"):
+    # Asked of the class: a module looks an absent attribute up among its parameters, buffers and children.
+    if hasattr(type(observer), "convert"):
         return "own"
     dtype = getattr(observer, "dtype", torch.float32)
     if dtype in HALF_DTYPES:
@@ -124,9 +126,10 @@ def static_quantization(observer: nn.Module, where: str) -> Quantization:
         CalibrationError: a scale is not finite and positive (the data held Inf or NaN).
     """
     scale, zero_point = calculate_qparams(observer)
-    if not bool(torch.isfinite(torch.as_tensor(scale)).all()) or not bool((torch.as_tensor(scale) > 0).all()):
+    unusable = next((s for s in torch.as_tensor(scale).reshape(-1).tolist() if not 0 < s < math.inf), None)
+    if unusable is not None:
         raise CalibrationError(
-            f"The scale of {where} is {_worst(scale)}, so what it observed was not finite; remove Inf and NaN from "
+            f"The scale of {where} is {unusable}, so what it observed was not finite; remove Inf and NaN from "
             "the calibration data or the weights."
         )
     low, high = _limits(observer)
@@ -134,12 +137,6 @@ def static_quantization(observer: nn.Module, where: str) -> Quantization:
     if getattr(observer, "qscheme", None) in PER_CHANNEL:
         return Quantization(dtype, low, high, scale, zero_point, int(observer.ch_axis))  # type: ignore[arg-type]
     return Quantization(dtype, low, high, float(scale), int(zero_point))
-
-
-def _worst(scale: Tensor) -> float:
-    flat = torch.as_tensor(scale).reshape(-1)
-    bad = flat[~torch.isfinite(flat) | (flat <= 0)]
-    return float(bad[0])
 
 
 def _limits(observer: nn.Module) -> tuple[int, int]:

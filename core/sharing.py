@@ -160,7 +160,11 @@ def sharing_groups(graph: fx.Graph) -> Sharing:
         AnnotationError: shared specs form a cycle or refer to a point without annotation.
     """
     specs = annotated_specs(graph)
-    concrete = concrete_specs(specs)
+    return groups_of(specs, concrete_specs(specs))
+
+
+def groups_of(specs: Specs, concrete: Specs) -> Sharing:
+    """Returns the sharing groups of annotated points, given their specs and where shared ones end."""
     union = _Union({point: point for point in specs})
     for point, spec in specs.items():
         if isinstance(spec, SharedQuantizationSpec):
@@ -173,12 +177,14 @@ def sharing_groups(graph: fx.Graph) -> Sharing:
 
 def _same_tensor(specs: Specs, concrete: Specs) -> Iterator[list[Point]]:
     """Yields points on one tensor that ask for the same quantization and may share implicitly."""
+    distinct = {id(spec): spec for spec in concrete.values() if spec is not None}
+    keys = {identity: tensor_key(spec) for identity, spec in distinct.items()}
     buckets: dict[tuple[fx.Node, Any], list[Point]] = {}
     for point in specs:
         spec = concrete[point]
         if spec is not None:
             producer = point[0] if isinstance(point, tuple) else point
-            buckets.setdefault((producer, tensor_key(spec)), []).append(point)
+            buckets.setdefault((producer, keys[id(spec)]), []).append(point)
     for bucket in buckets.values():
         if len(bucket) > 1 and any(isinstance(p, tuple) and _allows_sharing(p[1]) for p in bucket):
             yield bucket
