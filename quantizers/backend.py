@@ -15,6 +15,7 @@ from quantplug.annotators.presets import config_for
 from quantplug.core.annotator import Annotator
 from quantplug.core.dtypes import DTypeConfig
 from quantplug.core.errors import ConfigError
+from quantplug.core.fold import Permission
 from quantplug.lowering.program import Program
 
 ConfigFactory: TypeAlias = Callable[..., QuantizationConfig]
@@ -34,7 +35,8 @@ class Backend:
         lowering: the function from a converted graph and example inputs to a `Program`, or its name
             "package.module:function", which is imported when it is used, because runtimes are heavy.
         transforms: graph rewrites that run before annotation.
-        folds_batch_norm: whether batch norms are folded into the operator before them.
+        folds_batch_norm: whether batch norms are folded into the operator before them, or a function of both that
+            allows it with None or returns the reason against it.
         summary: one line for `quantplug backends`.
         dtypes: the dtype configs that the kernels run, the preferred one first, for rows that declare none
             of their own; empty for no limits.
@@ -45,7 +47,7 @@ class Backend:
     configs: Mapping[str, ConfigFactory] = field(default_factory=dict)
     lowering: str | Lowering = ""
     transforms: tuple[Transform, ...] = ()
-    folds_batch_norm: bool = True
+    folds_batch_norm: bool | Permission = True
     summary: str = ""
     dtypes: tuple[DTypeConfig, ...] = ()
 

@@ -8,6 +8,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantizer
 
 from quantplug.core.annotation import annotate
 from quantplug.core.errors import ConfigError
+from quantplug.core.fold import Permission
 from quantplug.core.graph import require_graph_module
 from quantplug.core.stage import REGION_KEY, TRANSFORMS_KEY
 from quantplug.quantizers.backend import Backend
@@ -37,8 +38,8 @@ class BackendQuantizer(Quantizer):
         self.scopes = Scopes()
 
     @property
-    def folds_batch_norm(self) -> bool:
-        """Whether prepare folds batch norms before it annotates."""
+    def folds_batch_norm(self) -> bool | Permission:
+        """Whether prepare folds batch norms before it annotates, or which."""
         return self.backend.folds_batch_norm
 
     def set_global(self: Self, config: QuantizationConfig | str | None) -> Self:

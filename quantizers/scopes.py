@@ -24,7 +24,7 @@ OperatorType: TypeAlias = str | torch._ops.OpOverload | torch._ops.OpOverloadPac
 
 # One step between kinds is wider than any module nesting.
 _KIND_STEP = 10_000
-_KINDS = ("global", "filter", "operator type", "module type", "module name")
+_KINDS = ("global", "filter", "operator type", "module type", "module name pattern", "module name", "call")
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,13 @@ class Scope:
     """One setting of the user's.
 
     Attributes:
-        kind: "global", "filter", "operator type", "module type" or "module name".
+        kind: one of `_KINDS`, the least specific first.
         wanted: what the scope names: a module path, a type, an operator, a function; "" for global.
         config: the config, or None for float.
         depth: how deep in the module stack of a node the scope applies (1 for scopes without depth),
             or 0 if it does not apply.
         names: what the scope could have named in a graph, for errors.
+        optional: whether it may cover nothing.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Scope:
     config: QuantizationConfig | None
     depth: Callable[[fx.Node], int]
     names: Callable[[Iterable[fx.Node]], Iterable[str]]
+    optional: bool = False
 
     @property
     def text(self) -> str:
@@ -60,7 +62,7 @@ class Scopes:
 
     def set_global(self, config: QuantizationConfig | None) -> None:
         """Sets the config of every node that no other scope covers."""
-        self._add(Scope("global", "", config, lambda node: 1, lambda nodes: ()))
+        self.add(Scope("global", "", config, lambda node: 1, lambda nodes: ()))
 
     def set_module_name(self, name: str, config: QuantizationConfig | None) -> None:
         """Sets the config below a module path; `*`, `?` and `[...]` make it a pattern over whole paths."""
@@ -71,7 +73,7 @@ class Scopes:
             hits = (i + 1 for i, path in enumerate(paths) if (fnmatchcase(path, name) if is_pattern else path == name))
             return max(hits, default=0)
 
-        self._add(Scope("module name", name, config, depth, _module_paths))
+        self.add(Scope("module name", name, config, depth, _module_paths))
 
     def set_module_type(self, kind: type[nn.Module] | str, config: QuantizationConfig | None) -> None:
         """Sets the config of everything below modules of a type, given as class or (qualified) class name.
@@ -89,7 +91,7 @@ class Scopes:
             )
             return max(hits, default=0)
 
-        self._add(Scope("module type", wanted, config, depth, _module_types))
+        self.add(Scope("module type", wanted, config, depth, _module_types))
 
     def set_operator_type(self, operator: OperatorType, config: QuantizationConfig | None) -> None:
         """Sets the config of an operator: ATen name, overload, packet, or function such as F.linear.
@@ -99,14 +101,15 @@ class Scopes:
         """
         overloads: frozenset[Target] = operator_overloads(_operator(operator))
         wanted = str(_operator(operator))
-        self._add(Scope("operator type", wanted, config, lambda node: int(node.target in overloads), _operators))
+        self.add(Scope("operator type", wanted, config, lambda node: int(node.target in overloads), _operators))
 
     def set_filter(self, accepts: Callable[[fx.Node], bool], config: QuantizationConfig | None) -> None:
         """Sets the config of the nodes that a predicate accepts."""
         name = getattr(accepts, "__name__", repr(accepts))
-        self._add(Scope("filter", name, config, lambda node: int(bool(accepts(node))), lambda nodes: ()))
+        self.add(Scope("filter", name, config, lambda node: int(bool(accepts(node))), lambda nodes: ()))
 
-    def _add(self, scope: Scope) -> None:
+    def add(self, scope: Scope) -> None:
+        """Adds a scope; it replaces an earlier one of the same kind and name."""
         if scope.kind != "filter":
             self.settings = [s for s in self.settings if (s.kind, s.wanted) != (scope.kind, scope.wanted)]
         self.settings.append(scope)
@@ -125,7 +128,7 @@ class Scopes:
         """Returns, in words, each scope that covers no compute node of the model or its control flow."""
         parts = [part for part in model.modules() if isinstance(part, fx.GraphModule)]
         nodes = [node for part in parts for node in compute_nodes(part.graph)]
-        silent = [s for s in self.settings if s.kind != "global" and not any(map(s.depth, nodes))]
+        silent = [s for s in self.settings if not s.optional and s.kind != "global" and not any(map(s.depth, nodes))]
         return [f"{scope.text} matches nothing in the model{_nearest(scope, nodes)}" for scope in silent]
 
 

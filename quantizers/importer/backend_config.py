@@ -1,0 +1,202 @@
+"""torch.ao's `BackendConfig`, or a dictionary of the RFC, as a `Backend` of ours.
+
+Before: configs of patterns of modules, functions and tensor methods. After: a backend with one rule for each
+different piece of an exported graph; a module and its function are one operator there, and so one rule.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from quantplug.annotators.presets import config_for
+from quantplug.core.annotator import Annotator
+from quantplug.core.dtypes import DTypeConfig
+from quantplug.core.errors import ConfigError
+from quantplug.core.pattern import operator_overloads
+from quantplug.quantizers.backend import Backend, Lowering
+from quantplug.quantizers.importer.dtypes import distinct_names, dtype_config
+from quantplug.quantizers.importer.entries import PatternEntry, entries
+from quantplug.quantizers.importer.operators import RESIDUAL, NotApplicableError, chain
+from quantplug.quantizers.importer.report import Effects, ImportedPattern, ImportReport, effects
+from quantplug.quantizers.importer.rules import fusion_only, label_of, rules
+
+REFERENCE = "quantplug.lowering.reference:lower"
+
+
+def from_backend_config(backend_config: Any, lowering: str | Lowering = REFERENCE, name: str | None = None) -> Backend:
+    """Returns the backend that a `BackendConfig` declares.
+
+    Args:
+        backend_config: torch.ao's object, or a dictionary of the RFC; tuples in either order.
+        lowering: as for `Backend`; by default the q/dq graph itself runs.
+        name: of the backend; that of the config by default.
+
+    Raises:
+        ConfigError: a pattern or a setting is not understood, or no pattern is applicable.
+    """
+    return import_backend_config(backend_config, lowering, name)[0]
+
+
+def import_backend_config(
+    backend_config: Any, lowering: str | Lowering = REFERENCE, name: str | None = None
+) -> tuple[Backend, ImportReport]:
+    """Returns the backend that a `BackendConfig` declares, and what became of each pattern and setter.
+
+    Args:
+        backend_config: as for `from_backend_config`.
+        lowering: as for `from_backend_config`.
+        name: as for `from_backend_config`.
+
+    Raises:
+        ConfigError: a pattern or a setting is not understood, or no pattern is applicable.
+    """
+    own_name, found = entries(backend_config)
+    fused = _fused_modules(found)
+    pieces = [_Piece.of(entry, fused) for entry in found]
+    named = distinct_names([dtypes for piece in pieces for dtypes in piece.dtypes])
+    by_chain = _merged(pieces)
+    annotators = tuple(a for merged in by_chain.values() for a in merged.annotators(named))
+    chosen = name or own_name
+    if not annotators:
+        raise ConfigError(f"No pattern of backend config '{chosen}' is applicable in PT2E; it has {len(found)}.")
+    backend = Backend(
+        chosen,
+        annotators,
+        {each.name: partial(config_for, each) for each in _usable(named.values())},
+        lowering,
+        folds_batch_norm=_folding(pieces),
+        summary=f"imported from a BackendConfig with {len(found)} patterns",
+    )
+    return backend, ImportReport(chosen, tuple(_told(piece, by_chain, named) for piece in pieces))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One pattern config: its chain of operators, or why it has none."""
+
+    entry: PatternEntry
+    chain: tuple[str, ...] = ()
+    reason: str = ""
+    dtypes: tuple[DTypeConfig, ...] = ()
+
+    @classmethod
+    def of(cls, entry: PatternEntry, fused: dict[Any, tuple[str, ...]]) -> "_Piece":
+        try:
+            operators = chain(entry.items, fused, reversed_order=entry.pattern is None)
+        except NotApplicableError as reason:
+            return cls(entry, reason=str(reason))
+        dtypes = tuple(dtype_config(found, entry.text) for found in entry.dtype_configs)
+        if not dtypes and not entry.fuses:
+            return cls(entry, reason="it has no dtype config, and torch.ao quantizes only what fits one")
+        return cls(entry, operators, dtypes=dtypes)
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """The chain that is matched: before the sum with another tensor a batch norm is folded."""
+        return tuple(name for name in self.chain if name != "batch_norm" or RESIDUAL not in self.chain)
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """The pattern configs of one chain: modules, functions and what fusion makes of them."""
+
+    chain: tuple[str, ...]
+    pieces: list[_Piece] = field(default_factory=list)
+
+    @property
+    def quantizing(self) -> list[_Piece]:
+        """The configs that say how the piece is quantized; the others only say that it is fused."""
+        return [piece for piece in self.pieces if not piece.entry.fuses]
+
+    @property
+    def dtypes(self) -> tuple[DTypeConfig, ...]:
+        return tuple(dict.fromkeys(dtypes for piece in self.quantizing for dtypes in piece.dtypes))
+
+    @property
+    def observation(self) -> str:
+        """How the piece is observed.
+
+        Raises:
+            ConfigError: its configs do not agree.
+        """
+        found = {piece.entry.observation(): piece.entry.text for piece in self.quantizing}
+        if len(found) > 1:
+            raise ConfigError(
+                f"The patterns {' and '.join(found.values())} are one piece '{label_of(self.chain)}' in an exported "
+                f"graph, but are observed in different ways, {' and '.join(map(repr, found))}; give both the same."
+            )
+        return next(iter(found), "none")
+
+    def annotators(self, named: dict[DTypeConfig, DTypeConfig]) -> list[Annotator]:
+        if not self.quantizing:
+            return [fusion_only(self.chain)]
+        return rules(self.chain, self.quantizing[0].entry, self.observation, tuple(named[d] for d in self.dtypes))
+
+
+def _fused_modules(found: list[PatternEntry]) -> dict[Any, tuple[str, ...]]:
+    """Returns what the fused modules are made of, those of the backend's own among them."""
+    made: dict[Any, tuple[str, ...]] = {}
+    for entry in found:
+        if entry.fused_module is not None and not entry.fused_module.__module__.startswith("torch."):
+            made[entry.fused_module] = chain(entry.items, made, reversed_order=entry.pattern is None)
+    return made
+
+
+def _merged(pieces: list[_Piece]) -> dict[tuple[str, ...], _Merged]:
+    merged: dict[tuple[str, ...], _Merged] = {}
+    for piece in pieces:
+        if piece.chain:
+            merged.setdefault(piece.key, _Merged(piece.key)).pieces.append(piece)
+    return merged
+
+
+def _told(
+    piece: _Piece, merged: dict[tuple[str, ...], _Merged], named: dict[DTypeConfig, DTypeConfig]
+) -> ImportedPattern:
+    if not piece.chain:
+        return ImportedPattern(piece.entry.text, reason=piece.reason)
+    rule = label_of(piece.key)
+    used = not piece.entry.fuses
+    dtypes = (f"dtype config {named[d]}" if used else "those of the fused module count" for d in piece.dtypes)
+    told: Effects = tuple(("add_dtype_config", effect) for effect in dict.fromkeys(dtypes))
+    return ImportedPattern(
+        piece.entry.text, rule, effects=effects(piece.entry, rule, merged[piece.key].observation, told)
+    )
+
+
+def _usable(dtypes: Iterable[DTypeConfig]) -> list[DTypeConfig]:
+    """Returns the dtype configs that a whole model can be quantized to, those with weights if there are any."""
+    free = [found for found in dtypes if not any(_is_special(found, port) for port in ("input", "output", "weight"))]
+    return [found for found in free if found.weight is not None] or free
+
+
+def _is_special(dtypes: DTypeConfig, port: str) -> bool:
+    """Tells ports that are one operator's: fixed qparams, and half precision, which has none."""
+    taken = dtypes.at(port)
+    return taken is not None and (taken.scale_exact_match is not None or taken.dtype.is_floating_point)
+
+
+@dataclass(frozen=True)
+class FoldsAfter:
+    """Lets prepare fold a batch norm into the producers that a backend config declares before one.
+
+    Attributes:
+        producers: their operators, such as "conv2d" and "convolution".
+    """
+
+    producers: frozenset[str]
+
+    def __call__(self, producer: fx.Node, batch_norm: fx.Node) -> str | None:
+        """Returns None to allow the folding, or the reason against it."""
+        declared = any(producer.target in operator_overloads(name) for name in self.producers)
+        return None if declared else f"the backend declares no piece of {producer.target} and a batch norm"
+
+
+def _folding(pieces: list[_Piece]) -> bool | FoldsAfter:
+    producers = {piece.chain[0] for piece in pieces if "batch_norm" in piece.chain[1:]}
+    decomposed = {"addmm", "mm"} if "linear" in producers else set()
+    decomposed |= {"convolution"} if any(name.startswith("conv") for name in producers) else set()
+    return FoldsAfter(frozenset(producers | decomposed)) if producers else False
