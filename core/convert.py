@@ -21,7 +21,8 @@ from quantplug.core.calibrated import enforce_limits
 from quantplug.core.collection import collection_paused
 from quantplug.core.constants import constant_nodes, evaluate_constants
 from quantplug.core.errors import CalibrationError, ConfigError, ConvertError
-from quantplug.core.graph import attribute, is_needed, require_graph_module
+from quantplug.core.graph import attribute, is_needed, replace_inputs, require_graph_module
+from quantplug.core.integers import integer_representation
 from quantplug.core.observation import is_deferred, needs_data, observe_constant, observer_of
 from quantplug.core.qat import fold_batch_norms_qat
 from quantplug.core.qdq import (
@@ -74,20 +75,9 @@ def convert_pt2e(
     with collection_paused():
         converted = _convert(model, fold_quantize).eval()
     enforce_limits(converted)
-    return _in_integers(converted) if use_reference_representation else converted
-
-
-def _in_integers(converted: fx.GraphModule) -> fx.GraphModule:
-    """Replaces float operators between q/dq by integer arithmetic, with torchao's patterns.
-
-    They are taken as they are: what they compute is a definition, and a second one would only be another.
-    """
-    from torchao.quantization.pt2e.reference_representation_rewrite import reference_representation_rewrite
-
-    meta = dict(converted.meta)
-    rewritten: fx.GraphModule = reference_representation_rewrite(converted)
-    rewritten.meta |= meta
-    return rewritten
+    if use_reference_representation:
+        integer_representation(converted)
+    return converted
 
 
 def _require_prepared(model: fx.GraphModule) -> None:
@@ -318,8 +308,7 @@ class _Conversion:
         if not read:
             return
         own = is_valid_annotation(annotation_of(node))
-        for call in read:
-            node.replace_input_with(call, self._for_consumer(call, node, own))
+        replace_inputs(node, {call: self._for_consumer(call, node, own) for call in read})
 
     def _for_consumer(self, call: fx.Node, consumer: fx.Node, own: bool) -> fx.Node:
         result = self._stand_in[call]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from quantplug.core.errors import ModelError
 
@@ -129,6 +130,13 @@ def is_needed(node: fx.Node) -> bool:
     For `eliminate_dead_code`, which asks every node for its effects first, and that takes longer.
     """
     return bool(node.users) or node.is_impure()
+
+
+def replace_inputs(node: fx.Node, replacement: Mapping[fx.Node, fx.Node]) -> None:
+    """Makes a node read other nodes; in time linear in its inputs, however many of them change."""
+    node.args = map_arg(node.args, lambda n: replacement.get(n, n))
+    if node.kwargs:
+        node.kwargs = map_arg(node.kwargs, lambda n: replacement.get(n, n))
 
 
 # What export adds around the computation: checks of sizes and of metadata.

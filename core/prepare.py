@@ -19,7 +19,7 @@ from quantplug.core.collection import collection_paused
 from quantplug.core.constants import buffer_writes, constant_nodes
 from quantplug.core.errors import ModelError
 from quantplug.core.fold import Permission, fold_batch_norms
-from quantplug.core.graph import attribute, is_needed, require_graph_module, tensor_value
+from quantplug.core.graph import attribute, is_needed, replace_inputs, require_graph_module, tensor_value
 from quantplug.core.observation import create_observers, defer
 from quantplug.core.qat import fuse_batch_norms_qat
 from quantplug.core.regions import bind_constants, region_targets
@@ -163,10 +163,9 @@ class _Insertion:
 
     def visit(self, node: fx.Node) -> None:
         """Rewires a node's operands and observes its output."""
-        for producer in node.all_input_nodes:
-            read = self._operand(producer, node)
-            if read is not producer:
-                node.replace_input_with(producer, read)
+        reads = {n: self._operand(n, node) for n in node.all_input_nodes}
+        if any(read is not n for n, read in reads.items()):
+            replace_inputs(node, reads)
         observer = self._observers.get(node)
         if observer is not None and yields_tensor(node):
             self._stand_in[node] = self._call(observer, node, node, node.name)
