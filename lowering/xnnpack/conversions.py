@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from quantplug.core.graph import constant_value, operands
 
@@ -113,12 +113,15 @@ def requantize(graph: fx.Graph, value: fx.Node, params: QParams) -> fx.Node:
 
 
 def add_constant(owner: fx.GraphModule, graph: fx.Graph, value: Tensor, name: str) -> fx.Node:
-    """Registers a tensor as a buffer under a free name and creates its `get_attr` at the insertion point."""
+    """Registers a parameter or buffer under a free name and creates its `get_attr` at the insertion point."""
     free, suffix = f"_quantplug_{name}", 0
     while hasattr(owner, free):
         suffix += 1
         free = f"_quantplug_{name}_{suffix}"
-    owner.register_buffer(free, value)
+    if isinstance(value, nn.Parameter):
+        owner.register_parameter(free, value)
+    else:
+        owner.register_buffer(free, value)
     return graph.get_attr(free)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.errors import LoweringError
-from quantplug.core.graph import constant_value, describe, operands, tensor_value
+from quantplug.core.graph import constant_value, describe, operands, rank, tensor_value
 from quantplug.lowering.xnnpack.conversions import (
     INT8,
     QParams,
@@ -30,6 +30,7 @@ from quantplug.lowering.xnnpack.conversions import (
     requantize,
     sole_user,
 )
+from quantplug.lowering.xnnpack.rewrites import RUNNABLE
 
 _ATEN = torch.ops.aten
 _Q = torch.ops.quantized_decomposed
@@ -88,7 +89,7 @@ def legalize(working: fx.GraphModule) -> Legalized:
         LoweringError: an operator has no kernel in XNNPACK and none in the runtime's portable library.
     """
     steps: tuple[Callable[[fx.GraphModule], None], ...] = (
-        _refuse_what_no_kernel_runs,
+        _operators_of_the_runtime,
         _signed_integers,
         _one_dequantize_per_use,
         _fold_constant_biases,
@@ -124,7 +125,15 @@ def _calls(working: fx.GraphModule, names: Iterable[str]) -> list[fx.Node]:
     return [n for n in working.graph.nodes if operator_name(n) in wanted]
 
 
-def _refuse_what_no_kernel_runs(working: fx.GraphModule) -> None:
+def _operators_of_the_runtime(working: fx.GraphModule) -> None:
+    """Operators that the runtime does not have at all become those that it has, in float."""
+    for node in _calls(working, ("aten::conv3d",)):
+        for operand in (operands(node)["weight"], operands(node)["bias"]):
+            value = folded(operand) if isinstance(operand, fx.Node) else None
+            if value is not None:
+                _replace_operand(working, node, operand, value, "volume")
+    for rewrite in RUNNABLE:
+        rewrite(working)
     for node in _calls(working, ("aten::conv3d", "aten::conv_transpose3d")):
         raise LoweringError(
             f"{describe(node)} has no kernel in XNNPACK and none in ExecuTorch's portable library, "
@@ -267,7 +276,9 @@ def _quantize_scalars(working: fx.GraphModule) -> None:
 def _int8_number(working: fx.GraphModule, model: fx.Node, number: float) -> fx.Node:
     # 127 steps of |number|/127 are the number itself, up to one rounding of the scale.
     scale = abs(number) / 127 or 1.0
-    integer = torch.tensor([0 if number == 0 else 127 if number > 0 else -127], dtype=torch.int8)
+    # Of the other operand's rank: ExecuTorch's layout pass turns 4-D operands back beside any other.
+    shape = [1] * (rank(model) or 1)
+    integer = torch.full(shape, 0 if number == 0 else 127 if number > 0 else -127, dtype=torch.int8)
     held = add_constant(working, working.graph, integer, "number")
     return call(working.graph, model, _Q.dequantize_per_tensor.default, held, scale, 0, *INT8)
 

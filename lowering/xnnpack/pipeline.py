@@ -28,6 +28,7 @@ from quantplug.lowering.xnnpack.placement import place
 from quantplug.lowering.xnnpack.program import Signature, XNNPACKProgram
 from quantplug.lowering.xnnpack.records import recorded_kernel_calls
 from quantplug.lowering.xnnpack.runtime import Method, check_threads, quiet
+from quantplug.lowering.xnnpack.tables import read_tables_by_row
 
 
 def lower(
@@ -69,6 +70,7 @@ def lower(
         shapes = _dynamic_sizes(model, inputs) if dynamic_shapes is None else dynamic_shapes
         working = _working_copy(model)
         compute_in_float32(working, expected)
+        read_tables_by_row(working)
         task = _Task(working, inputs, shapes, threads, expected, minimum_sqnr, tuple(partitioners))
         legal = legalize(working)
         others = dict.fromkeys(_left_to_others(working.graph, accepts), "`accepts` leaves it to others than XNNPACK")

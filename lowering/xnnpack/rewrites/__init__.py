@@ -1,0 +1,75 @@
+"""Rewrites of a float graph that let more of it run on XNNPACK's integer kernels.
+
+Before: an exported ATen graph, float, about to be annotated (`transform_for_annotation`). After: a graph that
+computes the same numbers with operators that XNNPACK has in int8: pieces that only move data are written as
+the moves that it knows, activations as the products of activations that it knows.
+
+Each rewrite takes a graph module, changes it in place and returns it. None looks at annotations, so the same
+passes serve any quantizer for this target.
+"""
+
+from collections.abc import Callable
+
+from torch import fx
+
+from quantplug.lowering.xnnpack.rewrites.activations import (
+    clamp_is_activation,
+    hardsigmoid_is_clamp,
+    rrelu_is_leaky_relu,
+    silu_is_product,
+)
+from quantplug.lowering.xnnpack.rewrites.attention import attention_is_products
+from quantplug.lowering.xnnpack.rewrites.constants import (
+    batch_norm_is_depthwise,
+    filled_tensors_are_constants,
+    numbers_are_constants,
+)
+from quantplug.lowering.xnnpack.rewrites.dimensions import (
+    convolution_3d_is_2d,
+    global_pooling_is_2d,
+    pooling_1d_is_2d,
+    pooling_3d_is_2d,
+)
+from quantplug.lowering.xnnpack.rewrites.movement import select_is_slice, split_is_slices, squeeze_is_view
+from quantplug.lowering.xnnpack.rewrites.pooling import (
+    average_pooling_is_depthwise,
+    global_pooling_is_mean,
+    spatial_mean_keeps_dims,
+)
+from quantplug.lowering.xnnpack.rewrites.recurrence import recurrence_is_unrolled
+
+Rewrite = Callable[[fx.GraphModule], fx.GraphModule]
+
+# What the runtime lacks altogether, in float too: for graphs that come to the lowering without these rewrites.
+RUNNABLE: tuple[Rewrite, ...] = (rrelu_is_leaky_relu, convolution_3d_is_2d, pooling_3d_is_2d)
+
+ALL: tuple[Rewrite, ...] = (
+    filled_tensors_are_constants,
+    *RUNNABLE,
+    pooling_1d_is_2d,
+    global_pooling_is_2d,
+    recurrence_is_unrolled,
+    attention_is_products,
+    split_is_slices,
+    select_is_slice,
+    squeeze_is_view,
+    global_pooling_is_mean,
+    spatial_mean_keeps_dims,
+    average_pooling_is_depthwise,
+    batch_norm_is_depthwise,
+    silu_is_product,
+    hardsigmoid_is_clamp,
+    clamp_is_activation,
+    numbers_are_constants,
+)
+
+
+def rewrite_for_xnnpack(model: fx.GraphModule) -> fx.GraphModule:
+    """Applies every rewrite in an order in which none undoes another.
+
+    Args:
+        model: an exported graph module; it is changed in place and returned.
+    """
+    for rewrite in ALL:
+        model = rewrite(model)
+    return model

@@ -1,0 +1,83 @@
+"""Activations as the products and clamps that have integer kernels."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from quantplug.core.graph import operands, tensor_value
+from quantplug.lowering.xnnpack.conversions import operator_name
+from quantplug.lowering.xnnpack.rewrites.writing import Writer, constant_operand, done, matching
+
+_ATEN = torch.ops.aten
+
+
+def silu_is_product(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes silu(x) as x * sigmoid(x)."""
+    for node, values in matching(model, "silu", "silu_"):
+        write = Writer(model, node)
+        gate = write.call(_ATEN.sigmoid.default, values["self"])
+        write.replace(write.call(_ATEN.mul.Tensor, values["self"], gate))
+    return done(model)
+
+
+def hardsigmoid_is_clamp(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes hardsigmoid(x) as clamp(x / 6 + 1/2, 0, 1).
+
+    Behind a convolution or linear the map goes into its weights, so that one kernel computes all of it.
+    """
+    for node, values in matching(model, "hardsigmoid", "hardsigmoid_"):
+        source, result = values["self"], tensor_value(node)
+        if result is None:
+            continue
+        write = Writer(model, node)
+        moved = _into_weights(write, source, 1.0 / 6.0, 0.5)
+        if moved is None:
+            scaled = write.call(_ATEN.mul.Tensor, source, write.number(1.0 / 6.0, result, "sixth"))
+            moved = write.call(_ATEN.add.Tensor, scaled, write.number(0.5, result, "half"))
+        write.replace(write.call(_ATEN.hardtanh.default, moved, 0.0, 1.0))
+    return done(model)
+
+
+def _into_weights(write: Writer, layer: fx.Node, factor: float, shift: float) -> fx.Node | None:
+    """Returns a layer that computes factor * layer + shift, None if this one has no constants of its own."""
+    if operator_name(layer) not in ("aten::conv1d", "aten::conv2d", "aten::linear") or len(layer.users) != 1:
+        return None
+    values = operands(layer)
+    weight, bias = constant_operand(values["weight"]), constant_operand(values["bias"])
+    if weight is None or (bias is None and values["bias"] is not None):
+        return None
+    scaled = weight.detach() * factor
+    moved = weight.new_full((weight.shape[0],), shift) if bias is None else bias.detach() * factor + shift
+    values["weight"] = write.constant(_as_trainable_as(weight, scaled), "gate_weight")
+    values["bias"] = write.constant(_as_trainable_as(weight, moved), "gate_bias")
+    return write.call(cast(Callable[..., Any], layer.target), *values.values())
+
+
+def _as_trainable_as(old: Tensor, new: Tensor) -> Tensor:
+    return nn.Parameter(new) if isinstance(old, nn.Parameter) else new
+
+
+def rrelu_is_leaky_relu(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes rrelu of evaluation as leaky_relu with the mean of its slopes; the runtime has no rrelu."""
+    for node, values in matching(model, "rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_"):
+        if not values["training"]:
+            write = Writer(model, node)
+            slope = (values["lower"] + values["upper"]) / 2
+            write.replace(write.call(_ATEN.leaky_relu.default, values["self"], slope))
+    return done(model)
+
+
+def clamp_is_activation(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes clamp(x, a, b) as hardtanh and clamp(x, min=0) as relu: the forms that kernels fuse."""
+    for node, values in matching(model, "clamp", "clamp_", "clamp_min"):
+        low, high = values.get("min"), values.get("max")
+        if isinstance(low, fx.Node) or isinstance(high, fx.Node) or tensor_value(node) is None:
+            continue
+        write = Writer(model, node)
+        if low == 0 and high is None:
+            write.replace(write.call(_ATEN.relu.default, values["self"]))
+        elif low is not None and high is not None and low <= high:
+            write.replace(write.call(_ATEN.hardtanh.default, values["self"], float(low), float(high)))
+    return done(model)

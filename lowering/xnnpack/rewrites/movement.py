@@ -1,0 +1,67 @@
+"""Operators that only move data, as the slices and views that work on integers."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from quantplug.core.graph import tensor_value
+from quantplug.lowering.xnnpack.conversions import operator_name
+from quantplug.lowering.xnnpack.rewrites.writing import Writer, axis_of, done, index_of, is_getitem, matching
+
+_ATEN = torch.ops.aten
+
+
+def split_is_slices(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes chunk, split and unbind as one slice (and view) for each piece that is used."""
+    for node, values in matching(model, "chunk", "split", "split_with_sizes", "unbind", "tensor_split"):
+        pieces = node.meta.get("val")
+        getitems = list(node.users)
+        if not isinstance(pieces, (list, tuple)) or not all(is_getitem(user) for user in getitems):
+            continue
+        source = tensor_value(values["self"])
+        if source is None:
+            continue
+        axis = axis_of(values.get("dim", 0), source.dim())
+        unbind = operator_name(node) == "aten::unbind"
+        sizes = [1 if unbind else piece.shape[axis] for piece in pieces]
+        if not all(isinstance(size, int) for size in (*sizes, source.shape[axis])):
+            continue
+        for user in getitems:
+            index = index_of(user) % len(sizes)
+            _slice_for(model, user, values["self"], axis, sum(sizes[:index]), sizes[index], unbind=unbind)
+    return done(model)
+
+
+def _slice_for(
+    model: fx.GraphModule, node: fx.Node, source: fx.Node, axis: int, start: int, size: int, *, unbind: bool
+) -> None:
+    write = Writer(model, node)
+    piece = write.call(_ATEN.slice.Tensor, source, axis, start, start + size)
+    write.replace(write.call(_ATEN.squeeze.dim, piece, axis) if unbind else piece)
+
+
+def select_is_slice(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes select(x, dim, i) as a slice of one element and a view without the dimension."""
+    for node, values in matching(model, "select"):
+        source = tensor_value(values["self"])
+        index: Any = values["index"]
+        if source is None or not source.is_floating_point() or not isinstance(index, int):
+            continue
+        axis = axis_of(values["dim"], source.dim())
+        size: Any = source.shape[axis]
+        if not isinstance(size, int):
+            continue
+        _slice_for(model, node, values["self"], axis, index % size, 1, unbind=True)
+    return done(model)
+
+
+def squeeze_is_view(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes squeeze and unsqueeze of static shapes as a view: XNNPACK has them for the last dimension only."""
+    for node, values in matching(model, "squeeze", "unsqueeze"):
+        result = tensor_value(node)
+        if result is None or not result.is_floating_point() or not all(isinstance(s, int) for s in result.shape):
+            continue
+        write = Writer(model, node)
+        write.replace(write.call(_ATEN.reshape.default, values["self"], list(result.shape)))
+    return done(model)

@@ -1,0 +1,71 @@
+"""Means and poolings as the global average pooling and the convolutions that have integer kernels."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from quantplug.core.graph import tensor_value
+from quantplug.lowering.xnnpack.conversions import operator_name
+from quantplug.lowering.xnnpack.rewrites.writing import Writer, axis_of, done, matching, pair
+
+_ATEN = torch.ops.aten
+
+
+def spatial_mean_keeps_dims(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes mean(x, [2, 3]) as mean(x, [2, 3], keepdim=True) and a view.
+
+    Only the form that keeps the dimensions is XNNPACK's global average pooling.
+    """
+    for node, values in matching(model, "mean"):
+        source = tensor_value(values["self"])
+        if source is None or source.dim() != 4 or values.get("keepdim") or values.get("dtype") is not None:
+            continue
+        if sorted(axis_of(a, 4) for a in values.get("dim") or ()) != [2, 3]:
+            continue
+        write = Writer(model, node)
+        pooled = write.call(_ATEN.mean.dim, values["self"], [-1, -2], True)
+        write.replace(write.call(_ATEN.flatten.using_ints, pooled, 1))
+    return done(model)
+
+
+def global_pooling_is_mean(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes adaptive_avg_pool2d(x, 1) and avg_pool2d over the whole image as mean(x, [2, 3], keepdim=True)."""
+    for node, values in matching(model, "adaptive_avg_pool2d", "avg_pool2d"):
+        source = tensor_value(values["self"])
+        if source is None or source.dim() != 4 or not _pools_whole_image(node, values, source):
+            continue
+        write = Writer(model, node)
+        write.replace(write.call(_ATEN.mean.dim, values["self"], [-1, -2], True))
+    return done(model)
+
+
+def _pools_whole_image(node: fx.Node, values: dict[str, Any], source: Tensor) -> bool:
+    if operator_name(node) == "aten::adaptive_avg_pool2d":
+        return all(size == 1 for size in values["output_size"])
+    kernel, padding = pair(values["kernel_size"]), pair(values["padding"])
+    return kernel == list(source.shape[2:]) and padding == [0, 0] and values.get("divisor_override") is None
+
+
+def average_pooling_is_depthwise(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes avg_pool2d as a depthwise convolution with equal weights.
+
+    XNNPACK has no int8 average pooling. Equal weights quantize without error (127 steps of weight/127), so the
+    int8 convolution rounds once, as a pooling kernel would.
+    """
+    for node, values in matching(model, "avg_pool2d"):
+        source = tensor_value(values["self"])
+        kernel, padding = pair(values["kernel_size"]), pair(values["padding"])
+        unpadded = padding == [0, 0]
+        if source is None or source.dim() != 4 or values["ceil_mode"] or values["divisor_override"] is not None:
+            continue
+        if not (values["count_include_pad"] or unpadded) or not isinstance(source.shape[1], int):
+            continue
+        channels = source.shape[1]
+        write = Writer(model, node)
+        weight = torch.full((channels, 1, *kernel), 1.0 / math.prod(kernel), dtype=source.dtype)
+        stride = pair(values["stride"]) if values["stride"] else kernel
+        held = write.constant(weight, "average")
+        write.replace(write.call(_ATEN.conv2d.default, values["self"], held, None, stride, padding, [1, 1], channels))
+    return done(model)

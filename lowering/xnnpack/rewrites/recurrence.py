@@ -1,0 +1,127 @@
+"""Recurrent layers as their cells, step by step."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from quantplug.core.graph import tensor_value
+from quantplug.lowering.xnnpack.conversions import operator_name
+from quantplug.lowering.xnnpack.rewrites.writing import Writer, done, index_of, is_getitem, matching, value_of
+
+_ATEN = torch.ops.aten
+
+
+def recurrence_is_unrolled(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes LSTM and GRU over a static sequence as their cells, step by step.
+
+    The cell is linear layers, sigmoid, tanh, products and sums, which all have int8 kernels; as one operator it
+    has none, and ExecuTorch's decomposition comes after annotation. The input's linear layer runs once for the
+    whole sequence. Equations: torch.nn.LSTM and torch.nn.GRU.
+    """
+    for node, values in matching(model, "lstm", "gru"):
+        sequence = tensor_value(values.get("input"))
+        if sequence is None or not _can_unroll(node, values, sequence):
+            continue
+        write = Writer(model, node)
+        outputs = _Recurrence(write, values, lstm=operator_name(node) == "aten::lstm").run()
+        for getitem in list(node.users):
+            getitem.replace_all_uses_with(outputs[index_of(getitem)])
+            model.graph.erase_node(getitem)
+        model.graph.erase_node(node)
+    return done(model)
+
+
+def _can_unroll(node: fx.Node, values: dict[str, Any], sequence: Tensor) -> bool:
+    packed = "batch_first" not in values or (values["train"] and values["dropout"])
+    static = all(isinstance(size, int) for size in sequence.shape)
+    return static and not packed and sequence.dim() == 3 and all(is_getitem(user) for user in node.users)
+
+
+class _Recurrence:
+    """Unrolls one recurrent operator; sequences are rows of (time x batch, features), so that a step is one slice."""
+
+    def __init__(self, write: Writer, values: dict[str, Any], *, lstm: bool) -> None:
+        self.write = write
+        self.values = values
+        self.lstm = lstm
+        self.batch_first = bool(values["batch_first"])
+        self.parameters = list(values["params"])
+        self.per_cell = 4 if values["has_biases"] else 2
+        first, second = value_of(values["input"]).shape[:2]
+        self.steps, self.batch = (second, first) if self.batch_first else (first, second)
+
+    def run(self) -> list[fx.Node]:
+        """Returns the nodes of the operator's results: output, last hidden states and, for LSTM, cell states."""
+        layer = self._in_time(self.values["input"])
+        layer = self._view(layer, [self.steps * self.batch, -1])
+        last: list[tuple[fx.Node, ...]] = []
+        for index in range(self.values["num_layers"]):
+            directions = [False, True] if self.values["bidirectional"] else [False]
+            ran = [
+                self._direction(layer, index * len(directions) + d, backward) for d, backward in enumerate(directions)
+            ]
+            last += [states for _, states in ran]
+            layer = self._joined([rows for rows, _ in ran], -1)
+        output = self._in_time(self._view(layer, [self.steps, self.batch, -1]))
+        return [output, *(self._stacked(list(states)) for states in zip(*last, strict=True))]
+
+    def _in_time(self, node: fx.Node) -> fx.Node:
+        return self.write.call(_ATEN.transpose.int, node, 0, 1) if self.batch_first else node
+
+    def _view(self, node: fx.Node, shape: list[int]) -> fx.Node:
+        return self.write.call(_ATEN.reshape.default, node, shape)
+
+    def _joined(self, nodes: list[fx.Node], axis: int) -> fx.Node:
+        return nodes[0] if len(nodes) == 1 else self.write.call(_ATEN.cat.default, nodes, axis)
+
+    def _stacked(self, states: list[fx.Node]) -> fx.Node:
+        return self._view(self._joined(states, 0), [len(states), self.batch, -1])
+
+    def _direction(self, layer: fx.Node, cell: int, backward: bool) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+        start = cell * self.per_cell
+        weights = self.parameters[start : start + self.per_cell]
+        biases = weights[2:] if self.per_cell == 4 else [None, None]
+        gates = self.write.call(_ATEN.linear.default, layer, weights[0], biases[0])
+        states = tuple(
+            self._rows(self._view(given, [-1, value_of(given).shape[-1]]), cell) for given in self._initial()
+        )
+        hidden = []
+        for step in reversed(range(self.steps)) if backward else range(self.steps):
+            now = self._rows(gates, step)
+            recurrent = self.write.call(_ATEN.linear.default, states[0], weights[1], biases[1])
+            states = self._lstm(now, recurrent, states[1]) if self.lstm else self._gru(now, recurrent, states[0])
+            hidden.append(states[0])
+        return self._joined(hidden[::-1] if backward else hidden, 0), states
+
+    def _initial(self) -> list[fx.Node]:
+        given: Any = self.values["hx"]
+        return list(given) if self.lstm else [given]
+
+    def _rows(self, node: fx.Node, index: int) -> fx.Node:
+        if value_of(node).shape[0] == self.batch:
+            return node
+        return self.write.call(_ATEN.slice.Tensor, node, 0, index * self.batch, (index + 1) * self.batch)
+
+    def _gates(self, node: fx.Node, count: int) -> list[fx.Node]:
+        size = value_of(node).shape[-1] // count
+        return [self.write.call(_ATEN.slice.Tensor, node, -1, i * size, (i + 1) * size) for i in range(count)]
+
+    def _lstm(self, now: fx.Node, recurrent: fx.Node, cell: fx.Node) -> tuple[fx.Node, ...]:
+        call = self.write.call
+        enter, keep, new, leave = self._gates(call(_ATEN.add.Tensor, now, recurrent), 4)
+        kept = call(_ATEN.mul.Tensor, call(_ATEN.sigmoid.default, keep), cell)
+        added = call(_ATEN.mul.Tensor, call(_ATEN.sigmoid.default, enter), call(_ATEN.tanh.default, new))
+        cell = call(_ATEN.add.Tensor, kept, added)
+        return call(_ATEN.mul.Tensor, call(_ATEN.sigmoid.default, leave), call(_ATEN.tanh.default, cell)), cell
+
+    def _gru(self, now: fx.Node, recurrent: fx.Node, hidden: fx.Node) -> tuple[fx.Node, ...]:
+        call = self.write.call
+        pairs = zip(self._gates(now, 3), self._gates(recurrent, 3), strict=True)
+        (reset_x, reset_h), (update_x, update_h), (new_x, new_h) = pairs
+        reset = call(_ATEN.sigmoid.default, call(_ATEN.add.Tensor, reset_x, reset_h))
+        update = call(_ATEN.sigmoid.default, call(_ATEN.add.Tensor, update_x, update_h))
+        new = call(_ATEN.tanh.default, call(_ATEN.add.Tensor, new_x, call(_ATEN.mul.Tensor, reset, new_h)))
+        # new + update * (hidden - new) is (1 - update) * new + update * hidden with one product less.
+        moved = call(_ATEN.mul.Tensor, update, call(_ATEN.sub.Tensor, hidden, new))
+        return (call(_ATEN.add.Tensor, new, moved),)
