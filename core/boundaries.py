@@ -10,7 +10,7 @@ hold, whatever the data. From data, by `measure_boundaries`: the signal to noise
 import operator
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -18,6 +18,7 @@ from torch import fx
 from quantplug.core.compare import node_values, sqnr
 from quantplug.core.decision import decision
 from quantplug.core.graph import is_constant, require_graph_module, tensor_value
+from quantplug.core.sharing import annotation_of
 
 _QDQ_LIBRARIES = ("quantized_decomposed", "torchao")
 # int16 has 65,536 values; an error over more of them is not worth its time.
@@ -63,17 +64,17 @@ def is_qdq(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _QDQ_LIBRARIES
 
 
-def is_quantize(node: Any) -> bool:
+def is_quantize(node: Any) -> TypeGuard[fx.Node]:
     """Tells whether a value is a quantize node."""
     return _named(node, "quantize")
 
 
-def is_dequantize(node: Any) -> bool:
+def is_dequantize(node: Any) -> TypeGuard[fx.Node]:
     """Tells whether a value is a dequantize node."""
     return _named(node, "dequantize")
 
 
-def _named(node: Any, prefix: str) -> bool:
+def _named(node: Any, prefix: str) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and is_qdq(node) and str(node.target).split(".")[1].startswith(prefix)
 
 
@@ -107,10 +108,20 @@ def _behind(node: fx.Node, quantized: Set[fx.Node]) -> Iterator[Boundary]:
     floats = [user for user in node.users if user not in quantized and not is_qdq(user)]
     if floats:
         yield _boundary(node, "dequantize", floats, floats)
-    source = _owner(_origin(node))
+    quantize, source = node.args[0], _owner(_origin(node))
     others = [user for user in node.users if user in quantized and source and _owner(user) not in ("", source)]
-    if others:
+    if not others or not is_quantize(quantize) or is_dequantize(quantize.args[0]):
+        return
+    if _writes_float(quantize):
+        yield _boundary(quantize, "quantize", [node], others)
+    else:
         yield _boundary(node, "shared", others, others)
+
+
+def _writes_float(quantize: fx.Node) -> bool:
+    """Tells whether it is the reader who quantizes: at run time, or because the producer's kernel ends in float."""
+    annotation = annotation_of(_origin(quantize))
+    return is_dynamic(quantize) or annotation is None or annotation.output_qspec is None
 
 
 def _producer(node: fx.Node) -> Any:
@@ -224,7 +235,7 @@ def measure_boundaries(converted: fx.GraphModule, inputs: tuple[Any, ...]) -> di
         ModelError: the model is no exported graph.
     """
     graph = require_graph_module(converted, "measure_boundaries").graph
-    nodes = [n for n in graph.nodes if is_quantize(n) and not is_constant(n.args[0])]
-    pairs = {n.name: (n.args[0].name, next(iter(n.users)).name) for n in nodes}
-    values = node_values(converted, inputs, {name for pair in pairs.values() for name in pair})
-    return {name: sqnr(values[after], values[before]) for name, (before, after) in pairs.items()}
+    crossing = {n: n.all_input_nodes[0] for n in graph.nodes if is_quantize(n) and not is_constant(n.args[0])}
+    names = {node.name: (source.name, next(iter(node.users)).name) for node, source in crossing.items()}
+    values = node_values(converted, inputs, {name for pair in names.values() for name in pair})
+    return {name: sqnr(values[after], values[before]) for name, (before, after) in names.items()}

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from quantplug.flow import quantize as quantize
     from quantplug.quantizers.backend import Backend as Backend
     from quantplug.quantizers.composable import ComposableQuantizer as ComposableQuantizer
+    from quantplug.quantizers.embedding import EmbeddingQuantizer as EmbeddingQuantizer
     from quantplug.quantizers.quantizer import BackendQuantizer as BackendQuantizer
     from quantplug.quantizers.region import Region as Region
     from quantplug.quantizers.registry import backends as backends
@@ -53,6 +54,7 @@ _HOME = {
     "Backend": "quantplug.quantizers.backend",
     "BackendQuantizer": "quantplug.quantizers.quantizer",
     "ComposableQuantizer": "quantplug.quantizers.composable",
+    "EmbeddingQuantizer": "quantplug.quantizers.embedding",
     "QuantizationConfig": "torchao.quantization.pt2e.quantizer",
     "QuantplugError": "quantplug.core.errors",
     "Region": "quantplug.quantizers.region",
