@@ -5,6 +5,7 @@ reason in words why the kernel is not at its declared level.
 """
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -52,6 +53,17 @@ class Deviation:
         differs = (one != other) & ~(one.isnan() & other.isnan())
         steps = float(((one - other).abs() / step)[differs].max()) if bool(differs.any()) else 0.0
         return cls(found.numel(), int(differs.sum()), steps, sqnr(one, other) if bool(differs.any()) else float("inf"))
+
+    @classmethod
+    def combined(cls, deviations: Iterable["Deviation"]) -> "Deviation":
+        """Returns all deviations as one: elements added up, the largest step, the lowest ratio."""
+        found = list(deviations)
+        return cls(
+            sum(d.elements for d in found),
+            sum(d.differing for d in found),
+            max((d.steps for d in found), default=0.0),
+            min((d.decibels for d in found), default=float("inf")),
+        )
 
     @property
     def share(self) -> float:
@@ -103,9 +115,10 @@ class Level(enum.Enum):
         if step is None and self is Level.ONE_STEP and found.is_floating_point():
             raise ConfigError("One step of a float tensor has no size; pass step=scale of the output's quantization.")
         deviation = Deviation.between(found, expected, 1.0 if step is None else step)
-        return None if self._holds(deviation, decibels) else f"{deviation}; declared: {self._text(decibels)}"
+        return None if self.admits(deviation, decibels) else f"{deviation}; declared: {self._text(decibels)}"
 
-    def _holds(self, deviation: Deviation, decibels: float) -> bool:
+    def admits(self, deviation: Deviation, decibels: float = _DECIBELS) -> bool:
+        """Tells whether a measured deviation is within this level."""
         if self is Level.APPROXIMATE:
             return deviation.decibels >= decibels
         return deviation.level is Level.EXACT or deviation.level is self
