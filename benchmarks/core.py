@@ -1,16 +1,22 @@
 """Speed of prepare and convert against torchao's core: same annotations, both cores in one process.
 
-    python benchmarks/core.py [--sizes 500 2000 8000] [--repeat 3]
+    python benchmarks/core.py [--sizes 500 2000 8000] [--repeat 3] [--memory 100 400]
 
-Prints seconds, ratios of medians and growth exponents. Peers and ours run alternately (A B A B).
+Prints seconds, ratios of medians and growth exponents. Peers and ours run alternately (A B A B). Ours compiles
+its graphs when they are first run, torchao while it edits them: the ratio "with first runs" counts the first run
+of the prepared and of the converted model as well. Then the peak of resident memory that each core needs beside
+a model with so many MB of float weights, each in a process of its own (Linux).
 """
 
 import argparse
 import gc
 import math
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,14 +97,16 @@ def seconds(act: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def flow(prepare: Any, convert: Any, make: Callable[[], fx.GraphModule], observer: Any, x: Tensor) -> tuple[float, ...]:
-    """Returns the seconds of prepare and of convert."""
+    """Returns the seconds of prepare, of convert, and of the first runs of what they returned."""
     model, quantizer = make(), EveryOperator(observer)
     prepared_in, prepared = seconds(lambda: prepare(model, quantizer))
     with torch.no_grad():
-        for _ in range(2):
-            prepared(torch.randn_like(x))
-    converted_in, _ = seconds(lambda: convert(prepared))
-    return prepared_in, converted_in
+        calibrated_in, _ = seconds(lambda: prepared(x))
+        prepared(torch.randn_like(x))
+    converted_in, converted = seconds(lambda: convert(prepared))
+    with torch.no_grad():
+        run_in, _ = seconds(lambda: converted(x))
+    return prepared_in, converted_in, calibrated_in, run_in
 
 
 def row(name: str, build: Any, nodes: int, observer: Any, repeat: int, with_peer: bool) -> tuple[int, float, float]:
@@ -115,7 +123,8 @@ def row(name: str, build: Any, nodes: int, observer: Any, repeat: int, with_peer
     line = f"{name:28} {size:6} nodes  ours {mine[0]:7.3f} {mine[1]:7.3f} s"
     if theirs:
         other = [statistics.median(column) for column in zip(*theirs, strict=True)]
-        line += f"  torchao {other[0]:7.3f} {other[1]:7.3f} s  ratio {sum(other) / sum(mine):6.1f}"
+        line += f"  torchao {other[0]:7.3f} {other[1]:7.3f} s  ratio {sum(other[:2]) / sum(mine[:2]):6.1f}"
+        line += f", with first runs {sum(other) / sum(mine):6.1f}"
     print(line, flush=True)
     return size, mine[0], mine[1]
 
@@ -125,20 +134,83 @@ def exponent(first: tuple[int, float], last: tuple[int, float]) -> float:
     return math.log(last[1] / first[1]) / math.log(last[0] / first[0])
 
 
+class Wide(nn.Module):
+    """Feed-forward blocks of BERT's width with about so many MB of float weights."""
+
+    def __init__(self, megabytes: int) -> None:
+        """Takes the size of the weights."""
+        super().__init__()
+        # 2 x 768 x 3072 floats a block.
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(768, 3072), nn.GELU(), nn.Linear(3072, 768)) for _ in range(megabytes // 18))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes (batch, 768) from the same shape."""
+        return self.blocks(x)
+
+
+CORES = {"ours": (prepare_pt2e, convert_pt2e), "torchao": (peer.prepare_pt2e, peer.convert_pt2e)}
+
+
+def resident(field: str) -> float:
+    """Returns MB of this process's memory from Linux's status file: "VmRSS" now, "VmHWM" at its peak."""
+    line = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(field))
+    return int(line.split()[1]) / 1024
+
+
+def peak_of(core: str, megabytes: int) -> None:
+    """Prints the MB of weights, and the peak and the rest of memory above the exported model, of one core."""
+    prepare, convert = CORES[core]
+    x = torch.randn(8, 768)
+    model = torch.export.export(Wide(megabytes).eval(), (x,)).module()
+    weights = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
+    gc.collect()
+    before = resident("VmRSS")
+    # Sets the peak back to what is resident now.
+    Path("/proc/self/clear_refs").write_text("5")
+    prepared = prepare(model, EveryOperator(MinMaxObserver))
+    with torch.no_grad():
+        prepared(x)
+        converted = convert(prepared)
+        peak = resident("VmHWM")
+        del model, prepared
+        gc.collect()
+        kept = resident("VmRSS")
+        converted(x)
+    print(weights, peak - before, kept - before)
+
+
+def memory(megabytes: int) -> None:
+    """Prints the memory of both cores, measured in processes of their own."""
+    for core in CORES:
+        command = [sys.executable, __file__, "--peak-of", core, "--memory", str(megabytes)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        weights, peak, kept = (float(found) for found in done.stdout.split()[-3:])
+        print(f"{core:8} {weights:6.0f} MB of weights: peak {peak:+6.0f} MB, then {kept:+6.0f} MB", flush=True)
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[500, 2000, 8000, 20000])
     parser.add_argument("--peer-limit", type=int, default=2000, help="largest graph that torchao is run on")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--memory", type=int, nargs="*", default=[100, 400], help="MB of float weights")
+    parser.add_argument("--peak-of", choices=CORES, help="measure the memory of one core in this process")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.peak_of:
+        peak_of(options.peak_of, options.memory[0])
+        return
     for name, build in (("conv-bn-relu, min-max", convolutions), ("linear-gelu, min-max", linears)):
         found = [row(name, build, n, MinMaxObserver, options.repeat, n <= options.peer_limit) for n in options.sizes]
         if len(found) > 1:
             growth = [exponent((found[0][0], found[0][i]), (found[-1][0], found[-1][i])) for i in (1, 2)]
             print(f"    growth: prepare n^{growth[0]:.2f}, convert n^{growth[1]:.2f}")
     row("linear-gelu, histogram", linears, 800, HistogramObserver, 1, options.peer_limit >= 800)
+    for megabytes in options.memory:
+        memory(megabytes)
 
 
 if __name__ == "__main__":

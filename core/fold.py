@@ -13,6 +13,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
@@ -121,7 +122,7 @@ class Normalized:
         """Number of groups of the convolution; 1 for linear layers."""
         return int(operands(self.producer).get("groups", 1))
 
-    @property
+    @cached_property
     def constants(self) -> dict[str, fx.Node]:
         """Every constant that the pair reads: weight, bias, gamma, beta, mean and var, without absent ones."""
         every = {"weight": self.weight, "bias": self.bias, **self.statistics}
@@ -194,6 +195,7 @@ def _unread_results(batch_norm: fx.Node) -> str | None:
     return f"the statistics that it saves are used by {describe(extra[0])}" if extra else None
 
 
+@torch.no_grad()
 def fold_batch_norms(model: fx.GraphModule, allow: Permission | None = None) -> list[Folding]:
     """Folds every batch norm that follows a convolution or linear layer into its weight and bias, in place.
 
@@ -272,7 +274,6 @@ def left_alone(batch_norm: fx.Node, reason: str) -> Folding:
     return Folding(batch_norm.name, module_path(batch_norm), name, False, reason)
 
 
-@torch.no_grad()
 def _folded_tensors(pair: Normalized) -> tuple[Tensor, Tensor]:
     """Returns the folded weight in the layout of the weight, and the folded bias with one value per channel.
 
