@@ -29,7 +29,6 @@ from quantplug.lowering.xnnpack.program import Signature, XNNPACKProgram
 from quantplug.lowering.xnnpack.records import recorded_kernel_calls
 from quantplug.lowering.xnnpack.runtime import Method, check_threads, quiet
 from quantplug.lowering.xnnpack.tables import read_tables_by_row
-from quantplug.lowering.xnnpack.tables import read_tables_by_row
 
 
 def lower(
