@@ -187,17 +187,18 @@ class _Run:
     def recording(self) -> Iterator[None]:
         """Lets the session record what reaches our observers; twins of another observer rest."""
         policies = [observer.nonfinite for observer in self.observers]
+        policy = "report" if self.options.nonfinite == "report" else "raise"
         for site in self.sites:
             if isinstance(site.observer, DataObserver):
-                site.observer.site = site.place
-                site.observer.recorder = _RESTING if site.observer in self.twins else self.session
-                site.observer.nonfinite = "report" if self.options.nonfinite == "report" else "raise"
+                resting = _RESTING if site.observer in self.twins else self.session
+                recorder = None if site.of_constants else resting
+                _set(site.observer, site=site.place, recorder=recorder, nonfinite=policy)
         try:
             yield
             self.session.flush()
         finally:
-            for observer, policy in zip(self.observers, policies, strict=True):
-                observer.recorder, observer.nonfinite = None, policy
+            for observer, former in zip(self.observers, policies, strict=True):
+                _set(observer, recorder=None, nonfinite=former)
         for observer, twin in self.twins.items():
             observer.data = twin.data
 
@@ -401,6 +402,13 @@ class _Resting:
 
 
 _RESTING = _Resting()
+
+
+def _set(observer: DataObserver, **attributes: Any) -> None:
+    """Sets the attributes that differ; setting one of a module costs more than an observer's share of a batch."""
+    for name, value in attributes.items():
+        if getattr(observer, name) != value:
+            setattr(observer, name, value)
 
 
 def _needs_none(kind: str) -> bool:

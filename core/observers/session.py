@@ -72,11 +72,18 @@ class Session:
 
     def _watch(self, observer: DataObserver, values: Sequence[Tensor]) -> None:
         activity = self._watching[observer]
-        alike = len({value.shape for value in values}) == 1 and values[0].dim() > 1 and not activity.along(values[0], 0)
-        for value in [torch.cat(list(values))] if alike and len(values) > 1 else values:
+        for value in values:
             activity.see(value)
         if activity.done:
             del self._watching[observer]
+
+    def _joined(self, observer: DataObserver, values: list[Tensor]) -> list[Tensor]:
+        """Returns one tensor in place of several where ranges and channels come out the same."""
+        first, activity = values[0], self.activity.get(observer)
+        alike = first.dim() > 0 and len({(value.shape, value.dtype) for value in values}) == 1
+        if observer.per_channel or not alike or (activity is not None and activity.along(first, 0)):
+            return values
+        return [torch.cat(values)]
 
     def commit(self) -> None:
         """Ends a batch: what it brought stays.
@@ -107,17 +114,17 @@ class Session:
         waiting, self._waiting, self._elements = self._waiting, defaultdict(list), 0
         groups: dict[Hashable, list[tuple[DataObserver, Tensor]]] = defaultdict(list)
         for observer, values in waiting.items():
+            joined = self._joined(observer, values)
             if observer in self._watching:
-                self._watch(observer, values)
-            joined = values if observer.per_channel else [torch.cat([v.reshape(-1) for v in values])]
-            for value in joined:
-                if observer.per_channel or observer.constant is not None:
+                self._watch(observer, joined)
+            if observer.per_channel or observer.constant is not None:
+                for value in joined:
                     self._observe(observer, value)
-                else:
-                    state = observer.state is None
-                    groups[observer.update_key(), state, value.numel(), value.dtype, value.device].append(
-                        (observer, value)
-                    )
+                continue
+            flat = [value.reshape(-1) for value in joined]
+            value = flat[0] if len(flat) == 1 else torch.cat(flat)
+            fresh = observer.state is None
+            groups[observer.update_key(), fresh, value.numel(), value.dtype, value.device].append((observer, value))
         for group in groups.values():
             self._update_together(group)
 
