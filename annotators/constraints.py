@@ -1,7 +1,9 @@
 """Constraints that several operator families share: predicates that return None or the reason in words."""
 
+from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
+from quantplug.core.graph import operands, tensor_value
 from quantplug.core.pattern import Match
 
 
@@ -21,3 +23,33 @@ def quantizes_weight(match: Match, config: QuantizationConfig) -> str | None:
 def qat_only(match: Match, config: QuantizationConfig) -> str | None:
     """Holds for configs of quantization-aware training, where batch norms stay in the graph."""
     return None if config.is_qat else "batch norm is folded before annotation unless the config is for training"
+
+
+def depthwise_or_whole(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds for convolutions of all channels "x" together or each by itself, for kernels with nothing between."""
+    groups, channels = operands(match["op"])["groups"], _shape(match["x"])[1]
+    return None if groups in (1, channels) else f"{groups} groups over {channels} channels, the kernels take 1 or all"
+
+
+def equal_shapes(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds for operands "a" and "b" of one shape, for kernels that do not broadcast."""
+    first, second = _shape(match["a"]), _shape(match["b"])
+    return None if first == second else f"operands of shapes {first} and {second}, the kernel takes equal ones"
+
+
+def last_dimension(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds for operators over the last dimension of "x", for kernels that walk along rows."""
+    dim, last = operands(match["op"])["dim"], len(_shape(match["x"])) - 1
+    return None if dim in (-1, last) else f"it goes over dimension {dim}, the kernel along the last"
+
+
+def whole_windows(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds for pooling without dilation and with sizes rounded down."""
+    given = operands(match["op"])
+    dilation = set(given.get("dilation", (1,)))
+    return None if dilation == {1} and not given["ceil_mode"] else "the pooling is dilated or rounds sizes up"
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    found = tensor_value(node)
+    return () if found is None else tuple(found.shape)

@@ -1,10 +1,14 @@
 """What every operator with a constant weight has in common: its specs and its batch norm in training."""
 
+from dataclasses import replace
+
+import torch
 from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpecBase
 
 from quantplug.annotators.constraints import qat_only
 from quantplug.annotators.fusion import annotate_piece
+from quantplug.annotators.presets import weight_spec
 from quantplug.annotators.qspecs import (
     derived_bias_qspec,
     get_input_act_qspec,
@@ -12,7 +16,8 @@ from quantplug.annotators.qspecs import (
     get_weight_qspec,
     on_axis,
 )
-from quantplug.core.annotator import Annotations
+from quantplug.core.annotator import Annotations, Annotator
+from quantplug.core.dtypes import integer_range, smallest_scale
 from quantplug.core.pattern import Match
 
 
@@ -35,3 +40,20 @@ def annotate_weighted(match: Match, config: QuantizationConfig, channel_axis: in
 def batch_norm_in_training(match: Match, config: QuantizationConfig) -> str | None:
     """Holds unless the piece has a batch norm and the config is not for training."""
     return qat_only(match, config) if "batch_norm" in match else None
+
+
+def per_tensor_weight(annotator: Annotator) -> Annotator:
+    """Returns the same annotator for kernels that know one scale for the whole weight only.
+
+    A config whose weights are per channel then gives this operator a per-tensor weight of the same range.
+    """
+
+    def decide(match: Match, config: QuantizationConfig) -> Annotations:
+        spec = config.weight
+        if spec is None or spec.qscheme not in (torch.per_channel_symmetric, torch.per_channel_affine):
+            return annotator.decide(match, config)
+        kept = {"is_qat": config.is_qat, "dtype": spec.dtype, "eps": smallest_scale(spec)}
+        whole = weight_spec(*integer_range(spec), per_channel=False, **kept)
+        return annotator.decide(match, replace(config, weight=whole))
+
+    return replace(annotator, decide=decide)

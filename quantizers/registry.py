@@ -14,6 +14,7 @@ _BUILT_IN = {
     "x86": "quantplug.quantizers.x86:X86Quantizer",
     "native": "quantplug.quantizers.native:NativeQuantizer",
     "tensorrt": "quantplug.quantizers.tensorrt:TensorRTQuantizer",
+    "cortex_m": "quantplug.quantizers.cortex_m:CortexMQuantizer",
 }
 
 

@@ -1,0 +1,156 @@
+"""From a q/dq graph to ExecuTorch's `cortex_m` dialect.
+
+Before: the result of `convert_pt2e`. After: a `CortexMProgram` that has run on the example inputs. ExecuTorch's own
+passes do the work; they look for a mark that Arm's quantizers leave on the operators that they quantize, so
+this one leaves it on those that our rules took.
+"""
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from quantplug.core.compare import sqnr
+from quantplug.core.decision import decision
+from quantplug.core.errors import ConfigError, LoweringError, first_line
+from quantplug.core.graph import compute_nodes, is_float, module_path, require_graph_module
+from quantplug.lowering.cortex_m.program import CortexMProgram, channels_last
+from quantplug.lowering.placement import is_quantization
+from quantplug.lowering.program import LoweredOp
+
+_ATEN = torch.ops.aten
+# Operators that the passes want whole.
+_PRESERVED = (_ATEN.linear.default, _ATEN.silu.default)
+_PORTABLE = "no cortex_m kernel takes it in this place"
+_MINIMUM_SQNR = 20.0
+
+
+def lower(
+    converted: fx.GraphModule, example_inputs: tuple[Any, ...], *, cpu: str = "cortex-m55", dynamic_shapes: Any = None
+) -> CortexMProgram:
+    """Lowers a q/dq graph to CMSIS-NN kernels.
+
+    Args:
+        converted: what `convert_pt2e` returned; it is not changed.
+        example_inputs: inputs as for `torch.export.export`.
+        cpu: the core, such as "cortex-m4" or "cortex-m55"; kernels differ by its vector extension.
+        dynamic_shapes: must be None: the kernels' buffers are planned for one shape.
+
+    Raises:
+        ModelError: `converted` is no graph module.
+        ConfigError: there is no such core, or shapes are dynamic.
+        LoweringError: a package that ExecuTorch's passes need is missing, or they refuse the graph.
+    """
+    graph_module = require_graph_module(converted, "lower")
+    if dynamic_shapes is not None:
+        raise ConfigError("Programs for Cortex-M have one shape, found dynamic_shapes; leave it out.")
+    target = _target(cpu)
+    inputs = channels_last(example_inputs)
+    try:
+        with _quiet():
+            exported, buffer = _through_passes(_marked(graph_module), inputs, target)
+    except Exception as error:
+        raise LoweringError(
+            f"The q/dq graph cannot be lowered to Cortex-M: {first_line(error.__cause__ or error)}; keep the operator "
+            "it names float."
+        ) from error
+    program = CortexMProgram(exported, buffer, tuple(_ops(graph_module.graph, exported.graph)))
+    _compare(program, graph_module, inputs)
+    return program
+
+
+def _target(cpu: str) -> Any:
+    try:
+        # The passes bring the dialect's operators along; imported before them, those do not find each other.
+        from executorch.backends.cortex_m import passes  # noqa: F401
+        from executorch.backends.cortex_m.target_config import CortexMTargetConfig
+    except ImportError as error:
+        raise LoweringError(
+            f"Lowering to Cortex-M needs a package that is missing ({error}); pip install 'quantplug[cortex-m]'."
+        ) from error
+    try:
+        return CortexMTargetConfig.from_target_string(cpu)
+    except ValueError as error:
+        raise ConfigError(f"There is no core '{cpu}': {first_line(error)}") from error
+
+
+def _marked(converted: fx.GraphModule) -> fx.GraphModule:
+    from executorch.backends.arm.common.annotation_meta import ArmAnnotationInfo
+
+    marked = fx.GraphModule(converted, copy.deepcopy(converted.graph))
+    for node in _quantized(marked.graph):
+        custom = {**node.meta.get("custom", {}), ArmAnnotationInfo.CUSTOM_META_KEY: {"quantized": True}}
+        node.meta["custom"] = custom
+    return marked
+
+
+def _quantized(graph: fx.Graph) -> Iterator[fx.Node]:
+    for node in compute_nodes(graph):
+        decided = decision(node)
+        if decided is not None and decided.quantized and not is_quantization(node):
+            yield node
+
+
+def _through_passes(
+    model: fx.GraphModule, inputs: tuple[Any, ...], target: Any
+) -> tuple[torch.export.ExportedProgram, bytes]:
+    from executorch.backends.cortex_m.passes.cortex_m_pass_manager import CortexMPassManager
+    from executorch.exir import EdgeCompileConfig, EdgeProgramManager, to_edge
+
+    # The dialect's operators on int8 are none of the edge dialect's.
+    unchecked = EdgeCompileConfig(_check_ir_validity=False, preserve_ops=list(_PRESERVED))
+    edge = to_edge(torch.export.export(model, inputs), compile_config=unchecked)
+    exported = CortexMPassManager(edge.exported_program(), target_config=target).transform()
+    # Emission plans the memory of the program that it is given, which then does not run in Python any more.
+    emitted = EdgeProgramManager(copy.deepcopy(exported), compile_config=unchecked).to_executorch()
+    return exported, emitted.buffer
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The passes log a warning for every operator that they leave to others."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _ops(graph: fx.Graph, lowered: fx.Graph) -> Iterator[LoweredOp]:
+    """An operator runs in integers unless something that came of it computes in float."""
+    left = {source for node in lowered.nodes if _computes_in_float(node) for source in _sources(node)}
+    for node in compute_nodes(graph):
+        if not is_quantization(node):
+            reason = _PORTABLE if node.name in left else ""
+            placement = "portable" if reason else "int8"
+            yield LoweredOp(node.name, str(node.target), module_path(node), placement, reason)
+
+
+def _computes_in_float(node: fx.Node) -> bool:
+    return node.op == "call_function" and "cortex_m" not in str(node.target) and is_float(node)
+
+
+def _sources(node: fx.Node) -> Iterator[str]:
+    pending = list(node.meta.get("from_node", ()))
+    while pending:
+        source = pending.pop()
+        yield source.name
+        pending += source.from_node
+
+
+def _compare(program: CortexMProgram, reference: fx.GraphModule, inputs: tuple[Any, ...]) -> None:
+    with torch.no_grad():
+        found, wanted = (pytree.tree_leaves(run(*inputs)) for run in (program, reference))
+    for index, (value, expected) in enumerate(zip(found, wanted, strict=True)):
+        decibels = sqnr(value, expected)
+        if not decibels >= _MINIMUM_SQNR:
+            raise LoweringError(
+                f"Output {index} of the program keeps {decibels:.1f} dB of the q/dq graph on the example inputs, less "
+                f"than {_MINIMUM_SQNR:.0f} dB; keep the operators before it float."
+            )

@@ -1,0 +1,62 @@
+"""A model on ExecuTorch's `cortex_m` operators, which runs here on their Python kernels and saves a `.pte`."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from quantplug.lowering.program import LoweredOp, Program
+
+
+class _Kernels(fx.Interpreter):
+    """Runs the Python form of the kernels.
+
+    That of max-pool calls PyTorch's, which takes maps of at most 127 pixels in int8, so it is given int32.
+    """
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if "quantized_max_pool2d" in str(target):
+            args = (args[0].to(torch.int32), *args[1:])
+        return super().call_function(target, args, kwargs)
+
+
+class CortexMProgram(Program):
+    """A lowered model.
+
+    Attributes:
+        ops: every operator with where it runs: "int8" on CMSIS-NN, "portable" on ExecuTorch's own float kernels.
+        exported: the program in terms of `cortex_m` operators.
+    """
+
+    def __init__(self, exported: torch.export.ExportedProgram, buffer: bytes, ops: tuple[LoweredOp, ...]) -> None:
+        self.exported, self.ops = exported, ops
+        self._buffer = buffer
+        self._kernels = _Kernels(exported.module())
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Runs the Python form of the kernels, which follows CMSIS-NN bit by bit; 4-D inputs go channels-last."""
+        with torch.no_grad():
+            return self._kernels.run(*channels_last(inputs))
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the `.pte` and returns its path."""
+        Path(path).write_bytes(self._buffer)
+        return Path(path)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the `.pte` in bytes."""
+        return len(self._buffer)
+
+
+def channels_last(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns inputs with every 4-D tensor in the memory format of the kernels."""
+    moved: tuple[Any, ...] = pytree.tree_map(_channels_last, inputs)
+    return moved
+
+
+def _channels_last(value: Any) -> Any:
+    is_map = isinstance(value, Tensor) and value.dim() == 4
+    return value.contiguous(memory_format=torch.channels_last) if is_map else value

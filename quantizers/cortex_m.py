@@ -1,0 +1,44 @@
+"""What CMSIS-NN kernels run on Arm Cortex-M, as declarations: ExecuTorch's `cortex_m` operators.
+
+Activations are int8 with one scale; weights symmetric int8, per channel for convolutions, per tensor for
+linear layers; biases int32. Convolutions and pooling read channels-last tensors, which the lowering arranges.
+"""
+
+from quantplug.annotators.activation import known_range, own_range
+from quantplug.annotators.constraints import depthwise_or_whole, equal_shapes, last_dimension, whole_windows
+from quantplug.annotators.convolution import convolution
+from quantplug.annotators.elementwise import binary
+from quantplug.annotators.linear import linear
+from quantplug.annotators.matmul import matmul
+from quantplug.annotators.pooling import pooling
+from quantplug.annotators.presets import get_symmetric_quantization_config
+from quantplug.annotators.shape import movement
+from quantplug.annotators.weighted import per_tensor_weight
+from quantplug.lowering.cortex_m.rewrites import means_are_poolings
+from quantplug.quantizers.backend import Backend
+from quantplug.quantizers.quantizer import BackendQuantizer
+
+CORTEX_M = Backend(
+    name="cortex_m",
+    summary="ExecuTorch programs on CMSIS-NN kernels (Arm Cortex-M)",
+    annotators=(
+        convolution(dims=(2,)).where(depthwise_or_whole),
+        per_tensor_weight(linear()),
+        binary("add", activations=("relu", "hardtanh", "clamp")).where(equal_shapes),
+        binary("mul", activations=()).where(equal_shapes),
+        matmul("bmm"),
+        pooling("max_pool2d", "avg_pool2d").where(whole_windows),
+        known_range("softmax").where(last_dimension),
+        own_range("sigmoid", "tanh", "silu"),
+        movement(("view", "reshape", "flatten", "permute", "transpose", "contiguous", "clone", "dropout")),
+    ),
+    configs={"int8": lambda **options: get_symmetric_quantization_config(True, int32_bias=True, **options)},
+    transforms=(means_are_poolings,),
+    lowering="quantplug.lowering.cortex_m:lower",
+)
+
+
+class CortexMQuantizer(BackendQuantizer):
+    """Quantizes for CMSIS-NN on Cortex-M."""
+
+    backend = CORTEX_M

@@ -1,0 +1,125 @@
+"""Models on CMSIS-NN kernels: lowered by ExecuTorch's passes, run on their Python form, compared with the graph."""
+
+import builtins
+import inspect
+
+import pytest
+import torch
+from models import Function, MobileNet, ResNet18
+from torch import nn
+
+from quantplug import get_quantizer, quantize
+from quantplug.core.compare import sqnr
+from quantplug.core.errors import ConfigError, LoweringError
+from quantplug.core.levels import Level
+from quantplug.quantizers import cortex_m
+
+
+def lowered(model, *inputs, **options):
+    torch.manual_seed(0)
+    return quantize(model.eval(), inputs, "cortex_m", [inputs], progress=False, **options)
+
+
+def kernels(artefact):
+    return [str(n.target).split(".")[1] for n in artefact.program.exported.graph.nodes if "cortex_m." in str(n.target)]
+
+
+def step(artefact):
+    quantize_nodes = [n for n in artefact.reference.graph.nodes if "quantize_per_tensor" in str(n.target)]
+    return quantize_nodes[-1].args[1]
+
+
+MAP = torch.randn(1, 4, 12, 12, generator=torch.manual_seed(1))
+ROWS = torch.randn(3, 10, generator=torch.manual_seed(2))
+BATCHED = torch.randn(2, 3, 5, generator=torch.manual_seed(3)), torch.randn(2, 5, 4, generator=torch.manual_seed(4))
+CASES = {
+    "conv": (nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.ReLU()), (MAP,), "quantized_conv2d"),
+    "conv_clamp": (nn.Sequential(nn.Conv2d(4, 6, 3, 2), nn.ReLU6()), (MAP,), "quantized_conv2d"),
+    "depthwise": (nn.Conv2d(4, 8, 3, groups=4, bias=False), (MAP,), "quantized_depthwise_conv2d"),
+    "linear": (nn.Sequential(nn.Linear(10, 6), nn.ReLU()), (ROWS,), "quantized_linear"),
+    "add": (
+        Function(lambda m, a: torch.relu(m.c(a) + m.d(a)), c=nn.Conv2d(4, 4, 1), d=nn.Conv2d(4, 4, 1)),
+        (MAP,),
+        "quantized_add",
+    ),
+    "mul": (Function(lambda m, a: m.c(a) * m.d(a), c=nn.Linear(10, 4), d=nn.Linear(10, 4)), (ROWS,), "quantized_mul"),
+    "bmm": (Function(lambda m, a, b: torch.bmm(a, b)), BATCHED, "quantized_batch_matmul"),
+    "max_pool": (nn.MaxPool2d(2), (torch.randn(1, 2, 32, 32),), "quantized_max_pool2d"),
+    "avg_pool": (nn.AvgPool2d(2), (MAP,), "quantized_avg_pool2d"),
+    "mean": (Function(lambda m, a: m.c(a).mean((2, 3)), c=nn.Conv2d(4, 6, 1)), (MAP,), "quantized_avg_pool2d"),
+    "softmax": (nn.Softmax(-1), (ROWS,), "softmax"),
+    "sigmoid": (nn.Sigmoid(), (ROWS,), "quantized_activation"),
+    "tanh": (nn.Tanh(), (ROWS,), "quantized_activation"),
+    "silu": (nn.SiLU(), (ROWS,), "quantized_activation"),
+    "permute": (Function(lambda m, a: m.c(a).permute(0, 2, 3, 1), c=nn.Conv2d(4, 6, 1)), (MAP,), "transpose"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_row_runs_on_its_kernel_within_one_step_of_the_graph(case):
+    model, inputs, kernel = CASES[case]
+    artefact = lowered(model, *inputs)
+    assert kernel in kernels(artefact)
+    assert {op.placement for op in artefact.program.ops} == {"int8"}
+    assert Level.ONE_STEP.objection(artefact(*inputs), artefact.reference(*inputs), step=step(artefact)) is None
+
+
+@pytest.mark.parametrize("model", [ResNet18(8, 10), MobileNet()], ids=["resnet18", "mobilenet"])
+def test_whole_networks_stay_in_integers(model, tmp_path):
+    x = torch.randn(1, 3, 32, 32, generator=torch.manual_seed(0))
+    artefact = lowered(model, x)
+    assert {op.placement for op in artefact.program.ops} == {"int8"}
+    assert sqnr(artefact(x), artefact.reference(x)) > 40
+    assert sqnr(artefact(x), model(x)) > 25
+    saved = artefact.save(tmp_path / "model.pte")
+    assert saved.read_bytes()[4:8] == b"ET12", "an ExecuTorch program by its magic"
+    assert saved.stat().st_size == artefact.nbytes
+
+
+def test_what_the_kernels_do_not_take_stays_float_with_the_reason():
+    for model, x, reason in (
+        (nn.Conv2d(4, 4, 3, groups=2), MAP, "2 groups over 4 channels, the kernels take 1 or all"),
+        (nn.MaxPool2d(3, ceil_mode=True), MAP, "the pooling is dilated or rounds sizes up"),
+        (nn.Softmax(1), MAP, "it goes over dimension 1, the kernel along the last"),
+        (Function(lambda m, a: a * a[:, :1]), MAP, "the kernel takes equal ones"),
+    ):
+        with_linear = nn.Sequential(model, nn.Flatten(), nn.LazyLinear(3)).eval()
+        with_linear(x)
+        artefact = lowered(with_linear, x)
+        first = next(row for row in artefact.report.rows if not row.quantized and "slice" not in row.operator)
+        assert reason in first.reason
+        assert "portable" in {op.placement for op in artefact.program.ops}
+
+
+def test_linear_weights_are_per_tensor_and_convolutions_per_channel():
+    artefact = lowered(nn.Sequential(nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(600, 3)), MAP)
+    targets = [str(node.target) for node in artefact.reference.graph.nodes]
+    assert sum("dequantize_per_channel" in target for target in targets) == 2, "weight and bias of the convolution"
+
+
+def test_the_core_is_chosen_by_name():
+    assert lowered(CASES["linear"][0], ROWS, cpu="cortex-m4")(ROWS).shape == (3, 6)
+    with pytest.raises(ConfigError, match="There is no core 'cortex-m99'"):
+        lowered(CASES["linear"][0], ROWS, cpu="cortex-m99")
+    with pytest.raises(ConfigError, match="have one shape, found dynamic_shapes"):
+        lowered(CASES["linear"][0], ROWS, dynamic_shapes=({0: torch.export.Dim("batch")},))
+
+
+def test_a_missing_package_is_one_sentence(monkeypatch):
+    real = builtins.__import__
+
+    def refuse(name, *rest):
+        if name == "executorch.backends.cortex_m":
+            raise ModuleNotFoundError("No module named 'tosa_serializer'")
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(
+        LoweringError, match=r"missing \(No module named 'tosa_serializer'\); pip install 'quantplug\[cortex-m\]'"
+    ):
+        lowered(CASES["linear"][0], ROWS)
+
+
+def test_a_third_target_is_a_page_of_declarations():
+    assert len(inspect.getsource(cortex_m).splitlines()) <= 60
+    assert get_quantizer("cortex_m").backend is cortex_m.CORTEX_M
