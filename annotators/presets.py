@@ -124,7 +124,9 @@ def weight_spec(
     """
     moving = MovingAveragePerChannelMinMaxObserver if per_channel else MovingAverageMinMaxObserver
     constructor = (
-        FusedMovingAvgObsFakeQuantize.with_args(observer=moving, eps=eps)
+        # torch's fused operator rounds symmetric scales otherwise than its observers, and takes channels on
+        # axis 0 only: what was trained would not be what is converted.
+        FakeQuantize.with_args(observer=moving, eps=eps)
         if is_qat
         else _observer(observer, per_channel, eps)
     )
@@ -262,8 +264,8 @@ def config_for(
 def _activation(
     taken: DTypeWithConstraints | None, mode: str, observer: str, is_qat: bool
 ) -> QuantizationSpec | FixedQParamsQuantizationSpec | None:
-    if taken is None:
-        return None
+    if taken is None or taken.dtype.is_floating_point:
+        return _half(taken)
     low, high = taken.range
     symmetric = torch.per_tensor_symmetric in taken.qschemes[:1] or taken.zero_point_exact_match == 0
     if taken.scale_exact_match is not None:
@@ -277,14 +279,19 @@ def _activation(
 
 
 def _weight(taken: DTypeWithConstraints | None, observer: str, is_qat: bool) -> QuantizationSpec | None:
-    if taken is None:
-        return None
+    if taken is None or taken.dtype.is_floating_point:
+        return _half(taken)
     low, high = taken.range
     per_channel = torch.per_tensor_symmetric not in taken.qschemes[:1]
     eps = taken.scale_min_lower_bound or SMALLEST_SCALE
     # A symmetric range loses its lowest integer, so that a weight and its negative are equally precise.
     low = max(low, -high) if taken.dtype.is_signed else low
     return weight_spec(low, high, per_channel=per_channel, is_qat=is_qat, observer=observer, dtype=taken.dtype, eps=eps)
+
+
+def _half(taken: DTypeWithConstraints | None) -> QuantizationSpec | None:
+    """Returns the spec of tensors in half precision, which are cast and not observed."""
+    return None if taken is None else QuantizationSpec(taken.dtype, PlaceholderObserver.with_args(dtype=taken.dtype))
 
 
 def _known(what: str, found: str, choices: Any) -> None:

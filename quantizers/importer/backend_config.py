@@ -17,7 +17,7 @@ from quantplug.core.dtypes import DTypeConfig
 from quantplug.core.errors import ConfigError
 from quantplug.core.pattern import operator_overloads
 from quantplug.quantizers.backend import Backend, Lowering
-from quantplug.quantizers.importer.dtypes import distinct_names, dtype_config
+from quantplug.quantizers.importer.dtypes import distinct_names, dtype_config, is_fixed
 from quantplug.quantizers.importer.entries import PatternEntry, entries
 from quantplug.quantizers.importer.operators import RESIDUAL, NotApplicableError, chain
 from quantplug.quantizers.importer.report import Effects, ImportedPattern, ImportReport, effects
@@ -168,15 +168,13 @@ def _told(
 
 
 def _usable(dtypes: Iterable[DTypeConfig]) -> list[DTypeConfig]:
-    """Returns the dtype configs that a whole model can be quantized to, those with weights if there are any."""
-    free = [found for found in dtypes if not any(_is_special(found, port) for port in ("input", "output", "weight"))]
-    return [found for found in free if found.weight is not None] or free
+    """Returns the dtype configs that a whole model can be quantized to, those with weights if there are any.
 
-
-def _is_special(dtypes: DTypeConfig, port: str) -> bool:
-    """Tells ports that are one operator's: fixed qparams, and half precision, which has none."""
-    taken = dtypes.at(port)
-    return taken is not None and (taken.scale_exact_match is not None or taken.dtype.is_floating_point)
+    Fixed qparams are those of one operator; they are left where there is nothing else.
+    """
+    every = list(dtypes)
+    free = [found for found in every if not is_fixed(found)]
+    return [found for found in free if found.weight is not None] or free or every
 
 
 @dataclass(frozen=True)

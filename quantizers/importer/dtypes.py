@@ -87,9 +87,14 @@ def _name(config: DTypeConfig) -> str:
     ports = (config.at("output") or config.at("input"), config.at("weight"))
     parts = [port for port in ports if port is not None]
     suffix = "" if config.mode == "static" else f"_{config.mode}"
-    if any(port.scale_exact_match is not None for port in parts):
-        suffix += "_fixed"
+    suffix += "_fixed" if is_fixed(config) else ""
     return "_".join(str(port.dtype).removeprefix("torch.") for port in parts) + suffix or "float"
+
+
+def is_fixed(config: DTypeConfig) -> bool:
+    """Tells whether some port of a config has the only qparams that its kernel takes."""
+    ports = (config.at(port) for port in _PORTS)
+    return any(port is not None and port.scale_exact_match is not None for port in ports)
 
 
 def distinct_names(configs: list[DTypeConfig]) -> dict[DTypeConfig, DTypeConfig]:

@@ -110,7 +110,7 @@ def entries(backend_config: Any) -> tuple[str, list[PatternEntry]]:
 
 def _entry(config: Any) -> PatternEntry:
     if isinstance(config, Mapping):
-        renamed = {_SAME_KEYS.get(key, key): found for key, found in config.items()}
+        renamed: dict[str, Any] = {_SAME_KEYS.get(str(key), str(key)): found for key, found in config.items()}
         _require_keys("pattern config", renamed, _NAMES)
         return PatternEntry(**{key: found for key, found in renamed.items() if found is not None})
     if not hasattr(config, "dtype_configs"):

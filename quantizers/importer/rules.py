@@ -13,7 +13,7 @@ from quantplug.annotators.residual import residual
 from quantplug.core.annotator import Annotator
 from quantplug.core.dtypes import DTypeConfig
 from quantplug.core.errors import ConfigError
-from quantplug.core.pattern import Op, Pattern, anything, constant, each, op, single_use, value
+from quantplug.core.pattern import Pattern, anything, constant, each, either, op, single_use, value
 from quantplug.quantizers.importer.entries import PatternEntry
 from quantplug.quantizers.importer.operators import RESIDUAL, TENSORS, arguments, targets
 
@@ -95,11 +95,10 @@ def _onto(base: Pattern, following: tuple[str, ...]) -> Pattern:
     return base
 
 
-def _form(name: str, operands: Mapping[str, Any], bind: str | None = None) -> Op:
-    if name == "relu6":
-        # Export writes relu6 as a hardtanh.
-        return op("hardtanh", name=bind, **operands, **_SIX)
-    return op(*targets(name), name=bind, **operands)
+def _form(name: str, operands: Mapping[str, Any], bind: str | None = None) -> Pattern:
+    called = op(*targets(name), name=bind, **operands)
+    # Export writes the module of relu6 as a hardtanh.
+    return either(called, op("hardtanh", name=bind, **operands, **_SIX)) if name == "relu6" else called
 
 
 def _tensors(name: str) -> tuple[str, ...]:

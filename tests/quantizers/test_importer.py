@@ -1,0 +1,600 @@
+"""torch.ao's BackendConfig as a backend of ours: FX graph mode is the reference, live and as golden text."""
+
+import copy
+import operator
+import pickle
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+import torch.ao.nn.intrinsic as nni
+import torch.nn.functional as F
+from fx_graph_mode import (
+    NOT_OBSERVED,
+    OWN,
+    PLAIN,
+    SHARED,
+    WEIGHTED,
+    BackendPatternConfig,
+    DTypeConfig,
+    DTypeWithConstraints,
+    backend_of,
+    everywhere,
+    fusion,
+    fx_reference,
+    fx_steps,
+    pattern,
+    qconfig,
+    steps,
+    tutorial_backend,
+    tutorial_mapping,
+)
+from models import MobileNet, MyModel, ResNet18, exported, node, operators, settled
+from torch import nn
+from torch.ao.quantization import (
+    MinMaxObserver,
+    QConfig,
+    QConfigMapping,
+    default_weight_observer,
+    get_default_qconfig_mapping,
+)
+from torch.ao.quantization import backend_config as declared
+from torch.ao.quantization.backend_config.x86 import get_x86_backend_config
+
+import quantplug
+from quantplug import explain
+from quantplug.core.errors import AnnotationError, CalibrationError, ConfigError
+from quantplug.core.fold import Folding
+from quantplug.core.limits import VIOLATIONS_KEY
+from quantplug.core.stage import FOLDINGS_KEY
+from quantplug.lowering import reference
+from quantplug.quantizers import registry
+from quantplug.quantizers.backend import Backend
+from quantplug.quantizers.importer import from_backend_config, from_qconfig_mapping, import_backend_config
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "backend_config_tutorial.txt"
+X = torch.linspace(-2, 2, 300).reshape(1, 3, 10, 10)
+KEY = "quantization_annotation"
+
+
+def prepared(model, x, backend_config, mapping=None, *, strict=True, observe=True):
+    quantizer = from_qconfig_mapping(mapping or everywhere(), from_backend_config(backend_config), strict=strict)
+    found = quantplug.prepare_pt2e(exported(model, x), quantizer)
+    if observe:
+        with torch.no_grad():
+            found(x)
+    return found
+
+
+def converted(model, x, backend_config, mapping=None, **options):
+    return quantplug.convert_pt2e(prepared(model, x, backend_config, mapping, **options))
+
+
+def my_model(use_bn=False):
+    torch.manual_seed(0)
+    return MyModel(use_bn).eval()
+
+
+def default_mapping():
+    return get_default_qconfig_mapping("x86")
+
+
+EXPERIMENTS = {
+    "conv-relu and linear": (False, tutorial_mapping),
+    "conv-bn-relu without a rule": (True, tutorial_mapping),
+    "default qconfig": (False, default_mapping),
+}
+
+
+def golden():
+    parts = GOLDEN.read_text().split("# ")[1:]
+    return {title: lines for title, *lines in (part.strip().split("\n") for part in parts)}
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_b20_b21_the_three_experiments_have_the_tutorials_structure_and_fx_graph_modes_scales(experiment):
+    use_bn, mapping = EXPERIMENTS[experiment]
+    oracle = fx_steps(fx_reference(my_model(use_bn), X, mapping(), tutorial_backend()))
+    ours = steps(converted(my_model(use_bn), X, tutorial_backend(), mapping(), strict=False))
+    assert ours == oracle
+    assert ours == golden()[experiment]
+
+
+def test_b01_only_the_declared_pieces_are_annotated():
+    backend, report = import_backend_config(tutorial_backend())
+    assert report.rules == ("linear", "conv2d_relu")
+    assert (backend.name, [row.name for row in backend.rows]) == ("tutorial", ["linear", "conv2d_relu"])
+    model = nn.Sequential(nn.Linear(10, 10), nn.Sigmoid(), nn.Conv2d(3, 3, 1), nn.Hardtanh(), nn.MaxPool2d(2))
+    annotated = prepared(model, X, tutorial_backend(), observe=False)
+    assert [n.name for n in annotated.graph.nodes if KEY in n.meta] == ["linear"]
+
+
+def test_b02_b03_b12_r12_the_reference_patterns_of_linear_and_of_conv_relu():
+    found = converted(my_model(), X, tutorial_backend())
+    for first, last in (("linear", "linear"), ("conv2d", "relu")):
+        read = node(found, first).args[:2]
+        assert all("dequantize_per_tensor" in str(source.target) for source in read)
+        (quantize,) = node(found, last).users
+        assert "quantize_per_tensor" in str(quantize.target)
+        assert all("dequantize_per_tensor" in str(user.target) for user in quantize.users)
+        assert read[0].args[1] != quantize.args[1]
+    assert list(node(found, "conv2d").users) == [node(found, "relu")]
+
+
+@pytest.mark.parametrize(
+    ("declared_dtype", "stored"),
+    [(torch.qint8, torch.int8), (torch.quint8, torch.uint8), (torch.int16, torch.int16)],
+)
+def test_b04_r11_the_declared_dtypes_reach_the_q_nodes(declared_dtype, stored):
+    dtypes = DTypeConfig(input_dtype=declared_dtype, output_dtype=declared_dtype, weight_dtype=torch.qint8)
+    chosen = QConfig(MinMaxObserver.with_args(dtype=declared_dtype), default_weight_observer)
+    config = backend_of(pattern(nn.Linear, dtypes=dtypes))
+    found = converted(nn.Sequential(nn.Linear(10, 4)), X, config, everywhere(chosen))
+    quantized = [n for n in found.graph.nodes if "quantize_per_tensor" in str(n.target) and "deq" not in str(n.target)]
+    assert [n.args[5] for n in quantized] == [stored] * 2
+
+
+def test_b05_a_dynamic_config_has_no_output_pair():
+    dynamic = DTypeConfig(torch.quint8, torch.float, torch.qint8, torch.float, is_dynamic=True)
+    config = backend_of(pattern(nn.Linear, dtypes=dynamic))
+    mapping = everywhere(torch.ao.quantization.default_dynamic_qconfig)
+    found = operators(converted(nn.Sequential(nn.Linear(10, 4)), X, config, mapping, observe=False))
+    assert [name for name in found if name != "dequantize_per_tensor"] == [
+        "choose_qparams",
+        "quantize_per_tensor",
+        "linear",
+    ]
+
+
+def test_b06_r10_a_range_outside_of_the_bounds_is_named_and_one_inside_is_carried():
+    wide = {"quant_min": -1, "quant_max": 255}
+    with pytest.raises(AnnotationError, match=r"'linear' \(module 'linear'\) breaks quant_min_lower_bound .* found -1"):
+        prepared(my_model(), X, tutorial_backend(), everywhere(qconfig(**wide)))
+    found = converted(my_model(), X, tutorial_backend())
+    assert node(found, "linear").args[0].args[3:6] == (0, 127, torch.uint8)
+
+
+def test_b18_the_tutorials_activations_in_0_to_127_are_accepted_under_a_bound_of_255():
+    rows = explain(converted(my_model(), X, tutorial_backend())).rows
+    assert [row.quantized for row in rows] == [True, True, True, False]
+
+
+def test_b07_scales_of_tiny_tensors_keep_the_lower_bound():
+    with pytest.raises(AnnotationError, match=r"breaks scale_min_lower_bound .* the limit is 0\.000244141"):
+        prepared(my_model(), X, tutorial_backend(), everywhere(qconfig(eps=1e-6)))
+    found = converted(my_model(), X * 1e-9, tutorial_backend())
+    scales = [n.args[1] for n in found.graph.nodes if "quantize_per_tensor.default" in str(n.target)]
+    assert min(scales[1:]) >= 2**-12
+
+
+def test_b08_an_upper_bound_and_exact_matches_hold_after_calibration():
+    limited = DTypeWithConstraints(dtype=torch.quint8, scale_max_upper_bound=1e-3)
+    config = backend_of(pattern(nn.Linear, dtypes=DTypeConfig(limited, torch.quint8, torch.qint8)))
+    with pytest.raises(CalibrationError, match=r"breaks scale_max_upper_bound of backend 'mine'"):
+        converted(my_model(), X, config)
+    exact = DTypeWithConstraints(dtype=torch.quint8, scale_exact_match=1 / 256, zero_point_exact_match=0)
+    config = backend_of(pattern(nn.Linear, dtypes=DTypeConfig(torch.quint8, exact, torch.qint8)))
+    with pytest.raises(AnnotationError, match=r"breaks scale_exact_match .* found an observed scale"):
+        prepared(my_model(), X, config)
+
+
+def test_b08_known_ranges_keep_their_qparams_and_do_not_clip_the_input():
+    model, x = nn.Sequential(nn.Linear(10, 4), nn.Sigmoid()), X * 3
+    found = converted(model, x, declared.get_native_backend_config(), default_mapping())
+    (quantize,) = node(found, "sigmoid").users
+    assert quantize.args[1:6] == (1 / 256, 0, 0, 255, torch.uint8)
+    read = node(found, "sigmoid").args[0]
+    # FX graph mode's default mapping would put 0..255/256 on the input of a sigmoid that starts a model.
+    lone = converted(nn.Sequential(nn.Sigmoid()), x, declared.get_native_backend_config(), default_mapping())
+    assert read.args[1] != 1 / 256
+    assert (lone(x) - x.sigmoid()).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("names", [("set_pattern", "set_fuser_method"), ("_set_pattern_complex_format",)])
+def test_b11_every_setter_has_an_effect_or_a_reason(names):
+    config = declared.get_native_backend_config() if "set_pattern" in names else declared.get_onednn_backend_config()
+    _, report = import_backend_config(config)
+    told = {setter: effect for found in reversed(report.imported) for setter, effect in found.effects}
+    assert set(names) <= set(told)
+    for setter in ("set_root_module", "set_qat_module", "set_reference_quantized_module"):
+        assert told[setter].startswith("not applicable in PT2E because ")
+    assert told["set_fused_module"].endswith("without one it stays float")
+    assert "dtype config 'uint8" in told["add_dtype_config"]
+    assert told["_set_num_tensor_args_to_observation_type"] == (
+        "1 tensors: inputs and output share one observer; 2 tensors: input and output have observers of their own"
+    )
+    assert told["_set_input_type_to_index"] == "weight and bias are told from activations"
+    assert "set_root_module" in str(report)
+    if "_set_pattern_complex_format" in names:
+        assert told["_set_root_node_getter"] == told["_set_extra_inputs_getter"]
+        assert told["_set_extra_inputs_getter"].startswith("not applicable in PT2E because patterns name the operands")
+
+
+def test_b13_r12_max_pool_and_cat_use_one_observer_object():
+    class Joined(nn.Module):
+        def forward(self, x):
+            return torch.cat([F.max_pool2d(x, 2), F.max_pool2d(x, 2)])
+
+    config = backend_of(pattern(nn.MaxPool2d, SHARED, PLAIN), pattern(torch.cat, SHARED, PLAIN))
+    found = prepared(Joined(), X, config)
+    called = [n for n in found.graph.nodes if n.op == "call_module" and "activation" in str(n.target)]
+    assert len(called) == 4
+    assert len({id(found.get_submodule(str(n.target))) for n in called}) == 1
+
+
+def test_b13_input_and_output_not_observed():
+    config = backend_of(pattern(nn.Linear), pattern(torch.flatten, NOT_OBSERVED, PLAIN))
+    model = nn.Sequential(nn.Linear(10, 4), nn.Flatten(), nn.Linear(120, 4))
+    found = converted(model, X, config)
+    assert "dequantize_per_tensor" in str(node(found, "flatten").args[0].target)
+    alone = prepared(nn.Sequential(nn.Flatten()), X, config, observe=False)
+    assert not [n for n in alone.graph.nodes if n.op == "call_module" and "activation" in str(n.target)]
+    _, report = import_backend_config(backend_of(pattern("size", NOT_OBSERVED, PLAIN), pattern(nn.Linear)))
+    assert "sizes" in report.not_applicable[0].reason
+
+
+def test_b14_the_first_dtype_config_that_fits_wins_and_the_report_says_why():
+    signed = DTypeConfig(torch.qint8, torch.qint8, torch.qint8, torch.float)
+    config = backend_of(pattern(nn.Linear, dtypes=signed).add_dtype_config(WEIGHTED))
+    row = explain(converted(my_model(), X, config)).row("linear")
+    assert row.how.startswith("uint8")
+    assert "input dtype is int8, found uint8" in str(explain(converted(my_model(), X, config)))
+
+
+def test_b15_a_fusion_without_a_config_for_what_it_makes_inserts_nothing_as_in_fx_graph_mode():
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU())
+    for others in ((), (pattern(nn.Conv2d), pattern(nn.ReLU, SHARED))):
+        config = backend_of(fusion(), *others)
+        assert steps(converted(copy.deepcopy(model), X, config, observe=False)) == ["conv2d", "relu"]
+        assert fx_steps(fx_reference(model, X, everywhere(), config)) == ["conv2d", "relu"]
+
+
+def test_b16_a_backend_of_three_patterns_is_known_by_name(monkeypatch):
+    point = EntryPoint("tutorial", "somewhere:BACKEND", registry.GROUP)
+    monkeypatch.setattr(EntryPoint, "load", lambda self: from_backend_config(tutorial_backend()))
+    monkeypatch.setattr(registry, "_BUILT_IN", {})
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    annotated = exported(my_model(), X)
+    quantplug.get_quantizer("tutorial").annotate(annotated)
+    report = explain(annotated)
+    assert report.owners == ("tutorial",) if hasattr(report, "owners") else "tutorial" in report.to_json()
+    assert report.row("linear").quantized
+
+
+@pytest.mark.parametrize("name", [None, "renamed"])
+def test_b16_the_name_is_that_of_the_config_or_ones_own(name):
+    assert from_backend_config(tutorial_backend(), name=name).name == (name or "tutorial")
+    with pytest.raises(ConfigError, match="A backend has the name ''"):
+        from_backend_config(backend_of(pattern(nn.Linear), name=""))
+
+
+def test_b22_lowered_there_is_one_quantize_and_one_dequantize_around_integers():
+    backend = from_backend_config(tutorial_backend(), "quantplug.lowering.x86:lower")
+    quantizer = from_qconfig_mapping(tutorial_mapping(), backend)
+    found = quantplug.prepare_pt2e(exported(my_model(), X), quantizer)
+    quantplug.calibrate(found, [X], progress=False)
+    model = quantplug.convert_pt2e(found)
+    program = backend.lower(model, (X,))
+    assert {op.node: op.placement for op in program.ops} == {
+        "linear": "int8",
+        "conv2d": "int8",
+        "relu": "int8",
+        "sigmoid": "float",
+    }
+    kernels = {str(n.target).split(".")[1]: n for n in program.module.graph.nodes if "onednn" in str(n.target)}
+    assert list(kernels) == ["qlinear_pointwise", "qconv_pointwise"]
+    assert [str(n.target) for n in program.module.graph.nodes].count("aten.round_.default") == 1
+    assert kernels["qlinear_pointwise"] in _producers(kernels["qconv_pointwise"])
+    assert torch.equal(program(X), model(X))
+
+
+def _producers(found):
+    """The nodes above a node, through the clamps in between."""
+    source = found.args[0]
+    while "clamp" in str(source.target):
+        source = source.args[0]
+    return [source]
+
+
+def test_b23_conv_bn_relu_without_a_rule_stays_float_and_the_report_names_what_is_missing():
+    found = prepared(my_model(use_bn=True), X, tutorial_backend(), tutorial_mapping())
+    report = explain(quantplug.convert_pt2e(found))
+    assert [row.node for row in report.rows if row.quantized] == ["linear"]
+    assert report.row("conv2d").reason.endswith("is quantized only as part of conv2d_relu")
+    assert report.row("batch_norm").reason == "no rule ends in aten.batch_norm.default"
+    assert "is 'batch_norm'" in report.row("relu").reason
+    assert not any(folding.folded for folding in found.meta[FOLDINGS_KEY])
+
+
+def test_b23_a_batch_norm_is_folded_where_the_config_declares_its_piece_and_only_there():
+    config = backend_of(
+        pattern(nn.Linear), pattern(nni.ConvReLU2d), pattern((nn.Conv2d, nn.BatchNorm2d, nn.ReLU)).set_fuser_method(sum)
+    )
+    model = nn.Sequential(
+        nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(300, 4), nn.BatchNorm1d(4)
+    )
+    x = torch.randn(4, 3, 10, 10)
+    found: list[Folding] = prepared(settled(model, x), x, config).meta[FOLDINGS_KEY]
+    assert [folding.folded for folding in found] == [True, False]
+    assert found[1].reason == "the backend declares no piece of aten.linear.default and a batch norm"
+
+
+def test_b24_default_configs_that_break_the_constraints_quantize_nothing_with_a_diagnostic_each():
+    found = prepared(my_model(), X, tutorial_backend(), default_mapping(), strict=False, observe=False)
+    violations = found.meta[VIOLATIONS_KEY]
+    assert [(v.node, v.constraint) for v in violations] == [
+        ("linear", "scale_min_lower_bound"),
+        ("conv2d", "scale_min_lower_bound"),
+    ]
+    assert not any(n.op == "call_module" and "activation" in str(n.target) for n in found.graph.nodes)
+    with pytest.raises(AnnotationError, match=r"'linear' .* scale_min_lower_bound .*\(1 more like it\.\)"):
+        prepared(my_model(), X, tutorial_backend(), default_mapping())
+
+
+class Calls(nn.Module):
+    """A convolution on either side of what a function does."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.one, self.two, self.function = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 1), function
+
+    def forward(self, x):
+        return self.two(self.function(self.one(x)))
+
+
+WHOLE_MODELS = {
+    "mobilenet": lambda: (settled(MobileNet(), torch.randn(4, 3, 32, 32)), torch.randn(2, 3, 32, 32)),
+    "resnet18": lambda: (settled(ResNet18(4, 10), torch.randn(4, 3, 32, 32)), torch.randn(2, 3, 32, 32)),
+    **{
+        name: lambda function=function: (Calls(function), torch.randn(2, 3, 8, 8))
+        for name, function in {
+            "functional relu": F.relu,
+            "sum": lambda x: torch.relu(x + x.transpose(2, 3)),
+            "number": lambda x: F.relu(x * 2.0) + 1.0,
+            "joined": lambda x: torch.cat([x, F.hardtanh(x)], 2),
+            "stacked": lambda x: torch.stack([x, x]).mean(0),
+            "matmul": lambda x: torch.matmul(x, x.transpose(2, 3)),
+            "interpolate": lambda x: F.interpolate(x, scale_factor=2.0),
+            "moves": lambda x: x.permute(0, 1, 3, 2).contiguous().reshape(2, 4, 4, 16),
+            "clamp": lambda x: torch.clamp(F.leaky_relu(F.hardswish(x)), -1, 1),
+            "relu6": lambda x: F.avg_pool2d(F.relu6(x), 2),
+            "norms": lambda x: F.group_norm(F.layer_norm(x, (8,)), 2),
+        }.items()
+    },
+    "transposed": lambda: (nn.Sequential(nn.ConvTranspose2d(3, 4, 2), nn.ReLU()), torch.randn(2, 3, 8, 8)),
+    "batch norm alone": lambda: (
+        settled(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()), torch.randn(8, 3, 8, 8)),
+        torch.randn(2, 3, 8, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE_MODELS)
+def test_b22_whole_models_equal_fx_graph_modes_reference_model_under_the_native_config(case):
+    model, x = WHOLE_MODELS[case]()
+    chosen = everywhere(qconfig(quant_max=255))
+    oracle = fx_reference(copy.deepcopy(model), x, chosen, declared.get_native_backend_config())
+    ours = converted(model, x, declared.get_native_backend_config(), chosen)
+    assert _scales(ours) == _fx_scales(oracle)
+    # Batch norms are folded in another order of operations: a value on the edge between two steps may fall to either.
+    step = float(_scales(ours)[-1].split()[1])
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), oracle(x), rtol=0, atol=1.01 * step)
+
+
+def _scales(model):
+    return sorted(step for step in steps(model) if step.startswith("quantize"))
+
+
+def _fx_scales(model):
+    return sorted(step for step in fx_steps(model) if step.startswith("quantize"))
+
+
+PATTERNS = {
+    # The number of patterns of each backend config of torch.ao's, how many became rules, and how many of these.
+    "native": (declared.get_native_backend_config, 194, 167, 73),
+    "x86": (get_x86_backend_config, 192, 165, 72),
+    "fbgemm": (declared.get_fbgemm_backend_config, 192, 165, 72),
+    "qnnpack": (declared.get_qnnpack_backend_config, 190, 165, 72),
+    "executorch": (declared.get_executorch_backend_config, 84, 77, 32),
+    "onednn": (declared.get_onednn_backend_config, 221, 196, 78),
+    "tensorrt": (declared.get_tensorrt_backend_config, 149, 129, 58),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_r13_torch_aos_own_backend_configs_are_imported_as_a_whole(name):
+    declare, patterns, imported, rules = PATTERNS[name]
+    backend, report = import_backend_config(declare())
+    assert (len(report.patterns), len(report.imported), len(report.rules)) == (patterns, imported, rules)
+    assert sum(report.reasons.values()) == patterns - imported
+    assert {row.name for row in backend.rows} >= set(report.rules)
+    training = sum(count for reason, count in report.reasons.items() if reason.startswith("training keeps"))
+    assert len(report.not_applicable) - training <= 10
+
+
+@pytest.mark.parametrize("items", [(nn.ReLU, nn.Conv2d), (nn.Conv2d, nn.ReLU)], ids=["reversed", "forward"])
+def test_r13_r14_the_rfcs_dictionaries_in_either_order(items):
+    dtypes = {"input_dtype": torch.quint8, "output_dtype": torch.quint8, "weight_dtype": torch.qint8}
+    rfc = {
+        "name": "rfc",
+        "configs": [
+            {
+                "pattern": items,
+                "observation_type": OWN,
+                "dtype_configs": [dtypes],
+                "fuser_method": torch.ao.quantization.fuser_method_mappings.fuse_conv_bn_relu,
+                "fused_module": nni.ConvReLU2d,
+            },
+            {
+                "pattern": nni.ConvReLU2d,
+                "observation_type": OWN,
+                "dtype_configs": [dtypes],
+                "root_module": nn.Conv2d,
+                "reference_quantized_module_for_root": torch.ao.nn.quantized.reference.Conv2d,
+                "qat_module": torch.ao.nn.intrinsic.qat.ConvReLU2d,
+            },
+        ],
+    }
+    found = converted(nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU()), X, rfc)
+    assert [step.split()[0] for step in steps(found)] == [
+        "quantize",
+        "dequantize",
+        "conv2d",
+        "relu",
+        "quantize",
+        "dequantize",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("items", "rule"),
+    [
+        ((nn.ReLU, (nn.BatchNorm2d, nn.Conv2d)), "conv2d_bn_relu"),
+        (((nn.Conv2d, nn.BatchNorm2d), F.relu), "conv2d_bn_relu"),
+        ((nn.ReLU, operator.add), "add_relu"),
+        ((torch.bmm, torch.sigmoid), "bmm_sigmoid"),
+        ((nn.Sigmoid, torch.bmm), "bmm_sigmoid"),
+        (nni.LinearReLU, "linear_relu"),
+        (torch.nn.functional.max_pool2d, "max_pool2d"),
+        (operator.iadd, "add"),
+        ("hardsigmoid_", "hardsigmoid"),
+    ],
+    ids=str,
+)
+def test_r14_patterns_of_modules_functions_and_methods(items, rule):
+    _, report = import_backend_config({"name": "mine", "configs": [{"pattern": items, "dtype_configs": [WEIGHTED]}]})
+    assert report.rules == (rule,)
+
+
+def test_r16_a_function_and_its_module_are_one_rule():
+    _, report = import_backend_config(backend_of(pattern(nn.Conv2d), pattern(F.conv2d)))
+    assert (len(report.imported), report.rules) == (2, ("conv2d",))
+    model = nn.Sequential(nn.Conv2d(3, 3, 1))
+    one, other = (steps(converted(model, X, backend_of(pattern(kind)))) for kind in (nn.Conv2d, F.conv2d))
+    assert one == other
+    assert [step.split()[0] for step in one][2:4] == ["conv2d", "quantize"]
+
+
+def test_r22_a_new_lowering_for_a_stock_set_of_rules():
+    seen = []
+
+    def lower(model, example_inputs, **options):
+        seen.append(model)
+        return reference.lower(model, example_inputs)
+
+    backend = from_backend_config(declared.get_native_backend_config(), lower, "mine")
+    quantizer = from_qconfig_mapping(everywhere(qconfig(quant_max=255)), backend)
+    artefact = quantplug.quantize(my_model(), (X,), quantizer, [X], progress=False)
+    assert seen == [artefact.reference]
+    assert torch.equal(artefact(X), artefact.reference(X))
+
+
+def test_residual_sums_of_either_order_become_one_rule():
+    backend = from_backend_config(declared.get_onednn_backend_config())
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 1)
+
+        def forward(self, x):
+            return F.relu(x + self.conv(x)) + self.conv(x)
+
+    annotated = exported(Block(), X)
+    from_qconfig_mapping(everywhere(qconfig(quant_max=255)), backend).annotate(annotated)
+    assert [row.rule for row in explain(annotated).rows] == ["conv2d_add_relu"] * 3 + ["conv2d_add"] * 2
+
+
+def test_a_fused_module_of_ones_own_is_known_by_what_it_is_made_of():
+    class Mine(nn.Sequential):
+        pass
+
+    fuses = pattern((nn.Linear, nn.Tanh)).set_fused_module(Mine).set_fuser_method(lambda q, a, b: Mine(a, b))
+    _, report = import_backend_config(backend_of(fuses, pattern(Mine)))
+    assert report.rules == ("linear_tanh",)
+    found = converted(nn.Sequential(nn.Linear(10, 4), nn.Tanh()), X, backend_of(fuses, pattern(Mine)))
+    assert [step.split()[0] for step in steps(found)][2:5] == ["linear", "tanh", "quantize"]
+
+
+def test_a_custom_operator_is_a_pattern_too():
+    _, report = import_backend_config(backend_of(pattern((torch.ops.aten.bmm, torch.ops.aten.relu.default))))
+    assert report.rules == ("bmm_relu",)
+
+
+def test_an_imported_backend_is_a_plain_value():
+    backend = from_backend_config(declared.get_native_backend_config())
+    assert isinstance(backend, Backend)
+    assert pickle.loads(pickle.dumps(backend.folds_batch_norm)) == backend.folds_batch_norm
+
+
+@pytest.mark.parametrize(
+    ("configs", "sentence"),
+    [
+        (3, "takes a BackendConfig or a dictionary with 'configs', found int"),
+        ({"configs": [], "wrong": 1}, "backend config has the key 'wrong', which means nothing"),
+        ({"configs": [{"patern": nn.Linear}]}, "pattern config has the key 'patern', which means nothing"),
+        ({"configs": [3]}, "configs of a backend config hold a int"),
+        ({"configs": [{"dtype_configs": [PLAIN]}]}, "has pattern None and pattern_complex_format None; give one"),
+        ({"configs": [{"pattern": 3, "dtype_configs": [PLAIN]}]}, "A pattern holds 3; give a module class"),
+        ({"configs": [{"pattern": "liner", "dtype_configs": [PLAIN]}]}, "item 'liner' is no operator .*aten::linear"),
+        ({"configs": [{"pattern": MyModel, "dtype_configs": [PLAIN]}]}, "holds the class models.MyModel"),
+        ({"configs": [{"pattern": nn.Linear, "dtype_configs": [3]}]}, "dtype configs of pattern Linear hold a int"),
+        (
+            {"configs": [{"pattern": nn.Linear, "dtype_configs": [{"input_dtype": "int8"}]}]},
+            "dtype config of pattern Linear has the dtype 'int8'; give a torch.dtype",
+        ),
+        (
+            {"configs": [{"pattern": nn.Linear, "dtype_configs": [PLAIN], "observation_type": "ALL"}]},
+            "Pattern Linear has the observation type ALL; choose one of",
+        ),
+        (
+            {
+                "name": "two",
+                "configs": [
+                    {"pattern": nn.ReLU, "dtype_configs": [PLAIN], "observation_type": SHARED},
+                    {"pattern": F.relu, "dtype_configs": [PLAIN]},
+                ],
+            },
+            "The patterns ReLU and relu are one piece 'relu' in an exported graph",
+        ),
+        ({"name": "none", "configs": [{"pattern": nn.LSTM, "dtype_configs": [PLAIN]}]}, "No pattern .* is applicable"),
+        (
+            {"configs": [{"pattern": F.layer_norm, "dtype_configs": [WEIGHTED], "input_type_to_index": {"scale": 9}}]},
+            "Pattern layer_norm has its scale at argument 9, but its operator has only",
+        ),
+        (
+            {"configs": [{"pattern": (torch.bmm, nn.BatchNorm2d), "dtype_configs": [PLAIN]}]},
+            "has a batch norm or a sum with another tensor after 'bmm'",
+        ),
+    ],
+)
+def test_what_is_not_understood_is_one_sentence(configs, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        from_backend_config(configs)
+
+
+def test_a_pattern_without_dtype_configs_is_never_quantized_as_in_fx_graph_mode():
+    config = backend_of(BackendPatternConfig(nn.Linear), pattern(nn.Sigmoid, dtypes=PLAIN))
+    _, report = import_backend_config(config)
+    assert report.not_applicable[0].reason.startswith("it has no dtype config")
+    model = nn.Sequential(nn.Linear(10, 4))
+    assert fx_steps(fx_reference(model, X, everywhere(), config)) == steps(converted(model, X, config, observe=False))
+
+
+def test_half_precision_chosen_at_run_time_is_half_precision_weights():
+    half = DTypeConfig(torch.float16, torch.float, torch.float16, torch.float, is_dynamic=True)
+    chosen = everywhere(torch.ao.quantization.float16_dynamic_qconfig)
+    config = backend_of(pattern(nn.Linear, dtypes=half).add_dtype_config(WEIGHTED))
+    found = converted(nn.Sequential(nn.Linear(10, 4)), X, config, chosen, observe=False)
+    weights = [value.dtype for value in (*found.parameters(), *found.buffers()) if value.dim() == 2]
+    assert weights == [torch.float16]
+    only = from_backend_config(backend_of(pattern(nn.Linear, dtypes=half)))
+    assert list(only.configs) == ["float16_weight_only"]
+    assert only.config().weight.dtype == torch.float16
+
+
+def test_settings_that_no_qconfig_has_are_object_types_that_models_need_not_have():
+    mapping = QConfigMapping().set_global(None).set_object_type(nn.Linear, qconfig()).set_object_type(nn.LSTM, None)
+    assert explain(converted(my_model(), X, tutorial_backend(), mapping)).quantized == 1
