@@ -120,7 +120,10 @@ def _covers(kind: Any) -> Callable[[fx.Node], bool] | None:
 
 
 def _regex(pattern: str, config: QuantizationConfig | None) -> Scope:
-    compiled = re.compile(pattern)
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"The module name pattern '{pattern}' is no regular expression: {error}.") from None
 
     def depth(node: fx.Node) -> int:
         return int(bool(compiled.match(_innermost(node)[0])))
