@@ -254,6 +254,7 @@ class _Replay(Quantizer):
     def transform_for_annotation(self, model: fx.GraphModule) -> fx.GraphModule:
         for transform in self.plan.transforms:
             model = pkgutil.resolve_name(transform)(model)
+        model.meta[TRANSFORMS_KEY] = self.plan.transforms
         return model
 
     def annotate(self, model: fx.GraphModule) -> fx.GraphModule:
