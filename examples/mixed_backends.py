@@ -1,0 +1,58 @@
+"""One model for several backends: a table of words, an encoder on XNNPACK, a head on another target's kernels.
+
+Run it: python examples/mixed_backends.py
+"""
+
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import quantplug
+from quantplug import Region
+from quantplug.core.boundaries import measure_boundaries
+
+torch.manual_seed(0)
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(1000, 32)
+        self.encoder = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+        self.head = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5))
+
+    def forward(self, indices):
+        return self.head(self.encoder(self.words(indices)).mean(1))
+
+
+model = Tagger().eval()
+batches = [torch.randint(0, 1000, (4, 12)) for _ in range(8)]
+encoder, head = Region(module="encoder"), Region(module="head")
+
+# The greater precedence wins where regions overlap; the order of the calls means nothing.
+quantizer = (
+    quantplug.ComposableQuantizer()
+    .add(quantplug.EmbeddingQuantizer(), precedence=2)
+    .add(quantplug.get_quantizer("xnnpack").set_global("int8_dynamic"), encoder, precedence=1)
+    .add(quantplug.get_quantizer("x86"), head, precedence=1)
+)
+exported = torch.export.export(model, (batches[0],)).module()
+prepared = quantplug.prepare_pt2e(exported, quantizer)
+quantplug.calibrate(prepared, batches, progress=False)
+converted = quantplug.convert_pt2e(prepared)
+
+# Who took which operator, and where numbers pass from one to another.
+report = quantplug.explain(converted)
+print(report)
+for node, decibels in measure_boundaries(converted, (batches[0],)).items():
+    print(f"{node} keeps {decibels:.1f} dB")
+
+# One ExecuTorch program: the encoder on XNNPACK, what `accepts` refuses on portable kernels.
+program = quantplug.get_quantizer("xnnpack").backend.lower(
+    converted, (batches[0],), accepts=lambda node: node not in head
+)
+with tempfile.TemporaryDirectory() as folder:
+    print(f"{program.save(Path(folder) / 'tagger.pte').stat().st_size} bytes, {program.counts}")
+print(f"largest difference to float: {(program(batches[0]) - model(batches[0])).abs().max().item():.4f}")
