@@ -172,8 +172,8 @@ def _counts_of_one(values: Tensor, exponent: int, start: int, bins: int) -> Tens
 def _count_share(
     values: Tensor, factor: float, negative: bool, offset: Tensor, total: Tensor, scratch: "_Arrays"
 ) -> None:
-    for chunk in values.split(len(scratch.index)):
-        for part, index in zip(chunk.split(len(offset)), scratch.parts, strict=False):
+    for chunk in torch.split(values, len(scratch.index)):
+        for part, index in zip(torch.split(chunk, len(offset)), scratch.parts, strict=False):
             size = part.numel()
             scaled = torch.mul(part, factor, out=scratch.scaled[:size])
             index[:size].copy_(scaled.floor_() if negative else scaled).add_(offset[:size])
@@ -187,7 +187,7 @@ class _Arrays:
     def __init__(self, device: torch.device, grain: int, dtype: torch.dtype) -> None:
         self.scaled = torch.empty(grain, device=device)
         self.index = torch.empty(GRAINS * grain, dtype=dtype, device=device)
-        self.parts = self.index.split(grain)
+        self.parts = torch.split(self.index, grain)
         self.lane = (torch.arange(grain, device=device) % LANES).to(dtype)
 
 
