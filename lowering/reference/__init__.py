@@ -13,8 +13,23 @@ from torch import fx
 from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.graph import compute_nodes, module_path, require_graph_module
 from quantplug.lowering.program import LoweredOp, Program
+from quantplug.lowering.reference.emulation import EmulatedProgram, KernelSet, Prepared, emulate, kernel_set
+from quantplug.lowering.reference.numerics import FixedPoint, Numerics, float_round_even
+from quantplug.lowering.reference.rows import Row
 
-__all__ = ["ReferenceProgram", "lower"]
+__all__ = [
+    "EmulatedProgram",
+    "FixedPoint",
+    "KernelSet",
+    "Numerics",
+    "Prepared",
+    "ReferenceProgram",
+    "Row",
+    "emulate",
+    "float_round_even",
+    "kernel_set",
+    "lower",
+]
 
 _REASON = "the reference computes in float between dequantize and quantize"
 

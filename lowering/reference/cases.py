@@ -6,7 +6,7 @@ one result in two to four lie exactly between two integers, where all arithmetic
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,12 +28,14 @@ class Case:
         function: of quantized operands; weights are made on the way.
         weight: shape of the weight it needs, if any.
         axis: the weight's axis of output channels.
+        is_float: whether the kernel yields float32, which nothing quantizes.
     """
 
     row: str
     function: Function
     weight: tuple[int, ...] | None = None
     axis: int = 0
+    is_float: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,12 +133,14 @@ class CaseModule(nn.Module):
         parameters = (x, y, (x[0], -128), x, y)
         operands = [self._quantized(value, *found) for value, found in zip(inputs, parameters, strict=True)]
         weights: Any = self.weights
-        return [c.function(Operands(*operands, w(), w.bias)) for c, w in zip(self.cases, weights, strict=True)]
+        cases = zip(self.cases, weights, strict=True)
+        return [case.function(Operands(*[*operands, weight(), weight.bias])) for case, weight in cases]
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
         """Returns the quantized result of every case."""
-        values = zip(self._values(inputs), self.scales, strict=True)
-        return [self._quantized(value, scale, self.setting.zero_point) for value, scale in values]
+        values = zip(self.cases, self._values(inputs), self.scales, strict=True)
+        zero_point = self.setting.zero_point
+        return [value if case.is_float else self._quantized(value, scale, zero_point) for case, value, scale in values]
 
 
 def graph(
@@ -149,6 +153,10 @@ def graph(
         inputs = (x, y, x.abs() + 0.1, x.flatten(2), y[:, :, :1, :1].clone())
         module = CaseModule(cases, setting, dtype, inputs).eval()
         return torch.export.export(module, inputs).module(), module.scales, inputs
+
+
+def _float(cases: Iterable[Case]) -> tuple[Case, ...]:
+    return tuple(replace(case, row=f"{case.row}, float output", is_float=True) for case in cases)
 
 
 def _layers(suffix: str, function: Callable[[Tensor], Tensor]) -> tuple[Case, ...]:
@@ -225,14 +233,22 @@ _SUMS = tuple(
     )
 )
 
+_FUNCTIONS = " then silu, gelu or tanh"
+_APPROXIMATED = (
+    *_layers(_FUNCTIONS, F.silu),
+    *_layers(_FUNCTIONS, F.gelu)[2:],
+    *_layers(_FUNCTIONS, lambda y: F.gelu(y, approximate="tanh"))[2:],
+    *_layers(_FUNCTIONS, torch.tanh)[2:],
+)
+
 X86_CASES = (
     *_PRODUCTS,
     *_layers("", F.relu6),
     *_layers("", lambda y: F.hardswish(y))[:2],
     *_layers("", lambda y: F.leaky_relu(y, 0.1))[2:],
     *_SUMS,
-    *_layers(" then silu, gelu or tanh", F.silu),
-    *_layers(" then silu, gelu or tanh", F.gelu)[2:],
-    *_layers(" then silu, gelu or tanh", lambda y: F.gelu(y, approximate="tanh"))[2:],
-    *_layers(" then silu, gelu or tanh", torch.tanh)[2:],
+    *_float(_layers("", lambda y: y)),
+    *_float(_SUMS),
+    *_APPROXIMATED,
+    *_float(_APPROXIMATED),
 )

@@ -129,17 +129,18 @@ def _rule(names: tuple[str, ...], approximated: bool, floats: bool) -> Rule:
         given = operands(match.root)
         is_approximated = _first(given, *_UNARY_OPERANDS[0]) in _APPROXIMATED
         is_float = given["output_dtype"] == torch.float32
-        return None if (is_approximated, is_float and is_approximated) == (approximated, floats) else "another row's"
+        return None if (is_approximated, is_float) == (approximated, floats) else "it is another row's"
 
     return Rule(op(*names).where(holds), _emulated)
 
 
 def _rows(what: str, names: tuple[str, ...]) -> tuple[Row, ...]:
-    functions = " then silu, gelu or tanh"
+    functions = f"{what} then silu, gelu or tanh"
     return (
         Row(what, (_rule(names, False, False),)),
-        Row(what + functions, (_rule(names, True, False),), Level.ONE_STEP),
-        Row(f"{what}{functions}, float output", (_rule(names, True, True),), Level.APPROXIMATE),
+        Row(f"{what}, float output", (_rule(names, False, True),)),
+        Row(functions, (_rule(names, True, False),), Level.ONE_STEP),
+        Row(f"{functions}, float output", (_rule(names, True, True),), Level.APPROXIMATE),
     )
 
 

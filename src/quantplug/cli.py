@@ -1,4 +1,4 @@
-"""The command line: `quantplug demo`, `backends`, `quantize`, `explain`.
+"""The command line: `quantplug demo`, `backends`, `new-backend`, `quantize`, `explain`, `numerics`.
 
 Errors on what the user passed are one sentence on the error stream and exit code 2.
 """
@@ -43,15 +43,29 @@ def backends() -> None:
     from quantplug.quantizers.registry import backends as registered
 
     table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("backend", "package", "configs", "summary"):
+    for heading in ("backend", "package", "version", "modes", "dtypes", "configs", "summary"):
         table.add_column(heading)
     for entry in registered():
         if entry.quantizer is None:
-            table.add_row(entry.name, entry.distribution, "-", f"broken: {entry.problem}")
+            table.add_row(entry.name, entry.distribution, entry.version, "-", "-", "-", f"broken: {entry.problem}")
         else:
             backend = entry.quantizer.backend
-            table.add_row(entry.name, entry.distribution, ", ".join(backend.configs), backend.summary)
+            lists = (", ".join(names) for names in (backend.modes, backend.dtype_names, backend.configs))
+            table.add_row(entry.name, entry.distribution, entry.version, *lists, backend.summary)
     console.print(table)
+
+
+@app.command()
+def new_backend(
+    name: Annotated[str, typer.Argument(help="Of the backend and its module, such as my_npu.")],
+    out: Annotated[Path, typer.Option(help="The folder to write the package's folder into.")] = Path(),
+) -> None:
+    """Write a package for a backend of your own, which passes the conformance kit as it is."""
+    from quantplug.scaffold import new_backend as write_package
+
+    folder = write_package(name, out)
+    console.print(f"Wrote {folder}; install it with `pip install -e {folder}`,", soft_wrap=True)
+    console.print(f"then let `pytest --quantplug-backend {name}` judge it.", soft_wrap=True)
 
 
 @app.command()
@@ -111,6 +125,29 @@ def explain(
     _write_report(found, report, model.name)
     console.print(found.table())
     console.print(found.summary())
+
+
+@app.command()
+def numerics(backend: BackendOption = "xnnpack") -> None:
+    """Compare emulated integer kernels and the q/dq graph with the backend's real kernels, on this machine.
+
+    XNNPACK takes a minute or two. Ends with code 1 if a kernel is not at its declared level.
+    """
+    from quantplug.lowering.reference.mismatch import mismatches
+
+    found = mismatches(backend)
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("kernel", "declared", "elements", "emulation differs", "q/dq graph differs", "steps"):
+        table.add_column(heading)
+    for row in found:
+        reference = f"{row.reference.share:.3%}", f"{row.reference.steps:.0f}"
+        table.add_row(row.row, row.level.value, str(row.reference.elements), str(row.emulated.differing), *reference)
+    console.print(table)
+    for row in found:
+        if not row.holds:
+            console.print(f"'{row.row}' is not {row.level.value}: {row.emulated}.")
+    if not all(row.holds for row in found):
+        raise typer.Exit(1)
 
 
 def _require_report_kind(path: Path | None) -> None:
