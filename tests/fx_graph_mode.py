@@ -8,6 +8,7 @@ import warnings
 
 import torch
 import torch.ao.nn.intrinsic as nni
+from models import MyModel, exported
 from torch import nn
 from torch.ao.quantization import MinMaxObserver, QConfig, QConfigMapping, default_weight_observer
 from torch.ao.quantization.backend_config import (
@@ -19,6 +20,10 @@ from torch.ao.quantization.backend_config import (
 )
 from torch.ao.quantization.quantize_fx import convert_to_reference_fx, prepare_fx
 
+import quantplug
+from quantplug.quantizers.importer import from_backend_config, from_qconfig_mapping
+
+X = torch.linspace(-2, 2, 300).reshape(1, 3, 10, 10)
 OWN = ObservationType.OUTPUT_USE_DIFFERENT_OBSERVER_AS_INPUT
 SHARED = ObservationType.OUTPUT_SHARE_OBSERVER_WITH_INPUT
 NOT_OBSERVED = ObservationType.INPUT_OUTPUT_NOT_OBSERVED
@@ -127,3 +132,21 @@ def _step(node):
     if name == "quantize_per_tensor":
         return f"quantize {node.args[1]:.6g} {node.args[2]}"
     return "dequantize" if name == "dequantize_per_tensor" else name.rstrip("_")
+
+
+def prepared(model, x, backend_config, mapping=None, *, strict=True, observe=True):
+    quantizer = from_qconfig_mapping(mapping or everywhere(), from_backend_config(backend_config), strict=strict)
+    found = quantplug.prepare_pt2e(exported(model, x), quantizer)
+    if observe:
+        with torch.no_grad():
+            found(x)
+    return found
+
+
+def converted(model, x, backend_config, mapping=None, **options):
+    return quantplug.convert_pt2e(prepared(model, x, backend_config, mapping, **options))
+
+
+def my_model(use_bn=False):
+    torch.manual_seed(0)
+    return MyModel(use_bn).eval()
