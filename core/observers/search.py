@@ -30,6 +30,8 @@ COARSE = tuple(2.0 ** (-i / 4) for i in range(40))
 FINE = (1 / 16, 1 / 64)
 # Shares of the values that one side may lose: none, then four per decade from 1e-6 to a tenth.
 TAILS = (0.0, *(10.0 ** (-6 + i / 4) for i in range(21)))
+# Rounding of a share, relative.
+ROUNDING = 2.0**-50
 # Bins of magnitudes that the entropy search looks at, as in TensorRT's notes.
 ENTROPY_BINS = 2048
 
@@ -170,6 +172,8 @@ def quantile(histogram: GridHistogram, share: Tensor) -> Tensor:
     total = histogram.counts.sum(1, keepdim=True).double()
     upto = histogram.counts.double().cumsum(1)
     wanted = share * total
+    # A share like 0.999 is off by its last bit, which must not ask for one value more than the 999 of 1000.
+    wanted = torch.where((wanted - wanted.round()).abs() < total * ROUNDING, wanted.round(), wanted)
     index = torch.searchsorted(upto, wanted.contiguous()).clamp(max=upto.shape[1] - 1)
     held = histogram.counts.gather(1, index).double()
     inside = (wanted - (upto.gather(1, index) - held)) / held.clamp(min=1)
