@@ -4,7 +4,7 @@ Before: configs of patterns of modules, functions and tensor methods. After: a b
 different piece of an exported graph; a module and its function are one operator there, and so one rule.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,7 +18,8 @@ from quantplug.core.errors import ConfigError
 from quantplug.core.pattern import operator_overloads
 from quantplug.quantizers.backend import Backend, Lowering
 from quantplug.quantizers.importer.dtypes import distinct_names, dtype_config, is_fixed
-from quantplug.quantizers.importer.entries import PatternEntry, entries
+from quantplug.quantizers.importer.entries import PatternEntry, pattern_entry, require_keys
+from quantplug.quantizers.importer.operator_dictionary import operator_entries
 from quantplug.quantizers.importer.operators import RESIDUAL, NotApplicableError, chain
 from quantplug.quantizers.importer.report import Effects, ImportedPattern, ImportReport, effects
 from quantplug.quantizers.importer.rules import fusion_only, label_of, rules
@@ -53,7 +54,7 @@ def import_backend_config(
     Raises:
         ConfigError: a pattern or a setting is not understood, or no pattern is applicable.
     """
-    own_name, found = entries(backend_config)
+    own_name, found = _entries(backend_config)
     fused = _fused_modules(found)
     pieces = [_Piece.of(entry, fused) for entry in found]
     named = distinct_names([dtypes for piece in pieces for dtypes in piece.dtypes])
@@ -71,6 +72,20 @@ def import_backend_config(
         summary=f"imported from a BackendConfig with {len(found)} patterns",
     )
     return backend, ImportReport(chosen, tuple(_told(piece, by_chain, named) for piece in pieces))
+
+
+def _entries(backend_config: Any) -> tuple[str, list[PatternEntry]]:
+    """Returns the name of a `BackendConfig`, or of a dictionary, and its pattern configs."""
+    if isinstance(backend_config, Mapping):
+        require_keys("backend config", backend_config, ("name", "configs", "operator"))
+        found = [pattern_entry(config) for config in backend_config.get("configs", ())]
+        return str(backend_config.get("name", "")), [*found, *operator_entries(backend_config.get("operator", {}))]
+    if not hasattr(backend_config, "configs"):
+        raise ConfigError(
+            f"from_backend_config takes a BackendConfig or a dictionary with 'configs' or 'operator', found "
+            f"{type(backend_config).__name__}."
+        )
+    return backend_config.name, [pattern_entry(config) for config in backend_config.configs]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,9 @@ OBSERVATIONS = {
     "OUTPUT_USE_DIFFERENT_OBSERVER_AS_INPUT": "own",
     "OUTPUT_SHARE_OBSERVER_WITH_INPUT": "shared",
     "INPUT_OUTPUT_NOT_OBSERVED": "none",
+    # The names of the RFC.
+    "NEED_OBSERVER_FOR_BOTH_INPUTS_AND_OUTPUTS": "own",
+    "OUTPUT_IS_SHARING_OBSERVER_WITH_INPUT": "shared",
 }
 _SAME_KEYS = {"reference_quantized_module_for_root": "reference_quantized_module"}
 
@@ -91,27 +94,15 @@ class PatternEntry:
 _NAMES = tuple(entry_field.name for entry_field in fields(PatternEntry))
 
 
-def entries(backend_config: Any) -> tuple[str, list[PatternEntry]]:
-    """Returns the name of a `BackendConfig`, or of a dictionary of the RFC, and its pattern configs.
+def pattern_entry(config: Any) -> PatternEntry:
+    """Returns what a `BackendPatternConfig`, or a dictionary with its keys, says.
 
     Raises:
-        ConfigError: it is neither, or a dictionary has a key that means nothing.
+        ConfigError: it is neither, or the dictionary has a key that means nothing.
     """
-    if isinstance(backend_config, Mapping):
-        _require_keys("backend config", backend_config, ("name", "configs"))
-        return str(backend_config.get("name", "")), [_entry(config) for config in backend_config.get("configs", ())]
-    if not hasattr(backend_config, "configs"):
-        raise ConfigError(
-            f"from_backend_config takes a BackendConfig or a dictionary with 'configs', found "
-            f"{type(backend_config).__name__}."
-        )
-    return backend_config.name, [_entry(config) for config in backend_config.configs]
-
-
-def _entry(config: Any) -> PatternEntry:
     if isinstance(config, Mapping):
         renamed: dict[str, Any] = {_SAME_KEYS.get(str(key), str(key)): found for key, found in config.items()}
-        _require_keys("pattern config", renamed, _NAMES)
+        require_keys("pattern config", renamed, _NAMES)
         return PatternEntry(**{key: found for key, found in renamed.items() if found is not None})
     if not hasattr(config, "dtype_configs"):
         raise ConfigError(
@@ -129,7 +120,12 @@ def _attributes(config: Any) -> Iterator[tuple[str, Any]]:
             yield name, found
 
 
-def _require_keys(what: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+def require_keys(what: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Refuses a dictionary with a key that is not known.
+
+    Raises:
+        ConfigError: it has one.
+    """
     unknown = next((key for key in given if key not in known), None)
     if unknown is not None:
         raise ConfigError(f"A {what} has the key {unknown!r}, which means nothing; choose from {sorted(known)}.")

@@ -1,6 +1,7 @@
 """Every pattern that torch.ao's BackendConfig may hold, its own configs as a whole, and whole models under them."""
 
 import copy
+import enum
 import operator
 import pickle
 
@@ -125,6 +126,75 @@ def test_r13_torch_aos_own_backend_configs_are_imported_as_a_whole(name):
     assert len(report.not_applicable) - training <= 10
 
 
+class QuantizedOperatorType(enum.Enum):
+    """As RFC-0019 declares it."""
+
+    NEED_OBSERVER_FOR_BOTH_INPUTS_AND_OUTPUTS = 0
+    OUTPUT_IS_SHARING_OBSERVER_WITH_INPUT = 1
+
+
+def rfc_dictionary():
+    own = {"type": QuantizedOperatorType.NEED_OBSERVER_FOR_BOTH_INPUTS_AND_OUTPUTS}
+    quantized = torch.ao.nn.quantized.reference.Conv2d
+    convolution = {
+        **own,
+        "float_to_quantized_operator_mapping": {
+            "static": {
+                nn.Conv2d: quantized,
+                (nn.ReLU, nn.Conv2d): quantized,
+                (nn.ReLU, torch.ao.nn.qat.Conv2d): quantized,
+                torch.ao.nn.intrinsic.qat.ConvBn2d: quantized,
+            }
+        },
+        "qat_mapping": {
+            "static": {
+                nn.Conv2d: torch.ao.nn.qat.Conv2d,
+                (nn.BatchNorm2d, nn.Conv2d): torch.ao.nn.intrinsic.qat.ConvBn2d,
+            }
+        },
+    }
+    return {
+        "name": "custom_backend",
+        "operator": {
+            nn.Conv2d: convolution,
+            F.conv2d: own,
+            torch.bmm: {**own, "fusions": [(nn.Softmax, torch.bmm)]},
+            (torch.sigmoid, torch.bmm): own,
+            nn.MaxPool2d: {"type": QuantizedOperatorType.OUTPUT_IS_SHARING_OBSERVER_WITH_INPUT},
+        },
+    }
+
+
+def test_r12_r13_r14_the_rfcs_dictionaries_of_operators_with_their_mappings():
+    backend, report = import_backend_config(rfc_dictionary())
+    assert backend.name == "custom_backend"
+    assert report.rules == ("conv2d", "conv2d_relu", "conv2d_bn", "bmm", "bmm_softmax", "bmm_sigmoid", "max_pool2d")
+    told = {found.rule: dict(found.effects) for found in reversed(report.imported)}
+    for setter in ("set_qat_module", "set_reference_quantized_module"):
+        assert told["conv2d"][setter].startswith("not applicable in PT2E because ")
+    assert {found.pattern for found in report.not_applicable} == {"(ReLU, Conv2d)", "ConvBn2d"}
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(3, 3, 1)).eval()
+    found = steps(converted(model, X, rfc_dictionary()))
+    pair = ["quantize", "dequantize"]
+    expected = [*pair, "conv2d", "relu", *pair, "max_pool2d", *pair, "conv2d", *pair]
+    assert [step.split()[0] for step in found] == expected
+    assert found[4] == found[7]
+    trained = exported(model, X)
+    chosen = from_qconfig_mapping(torch.ao.quantization.get_default_qat_qconfig_mapping("x86"), backend)
+    rows = explain(quantplug.prepare_qat_pt2e(trained, chosen)).rows
+    assert [row.rule for row in rows if row.operator == "batch_norm"] == ["conv2d_bn"]
+
+
+def test_r25_an_operator_is_added_to_a_copy_and_the_base_stays():
+    base = rfc_dictionary()
+    del base["operator"][torch.bmm]
+    before = import_backend_config(base)[1].rules
+    own = {"type": QuantizedOperatorType.NEED_OBSERVER_FOR_BOTH_INPUTS_AND_OUTPUTS}
+    more = {**base, "operator": {**base["operator"], torch.bmm: own}}
+    assert set(import_backend_config(more)[1].rules) - set(before) == {"bmm"}
+    assert import_backend_config(base)[1].rules == before
+
+
 @pytest.mark.parametrize("items", [(nn.ReLU, nn.Conv2d), (nn.Conv2d, nn.ReLU)], ids=["reversed", "forward"])
 def test_r13_r14_the_rfcs_dictionaries_in_either_order(items):
     dtypes = {"input_dtype": torch.quint8, "output_dtype": torch.quint8, "weight_dtype": torch.qint8}
@@ -243,9 +313,12 @@ def test_an_imported_backend_is_a_plain_value():
 @pytest.mark.parametrize(
     ("configs", "sentence"),
     [
-        (3, "takes a BackendConfig or a dictionary with 'configs', found int"),
+        (3, "takes a BackendConfig or a dictionary with 'configs' or 'operator', found int"),
         ({"configs": [], "wrong": 1}, "backend config has the key 'wrong', which means nothing"),
         ({"configs": [{"patern": nn.Linear}]}, "pattern config has the key 'patern', which means nothing"),
+        ({"operator": {nn.Linear: {}}}, "config of operator <class 'torch.nn.modules.linear.Linear'> has no 'type'"),
+        ({"operator": {nn.Linear: {"typ": 1}}}, "A config of an operator has the key 'typ', which means nothing"),
+        ({"operator": {nn.Linear: {"type": 1, "qat_mapping": {"off": {}}}}}, "A 'qat_mapping' has the key 'off'"),
         ({"configs": [3]}, "configs of a backend config hold a int"),
         ({"configs": [{"dtype_configs": [PLAIN]}]}, "has pattern None and pattern_complex_format None; give one"),
         ({"configs": [{"pattern": 3, "dtype_configs": [PLAIN]}]}, "A pattern holds 3; give a module class"),
