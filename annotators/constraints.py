@@ -7,15 +7,19 @@ from quantplug.core.graph import operands, tensor_value
 from quantplug.core.pattern import Match
 
 
-def static_only(match: Match, config: QuantizationConfig) -> str | None:
+def static_only(match: Match | None, config: QuantizationConfig) -> str | None:
     """Holds for configs whose activations have scales that calibration fixes."""
     spec = config.input_activation
-    if spec is None:
-        return "the config quantizes weights only"
-    return "the config quantizes activations dynamically" if spec.is_dynamic else None
+    return "the config quantizes weights only" if spec is None else not_dynamic(match, config)
 
 
-def quantizes_weight(match: Match, config: QuantizationConfig) -> str | None:
+def not_dynamic(match: Match | None, config: QuantizationConfig) -> str | None:
+    """Holds for configs whose activations are float or have scales that calibration fixes."""
+    spec = config.input_activation
+    return "the config quantizes activations dynamically" if spec is not None and spec.is_dynamic else None
+
+
+def quantizes_weight(match: Match | None, config: QuantizationConfig) -> str | None:
     """Holds for configs that quantize the weight."""
     return None if config.weight is not None else "the config leaves weights float"
 
@@ -53,3 +57,7 @@ def whole_windows(match: Match, config: QuantizationConfig) -> str | None:
 def _shape(node: fx.Node) -> tuple[int, ...]:
     found = tensor_value(node)
     return () if found is None else tuple(found.shape)
+
+
+# Those that look at the config alone: they tell under which configs a rule can apply at all.
+OF_CONFIG = (static_only, not_dynamic, quantizes_weight)

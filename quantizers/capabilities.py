@@ -1,9 +1,11 @@
 """What a backend can quantize, as data: one row for each rule that its annotators declare."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quantplug.annotators.constraints import static_only
+from quantplug.annotators.constraints import OF_CONFIG
 from quantplug.core.annotator import Annotator
+from quantplug.core.dtypes import mode_of
 from quantplug.core.pattern import Pattern, Target
 from quantplug.quantizers.backend import Backend
 
@@ -18,12 +20,18 @@ class Capability:
         output: where the scale of the output comes from: its "own" observer, "shared" with the input,
             "fixed" beforehand, or "float" for an output that is not quantized.
         configs: the names of the backend's configs under which the rule can fire.
+        modes: what those configs are for: "static", "dynamic", "weight_only".
+        dtypes: of the numbers that they store, such as "int8".
+        level: how closely the kernel agrees with the q/dq graph: "exact", "one step" or "approximate".
     """
 
     rule: str
     operators: tuple[str, ...]
     output: str
     configs: tuple[str, ...]
+    modes: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    level: str
 
 
 def capabilities(backend: Backend) -> list[Capability]:
@@ -32,10 +40,13 @@ def capabilities(backend: Backend) -> list[Capability]:
     for annotator in backend.annotators:
         for label, pattern in annotator.patterns:
             patterns.setdefault(label, (annotator, []))[1].append(pattern)
-    return [
-        Capability(label, _operators(found), annotator.output, _configs(backend, annotator))
-        for label, (annotator, found) in patterns.items()
-    ]
+    return [_capability(backend, label, *declared) for label, declared in patterns.items()]
+
+
+def _capability(backend: Backend, label: str, annotator: Annotator, patterns: list[Pattern]) -> Capability:
+    names = configs_of(backend, annotator)
+    modes, dtypes = modes_of(backend, names), dtypes_of(backend, names)
+    return Capability(label, _operators(patterns), annotator.output, names, modes, dtypes, annotator.level.value)
 
 
 def _operators(patterns: list[Pattern]) -> tuple[str, ...]:
@@ -43,9 +54,21 @@ def _operators(patterns: list[Pattern]) -> tuple[str, ...]:
     return tuple(sorted(str(target) for target in targets if hasattr(target, "_schema")))
 
 
-def _configs(backend: Backend, annotator: Annotator) -> tuple[str, ...]:
-    """Static rules need activations whose scales calibration finds; the others run under every config."""
-    if static_only not in annotator.constraints:
-        return tuple(backend.configs)
-    activations = {name: backend.config(name).input_activation for name in backend.configs}
-    return tuple(name for name, spec in activations.items() if spec is not None and not spec.is_dynamic)
+def configs_of(backend: Backend, annotator: Annotator) -> tuple[str, ...]:
+    """Returns the names of the configs that no constraint of an annotator rules out as a whole."""
+    checks = [check for check in annotator.constraints if check in OF_CONFIG]
+    return tuple(n for n in backend.configs if not any(check(None, backend.config(n)) for check in checks))
+
+
+def modes_of(backend: Backend, configs: Iterable[str]) -> tuple[str, ...]:
+    """Returns what some configs of a backend are for, each mode once: "static", "dynamic", "weight_only"."""
+    inputs = (backend.config(name).input_activation for name in configs)
+    modes = (mode_of(spec is not None, spec is not None and bool(spec.is_dynamic)) for spec in inputs)
+    return tuple(dict.fromkeys(modes))
+
+
+def dtypes_of(backend: Backend, configs: Iterable[str]) -> tuple[str, ...]:
+    """Returns the dtypes of the numbers that some configs of a backend store, each once."""
+    found = [backend.config(name) for name in configs]
+    specs = [spec for c in found for spec in (c.input_activation, c.output_activation, c.weight) if spec is not None]
+    return tuple(dict.fromkeys(str(spec.dtype).removeprefix("torch.") for spec in specs))

@@ -2,10 +2,12 @@
 
 import difflib
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points, version
+from typing import Any
 
-from quantplug.core.errors import ConfigError
+from quantplug.core.errors import ConfigError, first_line
 from quantplug.quantizers.backend import Backend
+from quantplug.quantizers.capabilities import Capability
 from quantplug.quantizers.quantizer import BackendQuantizer
 
 GROUP = "quantplug.backends"
@@ -27,12 +29,14 @@ class Registered:
         distribution: the package it comes from.
         quantizer: the quantizer class, or None if the plugin is broken.
         problem: what is wrong with the plugin; empty if nothing is.
+        version: of the package.
     """
 
     name: str
     distribution: str
     quantizer: type[BackendQuantizer] | None
     problem: str = ""
+    version: str = ""
 
 
 def backends() -> list[Registered]:
@@ -51,19 +55,27 @@ def backends() -> list[Registered]:
 
 def _load(point: EntryPoint, known: dict[str, Registered]) -> Registered:
     distribution = point.dist.name if point.dist else "quantplug"
+    release = point.dist.version if point.dist else version("quantplug")
     if point.name in known:
         problem = f"the name is taken by '{known[point.name].distribution}'"
-        return Registered(point.name, distribution, None, problem)
+        return Registered(point.name, distribution, None, problem, release)
     try:
-        loaded = point.load()
+        quantizer = _quantizer_class(point.name, point.load())
     except Exception as error:  # a plugin may fail in any way; the others must not notice
-        return Registered(point.name, distribution, None, f"{type(error).__name__}: {error}")
+        problem = str(error) if isinstance(error, ConfigError) else first_line(error)
+        return Registered(point.name, distribution, None, problem, release)
+    return Registered(point.name, distribution, quantizer, "", release)
+
+
+def _quantizer_class(name: str, loaded: Any) -> type[BackendQuantizer]:
+    """Returns the quantizer class that an entry point names, or one around the declaration that it names."""
     if isinstance(loaded, Backend):
         loaded = type(f"{loaded.name.title()}Quantizer", (BackendQuantizer,), {"backend": loaded})
     if not (isinstance(loaded, type) and issubclass(loaded, BackendQuantizer)):
-        problem = f"it names a {type(loaded).__name__}, not a Backend or a subclass of BackendQuantizer"
-        return Registered(point.name, distribution, None, problem)
-    return Registered(point.name, distribution, loaded)
+        raise ConfigError(f"it names a {type(loaded).__name__}, not a Backend or a subclass of BackendQuantizer")
+    if loaded.backend.name != name:
+        raise ConfigError(f"it names the backend '{loaded.backend.name}'; entry point and backend need one name")
+    return loaded
 
 
 def get_quantizer(name: str, *, strict: bool = True) -> BackendQuantizer:
@@ -88,3 +100,15 @@ def get_quantizer(name: str, *, strict: bool = True) -> BackendQuantizer:
             "update or uninstall that package."
         )
     return quantizer(strict=strict)
+
+
+def capabilities(name: str) -> list[Capability]:
+    """Returns what a backend can quantize, one row for each rule, in the order of declaration.
+
+    Args:
+        name: the backend, such as "xnnpack" or "x86".
+
+    Raises:
+        ConfigError: there is no such backend, or its plugin is broken.
+    """
+    return get_quantizer(name).capabilities()

@@ -4,6 +4,7 @@ Activations are uint8 with one scale, weights symmetric int8 with one scale for 
 """
 
 from quantplug.annotators.activation import clamps
+from quantplug.annotators.constraints import not_dynamic
 from quantplug.annotators.convolution import CLAMPS, convolution
 from quantplug.annotators.elementwise import binary
 from quantplug.annotators.embedding import embedding
@@ -23,7 +24,10 @@ X86 = Backend(
     annotators=(
         residual(convolution(dims=(2,))).writing_float(),
         residual(linear()).writing_float(),
-        convolution(dims=(1, 2, 3), activations=(*CLAMPS, "hardswish", "silu")).writing_float(),
+        # Which functions a convolution can end in depends on its dimensions; none takes scales of run time.
+        convolution(dims=(2,), activations=(*CLAMPS, "hardswish", "silu")).where(not_dynamic).writing_float(),
+        convolution(dims=(1,), activations=("relu",)).where(not_dynamic).writing_float(),
+        convolution(dims=(3,), activations=()).where(not_dynamic).writing_float(),
         linear(activations=(*CLAMPS, "gelu", "leaky_relu", "tanh")).writing_float(),
         binary("add"),
         concatenation("cat"),

@@ -13,7 +13,7 @@ import quantplug
 # Fixed: other tools call them.
 FIXED = {
     "Artefact", "Backend", "BackendQuantizer", "QuantplugError", "Report", "X86Quantizer", "XNNPACKQuantizer",
-    "backends", "calibrate", "convert_pt2e", "explain", "get_bias_qspec", "get_input_act_qspec",
+    "backends", "calibrate", "capabilities", "convert_pt2e", "explain", "get_bias_qspec", "get_input_act_qspec",
     "get_output_act_qspec", "get_quantizer", "get_symmetric_quantization_config", "get_weight_qspec",
     "prepare_pt2e", "prepare_qat_pt2e", "quantize",
 }  # fmt: skip

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from quantplug.quantizers.quantizer import BackendQuantizer as BackendQuantizer
     from quantplug.quantizers.region import Region as Region
     from quantplug.quantizers.registry import backends as backends
+    from quantplug.quantizers.registry import capabilities as capabilities
     from quantplug.quantizers.registry import get_quantizer as get_quantizer
     from quantplug.quantizers.x86 import X86Quantizer as X86Quantizer
     from quantplug.quantizers.xnnpack import XNNPACKQuantizer as XNNPACKQuantizer
@@ -63,6 +64,7 @@ _HOME = {
     "XNNPACKQuantizer": "quantplug.quantizers.xnnpack",
     "backends": "quantplug.quantizers.registry",
     "calibrate": "quantplug.core.calibrate",
+    "capabilities": "quantplug.quantizers.registry",
     "convert_pt2e": "quantplug.core.convert",
     "explain": "quantplug.core.report",
     "get_bias_qspec": "quantplug.annotators.qspecs",

@@ -40,6 +40,7 @@ def demo(out: Annotated[Path, typer.Option(help="Folder for artefacts, picture a
 @app.command()
 def backends() -> None:
     """List the backends that are installed."""
+    from quantplug.quantizers.capabilities import dtypes_of, modes_of
     from quantplug.quantizers.registry import backends as registered
 
     table = Table(box=box.SIMPLE_HEAD)
@@ -50,7 +51,8 @@ def backends() -> None:
             table.add_row(entry.name, entry.distribution, entry.version, "-", "-", "-", f"broken: {entry.problem}")
         else:
             backend = entry.quantizer.backend
-            lists = (", ".join(names) for names in (backend.modes, backend.dtype_names, backend.configs))
+            told = (modes_of(backend, backend.configs), dtypes_of(backend, backend.configs), backend.configs)
+            lists = (", ".join(names) for names in told)
             table.add_row(entry.name, entry.distribution, entry.version, *lists, backend.summary)
     console.print(table)
 

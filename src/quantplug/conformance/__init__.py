@@ -1,0 +1,26 @@
+"""The conformance kit: does a backend keep what it declares?
+
+Before: a backend's declaration. After: a verdict for each rule, config, form of the rule and promise. On the
+command line: `pytest --quantplug-backend NAME`.
+"""
+
+from collections.abc import Iterator
+
+from quantplug.conformance.checks import CHECKS, Verdict, judge
+from quantplug.conformance.trial import Trial, trials
+from quantplug.quantizers.backend import Backend
+
+__all__ = ["CHECKS", "Trial", "Verdict", "judge", "trials", "verdicts"]
+
+
+def verdicts(backend: Backend, *rules: str) -> Iterator[tuple[str, str, Verdict]]:
+    """Yields the test name, the check and the verdict of everything that a backend declares.
+
+    Args:
+        backend: the declaration.
+        rules: labels of the rules to try; all of them if none is given.
+    """
+    for trial in trials(backend):
+        if not rules or trial.label in rules:
+            for index in range(len(trial.forms)):
+                yield from ((trial.name(index), check, judge(trial, index, check)) for check in CHECKS)

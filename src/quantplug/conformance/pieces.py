@@ -1,0 +1,237 @@
+"""From a spelled pattern to a module that consists of nothing else.
+
+Before: a spelling, a sample of sizes, and which captures have to come from a quantized producer. After: a
+module with inputs to run it on. The neighbours that some rules ask for, a quantized producer or a quantized
+reader, are operators that the backend itself quantizes.
+"""
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantplug.conformance.recipes import POSITIVE, Constant, Indices, Sample, Shape, operands_for
+from quantplug.conformance.spelling import Call, Given, Many, Operand, Spelling
+from quantplug.core.errors import QuantplugError, first_line
+
+
+class PieceError(QuantplugError, ValueError):
+    """A spelled pattern is no call that its operators accept."""
+
+
+@dataclass(frozen=True)
+class _Input:
+    index: int
+
+
+@dataclass(frozen=True)
+class _Held:
+    name: str
+
+
+@dataclass(frozen=True)
+class _Resolved:
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+class Piece(nn.Module):
+    """A pattern as a module.
+
+    Attributes:
+        inputs: tensors of the shapes that it takes.
+        captures: for the names that the pattern binds inputs to, the position of the input.
+    """
+
+    def __init__(self, root: Call, sample: Sample) -> None:
+        super().__init__()
+        self.sample, self.inputs, self.captures = sample, list[Tensor](), dict[str, int]()
+        self._random = torch.Generator().manual_seed(zlib.crc32(f"{root}{sample}".encode()))
+        self._bound: dict[str, Any] = {}
+        self._positive = str(root.target).split(".")[1:2] in [[name] for name in POSITIVE]
+        try:
+            self.root = self._call(root)
+        except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
+            raise PieceError(f"{root.target} cannot be called with made-up operands: {first_line(error)}") from error
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Runs the piece."""
+        return self._run(self.root, inputs)
+
+    def _run(self, found: Any, inputs: Any) -> Any:
+        if isinstance(found, _Input):
+            return inputs[found.index]
+        if isinstance(found, _Held):
+            return getattr(self, found.name)
+        if isinstance(found, list):
+            return [self._run(element, inputs) for element in found]
+        if not isinstance(found, _Resolved):
+            return found
+        args = [self._run(value, inputs) for value in found.args]
+        return found.target(*args, **{name: self._run(value, inputs) for name, value in found.kwargs.items()})
+
+    def _value(self, resolved: Any) -> Any:
+        with torch.no_grad():
+            return self._run(resolved, [tensor.clone() for tensor in self.inputs])
+
+    def _call(self, call: Call) -> _Resolved:
+        known = {name: self._inner(part) for name, part in call.operands if isinstance(part, Call | Given)}
+        if not isinstance(call.target, torch._ops.OpOverload):
+            return self._checked(_Resolved(call.target, tuple(known.values()), {}))
+        wanted = operands_for(call.target, self.sample, {name: self._value(part) for name, part in known.items()})
+        spelled = dict(call.operands)
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for argument in call.target._schema.arguments:
+            present, value = self._operand(argument, spelled, known, wanted)
+            if present and not argument.kwarg_only and len(args) + len(kwargs) == _position(call.target, argument.name):
+                args.append(value)
+            elif present:
+                kwargs[argument.name] = value
+        return self._checked(_Resolved(call.target, tuple(args), kwargs))
+
+    def _checked(self, resolved: _Resolved) -> _Resolved:
+        """Runs a call once, so that one which its operator refuses is found where it is made."""
+        self._value(resolved)
+        return resolved
+
+    def _inner(self, part: Spelling) -> Any:
+        return part.value if isinstance(part, Given) else self._call(part) if isinstance(part, Call) else part
+
+    def _operand(
+        self, argument: Any, spelled: Mapping[str, Any], known: Mapping[str, Any], wanted: Mapping[str, Any]
+    ) -> tuple[bool, Any]:
+        """Returns whether an operand is given, and what it is."""
+        name, optional = argument.name, argument.has_default_value()
+        if name in known:
+            return True, known[name]
+        if name in spelled and spelled[name] is None:
+            return not optional, None
+        found = wanted.get(name, wanted.get("*"))
+        if _is_tensor(spelled.get(name)):
+            return True, self._leaves(spelled[name], found or wanted.get("self") or Shape(self.sample.image))
+        if name in wanted and not isinstance(found, Shape | Constant | Indices):
+            return True, [found] if isinstance(found, int) and str(argument.type).startswith("List[int") else found
+        if optional or found is None:
+            return not optional, self._absent(argument) if not optional else None
+        return True, self._leaves(None, found)
+
+    @staticmethod
+    def _absent(argument: Any) -> None:
+        if not str(argument.type).startswith("Optional"):
+            raise PieceError(f"operand '{argument.name}' has no recipe")
+
+    def _leaves(self, spelling: Any, wanted: Any) -> Any:
+        if isinstance(spelling, Many):
+            return [self._leaves(element, wanted) for element in spelling.elements]
+        name = getattr(spelling, "name", None)
+        if name is None or name not in self._bound:
+            made = self._leaf(getattr(spelling, "kind", ""), wanted)
+            self._bound[name or f"unnamed {len(self._bound)}"] = made
+            if name and isinstance(made, _Input):
+                self.captures[name] = made.index
+            return made
+        return self._bound[name]
+
+    def _leaf(self, kind: str, wanted: Any) -> _Input | _Held:
+        if isinstance(wanted, Constant) or kind == "a constant":
+            return self._hold(wanted)
+        if isinstance(wanted, Indices):
+            self.inputs.append(torch.randint(wanted.limit, wanted.sizes, generator=self._random))
+        else:
+            self.inputs.append(self._data(wanted.sizes))
+        return _Input(len(self.inputs) - 1)
+
+    def _hold(self, wanted: Any) -> _Held:
+        name = f"constant{len(list(self.parameters())) + len(list(self.buffers()))}"
+        values = torch.randn(wanted.sizes, generator=self._random)
+        values = values.abs() + 0.5 if getattr(wanted, "positive", False) else values
+        if getattr(wanted, "is_buffer", False):
+            self.register_buffer(name, values)
+        else:
+            self.register_parameter(name, nn.Parameter(values))
+        return _Held(name)
+
+    def _data(self, sizes: tuple[int, ...]) -> Tensor:
+        sign = "positive" if self._positive else self.sample.sign
+        if sign == "both":
+            return torch.randn(sizes, generator=self._random)
+        found = torch.rand(sizes, generator=self._random) * 3 + 0.05
+        return found if sign == "positive" else 0.25 - found  # some positive values, so that relu leaves a range
+
+
+def _is_tensor(spelling: Any) -> bool:
+    return isinstance(spelling, Many) or (isinstance(spelling, Operand) and spelling.kind != "anything")
+
+
+def _position(target: torch._ops.OpOverload, name: str) -> int:
+    return [argument.name for argument in target._schema.arguments].index(name)
+
+
+class Sum(nn.Module):
+    """A tensor added to itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns twice the tensor."""
+        return x + x
+
+
+def neighbours(shape: tuple[int, ...]) -> list[nn.Module]:
+    """Returns modules that keep a shape, for a backend to choose one that it quantizes."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        found: list[nn.Module] = [Sum(), nn.Linear(shape[-1], shape[-1])] if shape else [Sum()]
+        if len(shape) == 4:
+            found.append(nn.Conv2d(shape[1], shape[1], 1))
+        return [*found, nn.Sigmoid(), nn.Tanh()]
+
+
+class Placed(nn.Module):
+    """A piece between neighbours.
+
+    Attributes:
+        before: a quantized producer for the inputs that the rule follows, or None.
+        piece: a piece, or the module of an example.
+        after: a quantized reader of the result, or None.
+    """
+
+    def __init__(
+        self, piece: nn.Module, inputs: tuple[Any, ...], followed: frozenset[int],
+        before: nn.Module | None = None, after: nn.Module | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.piece, self.inputs, self.followed, self.before, self.after = piece, inputs, followed, before, after
+
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        """Returns what the piece yields, and what the reader makes of it."""
+        given = [self.before(x) if self.before and i in self.followed else x for i, x in enumerate(inputs)]
+        result = self.piece(*given)
+        return (result, self.after(result)) if self.after else (result,)
+
+
+class Batch(nn.Module):
+    """Several pieces side by side, each with inputs and outputs of its own.
+
+    Attributes:
+        placed: the pieces.
+        inputs: the inputs of all of them.
+    """
+
+    def __init__(self, placed: list[Placed]) -> None:
+        super().__init__()
+        self.placed = placed
+        self.branches = nn.ModuleList(placed)
+        self.inputs = tuple(x for one in placed for x in one.inputs)
+
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        """Returns the outputs of all pieces."""
+        results, start = [], 0
+        for one in self.placed:
+            end = start + len(one.inputs)
+            results.append(one(*inputs[start:end]))
+            start = end
+        return tuple(results)
