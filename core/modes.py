@@ -21,6 +21,7 @@ from quantplug.core.pattern import op
 # How ATen's schemas call the operand that says "this is training".
 _MODE_OPERANDS = ("train", "training", "use_input_stats")
 _INFERENCE_ONLY = op("_native_batch_norm_legit_no_training").targets
+_BATCH_ONLY = torch.ops.aten._native_batch_norm_legit.no_stats
 _ATTENTION = op("scaled_dot_product_attention").targets
 _ATTENTION_RATE = "quantplug_dropout_p"
 
@@ -104,7 +105,8 @@ def _attention_rate(node: fx.Node) -> float:
 def _lives_on_batches(node: fx.Node) -> bool:
     """Tells whether a norm has no running statistics, so that it uses the batch's in either mode."""
     given = operands(node)
-    return "running_mean" in given and given["running_mean"] is None
+    # torch crashes on this overload outside of training: it has no statistics to fall back on
+    return node.target is _BATCH_ONLY or ("running_mean" in given and given["running_mean"] is None)
 
 
 def _set(node: fx.Node, name: str, value: Any) -> bool:
