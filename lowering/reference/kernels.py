@@ -187,5 +187,4 @@ class Mean(Kernel):
         count = 1
         for dim in self.dims:
             count *= x.shape[dim]
-        ratio = self.ratio * (1.0 / float32(count))
-        return self.finish((total.to(torch.float32) * ratio + zero(self.out)).round())
+        return self.finish((total.to(torch.float32) * (self.ratio * (1.0 / count)) + zero(self.out)).round())

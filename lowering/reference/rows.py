@@ -33,7 +33,7 @@ from quantplug.lowering.rewriting import Rule, absorb, fresh_name, replace
 from quantplug.lowering.x86.movement import MOVES, REPEATS
 from quantplug.lowering.xnnpack.conversions import folded
 
-CLAMPS = ("relu", "relu6", "hardtanh", "clamp.default")
+CLAMPS = ("relu", "relu6", "hardtanh", "clamp.default", "clamp_.default", "clamp_min.default", "clamp_max.default")
 
 
 @dataclass(frozen=True)
