@@ -21,7 +21,7 @@ from quantplug.core.calibrated import enforce_limits
 from quantplug.core.collection import collection_paused
 from quantplug.core.constants import constant_nodes, evaluate_constants
 from quantplug.core.errors import CalibrationError, ConfigError, ConvertError
-from quantplug.core.graph import attribute, is_needed, replace_inputs, require_graph_module
+from quantplug.core.graph import attribute, erase_dead_code, replace_inputs, require_graph_module
 from quantplug.core.integers import integer_representation
 from quantplug.core.observation import is_deferred, needs_data, observe_constant, observer_of
 from quantplug.core.qat import fold_batch_norms_qat
@@ -97,7 +97,7 @@ def _convert(prepared: fx.GraphModule, fold: bool) -> fx.GraphModule:
     regions = {target: _convert(attribute(model, target), fold) for target in region_targets(model)}
     _Conversion(model, fold).run()
     regions = lift_constants(model, regions)
-    model.graph.eliminate_dead_code(is_needed)
+    erase_dead_code(model.graph)
     converted = rebuilt({**_used_attributes(model), **regions}, model.graph, prepared)
     converted.meta[STAGE_KEY] = CONVERTED
     return converted

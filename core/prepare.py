@@ -19,7 +19,7 @@ from quantplug.core.collection import collection_paused
 from quantplug.core.constants import buffer_writes, constant_nodes
 from quantplug.core.errors import ModelError
 from quantplug.core.fold import Permission, fold_batch_norms
-from quantplug.core.graph import attribute, is_needed, replace_inputs, require_graph_module, tensor_value
+from quantplug.core.graph import attribute, erase_dead_code, replace_inputs, require_graph_module, tensor_value
 from quantplug.core.observation import create_observers, defer
 from quantplug.core.qat import fuse_batch_norms_qat
 from quantplug.core.regions import bind_constants, region_targets
@@ -84,7 +84,7 @@ def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.Gr
     bind_constants(model)
     if not is_qat:
         meta[FOLDINGS_KEY] = tuple(fold_batch_norms(model, _permission(quantizer)))
-    model.graph.eliminate_dead_code(is_needed)
+    erase_dead_code(model.graph)
     model = quantizer.transform_for_annotation(model)
     quantizer.annotate(model)
     quantizer.validate(model)

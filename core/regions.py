@@ -40,7 +40,9 @@ def bind_constants(model: fx.GraphModule) -> None:
 
     A submodel that several operators call keeps its operands, and so do buffers that the graph writes to.
     """
-    nodes = list(_higher_order(model.graph))
+    nodes = _higher_order(model.graph)
+    if not nodes:
+        return
     uses = Counter(str(argument.target) for node in nodes for argument in _submodels(model, node))
     written = written_buffers(model.graph)
     for node in nodes:
