@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from quantplug.core.constants import written_buffers
+from quantplug.core.control import operator_of
 from quantplug.core.graph import attribute, constant_value
 from quantplug.core.working_copy import rebuilt
 
@@ -28,7 +29,7 @@ def region_targets(model: fx.GraphModule) -> list[str]:
     """
     found: dict[str, None] = {}
     for node in _higher_order(model.graph):
-        skipped = node.args[0] if node.target is _HIGHER.while_loop else None
+        skipped = node.args[0] if operator_of(node) is _HIGHER.while_loop else None
         for argument in _submodels(model, node):
             if argument is not skipped:
                 found[str(argument.target)] = None
@@ -52,7 +53,7 @@ def bind_constants(model: fx.GraphModule) -> None:
 
 
 def _higher_order(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in graph.nodes if isinstance(n.target, torch._ops.HigherOrderOperator)]
+    return [n for n in graph.nodes if isinstance(operator_of(n), torch._ops.HigherOrderOperator)]
 
 
 def _submodels(model: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
