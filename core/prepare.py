@@ -17,7 +17,8 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 
 from quantplug.core.collection import collection_paused
 from quantplug.core.constants import buffer_writes, constant_nodes
-from quantplug.core.errors import ModelError
+from quantplug.core.control import run_in_python
+from quantplug.core.errors import ConfigError, ModelError
 from quantplug.core.fold import Permission, fold_batch_norms
 from quantplug.core.graph import attribute, erase_dead_code, replace_inputs, require_graph_module, tensor_value
 from quantplug.core.observation import create_observers, defer
@@ -45,9 +46,10 @@ def prepare_pt2e(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphModule:
 
     Raises:
         ModelError: the model is no exported graph module, or is prepared or converted already.
+        ConfigError: `quantizer` is none.
         AnnotationError: the quantizer's annotations cannot be carried out.
     """
-    _require_float_model(model, "prepare_pt2e")
+    _require_float_model(model, quantizer, "prepare_pt2e")
     with collection_paused():
         return _prepare(working_copy(model), quantizer, is_qat=False)
 
@@ -65,14 +67,20 @@ def prepare_qat_pt2e(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphMod
 
     Raises:
         ModelError: the model is no exported graph module, or is prepared or converted already.
+        ConfigError: `quantizer` is none.
         AnnotationError: the quantizer's annotations cannot be carried out.
     """
-    _require_float_model(model, "prepare_qat_pt2e")
+    _require_float_model(model, quantizer, "prepare_qat_pt2e")
     with collection_paused():
         return _prepare(working_copy(model, own_parameters=True), quantizer, is_qat=True)
 
 
-def _require_float_model(model: fx.GraphModule, stage: str) -> None:
+def _require_float_model(model: fx.GraphModule, quantizer: Quantizer, stage: str) -> None:
+    if not callable(getattr(quantizer, "annotate", None)):
+        raise ConfigError(
+            f"{stage} takes a quantizer, found {quantizer!r}; pass one of torchao's interface, such as "
+            "`quantplug.get_quantizer('xnnpack')`."
+        )
     found = stage_of(require_graph_module(model, stage))
     if found:
         raise ModelError(f"{stage} takes an exported float model, found one that is {found} already; export it again.")
@@ -85,7 +93,7 @@ def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.Gr
     if not is_qat:
         meta[FOLDINGS_KEY] = tuple(fold_batch_norms(model, _permission(quantizer)))
     erase_dead_code(model.graph)
-    model = quantizer.transform_for_annotation(model)
+    model = require_graph_module(quantizer.transform_for_annotation(model), "annotate, after the transform,")
     quantizer.annotate(model)
     quantizer.validate(model)
     sharing = verify_annotations(model)
@@ -98,8 +106,11 @@ def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.Gr
     meta[STAGE_KEY] = PREPARED
     prepared = _insert(model, observers, is_qat, _prepared_regions(model, quantizer, is_qat))
     prepared.meta |= meta
+    if not is_qat:
+        return prepared
+    run_in_python(prepared)
     # Batch norms have to learn their statistics while the fake quantizes learn their ranges.
-    return prepared.train() if is_qat else prepared
+    return prepared.train()
 
 
 def _permission(quantizer: Quantizer) -> Permission | None:
