@@ -20,6 +20,7 @@ from torchao.quantization.pt2e.quantizer import is_valid_annotation
 from quantplug.core.calibrated import enforce_limits
 from quantplug.core.collection import collection_paused
 from quantplug.core.constants import constant_nodes, evaluate_constants
+from quantplug.core.control import run_as_operators
 from quantplug.core.errors import CalibrationError, ConfigError, ConvertError
 from quantplug.core.graph import attribute, erase_dead_code, replace_inputs, require_graph_module
 from quantplug.core.integers import integer_representation
@@ -93,6 +94,7 @@ def _require_prepared(model: fx.GraphModule) -> None:
 
 def _convert(prepared: fx.GraphModule, fold: bool) -> fx.GraphModule:
     model = working_copy(prepared)
+    run_as_operators(model.graph)
     fold_batch_norms_qat(model)
     regions = {target: _convert(attribute(model, target), fold) for target in region_targets(model)}
     _Conversion(model, fold).run()
