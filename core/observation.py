@@ -101,7 +101,7 @@ def _create(
         if isinstance(spec, FixedQParamsQuantizationSpec):
             return _fixed(spec, is_qat)
         return _observed(spec)
-    except (AssertionError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+    except (AssertionError, AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise AnnotationError(
             f"No observer can be made for the {describe_point(point)} from {spec}: "
             f"{' '.join(str(error).split()) or type(error).__name__}; "
