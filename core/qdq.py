@@ -125,7 +125,13 @@ def static_quantization(observer: nn.Module, where: str) -> Quantization:
     Raises:
         CalibrationError: a scale is not finite and positive (the data held Inf or NaN).
     """
-    scale, zero_point = calculate_qparams(observer)
+    try:
+        scale, zero_point = calculate_qparams(observer)
+    except AssertionError as error:  # so torchao's observers answer to NaN
+        raise CalibrationError(
+            f"What was observed of {where} has no range ({error}); remove Inf and NaN from the calibration data or "
+            "the weights."
+        ) from error
     unusable = next((s for s in torch.as_tensor(scale).reshape(-1).tolist() if not 0 < s < math.inf), None)
     if unusable is not None:
         raise CalibrationError(
