@@ -1,17 +1,22 @@
-"""What each observer keeps of a trained model's accuracy, beside torchao's observers.
+"""What each observer keeps of a trained model's accuracy, beside torchao's, ONNX Runtime's and NNCF's.
 
-    python benchmarks/accuracy.py --data PATH [--models resnet20 kws_dscnn] [--backends xnnpack x86]
+    python benchmarks/accuracy.py --data PATH [--models resnet20 resnet32 kws_dscnn] [--backends xnnpack x86]
 
 PATH is a folder with a `models.py` that has `load(name) -> nn.Module` and `data(name) -> (calibration
 inputs, test inputs, labels)`. Quantized models are the reference (q/dq) graphs. Printed are top-1, agreement
 with the float model's class and signal to quantization noise of the logits, for each pair of
-an activation observer and a weight observer; rows "torchao" use torchao's own classes.
+an activation observer and a weight observer; rows "torchao" use torchao's own classes. ONNX Runtime (onnx,
+onnxruntime) and NNCF quantize the same model with the same calibration inputs where they can be imported;
+what they do not offer (4 bits) stays empty.
 """
 
 import argparse
 import dataclasses
 import importlib.util
+import logging
+import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +33,8 @@ from quantplug.core.observers import observer
 
 BATCH = 100
 EPS = 2.0**-12
+# (model, calibration inputs, setting) -> what gives logits of inputs, or None where it cannot quantize so.
+Peer = Callable[[nn.Module, Tensor, str], Callable[[Tensor], Tensor] | None]
 # Setting: integer bounds of weights, weights per channel.
 SETTINGS = {
     "int8 weights, per channel": (-127, 127, True),
@@ -97,19 +104,98 @@ def measured(found: Tensor, expected: Tensor, labels: Tensor) -> tuple[str, str,
     return f"{top1:.1f}", f"{agreement:.1f}", f"{noise:.1f}"
 
 
-def table(folder: Any, name: str, backend: str, settings: list[str]) -> Table:
-    """Returns the table of one model on one backend."""
+def ours(backend: str, row: tuple[str, str]) -> Peer:
+    """Returns how our flow quantizes with a pair of observers."""
+
+    def quantize(model: nn.Module, calibration: Tensor, setting: str) -> Callable[[Tensor], Tensor]:
+        graph = quantized(model, calibration, backend, setting, row)
+        return lambda inputs: logits(graph, inputs)
+
+    return quantize
+
+
+def onnx_runtime(method: str) -> Peer:
+    """Returns how ONNX Runtime's static quantization (u8 activations, s8 weights) does it."""
+
+    def quantize(model: nn.Module, calibration: Tensor, setting: str) -> Callable[[Tensor], Tensor] | None:
+        import onnxruntime
+        from onnxruntime import quantization as ort
+
+        low, _, per_channel = SETTINGS[setting]
+        if low > -127:
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            source, target = f"{folder}/float.onnx", f"{folder}/int8.onnx"
+            axes = {"x": {0: "batch"}, "y": {0: "batch"}}
+            torch.onnx.export(model, (calibration[:1],), source, input_names=["x"], output_names=["y"],
+                              dynamic_axes=axes, dynamo=False)  # fmt: skip
+            ort.quantize_static(
+                source, target, Reader(calibration), ort.QuantFormat.QDQ, per_channel=per_channel,
+                activation_type=ort.QuantType.QUInt8, weight_type=ort.QuantType.QInt8,
+                calibrate_method=ort.CalibrationMethod[method],
+            )  # fmt: skip
+            session = onnxruntime.InferenceSession(target, providers=["CPUExecutionProvider"])
+        return lambda inputs: torch.cat(
+            [torch.from_numpy(session.run(None, {"x": part.numpy()})[0]) for part in inputs.split(BATCH)]
+        )
+
+    return quantize
+
+
+class Reader:
+    """Calibration batches in the form ONNX Runtime asks for."""
+
+    def __init__(self, calibration: Tensor) -> None:
+        self.batches = iter(calibration.split(BATCH))
+
+    def get_next(self) -> dict[str, Any] | None:
+        """Returns the next batch, or None at the end."""
+        batch = next(self.batches, None)
+        return None if batch is None else {"x": batch.numpy()}
+
+
+def nncf_quantized(model: nn.Module, calibration: Tensor, setting: str) -> Callable[[Tensor], Tensor] | None:
+    """Quantizes with NNCF's own post-training algorithm (bias correction included), fake-quantized in torch."""
+    import nncf
+
+    if setting != "int8 weights, per channel":
+        return None
+    data = nncf.Dataset(list(calibration.split(BATCH)))
+    exported = torch.export.export(model, (calibration[:BATCH],)).module()
+    # Without its 7-bit weights, which are for the saturation of processors without VNNI.
+    advanced = nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.DISABLE)
+    graph = nncf.quantize(exported, data, subset_size=len(calibration) // BATCH, advanced_parameters=advanced)
+    return lambda inputs: logits(graph, inputs)
+
+
+def importable(*names: str) -> bool:
+    """Tells whether modules are installed."""
+    return all(importlib.util.find_spec(name) for name in names)
+
+
+def peers() -> dict[tuple[str, str], Peer]:
+    """Returns the peers that are installed, by the two names of a row."""
+    found: dict[tuple[str, str], Peer] = {}
+    if importable("onnx", "onnxruntime"):
+        found |= {("ONNX Runtime", method): onnx_runtime(method) for method in ("MinMax", "Entropy", "Percentile")}
+    if importable("nncf"):
+        found["NNCF", "its own"] = nncf_quantized
+    return found
+
+
+def table(folder: Any, name: str, title: str, rows: dict[tuple[str, str], Peer], settings: list[str]) -> Table:
+    """Returns the table of one model."""
     model, (calibration, inputs, labels) = folder.load(name), folder.data(name)
     (calibration,), (inputs, labels) = whole_batches(calibration), whole_batches(inputs, labels)
     expected = logits(model, inputs)
-    title = f"{name}, {backend}: float top-1 {measured(expected, expected, labels)[0]} (top-1 %, agreement %, SQNR dB)"
+    title = f"{name}, {title}: float top-1 {measured(expected, expected, labels)[0]} (top-1 %, agreement %, SQNR dB)"
     found = Table("activations", "weights", *settings, title=title)
-    for row in ROWS:
+    for row, quantize in rows.items():
         cells = []
         for setting in settings:
-            graph = quantized(model, calibration, backend, setting, row)
-            cells.append("  ".join(measured(logits(graph, inputs), expected, labels)))
-            Console(stderr=True).print(name, backend, setting, row, cells[-1])
+            run = quantize(model, calibration, setting)
+            cells.append("  ".join(measured(run(inputs), expected, labels)) if run is not None else "")
+            Console(stderr=True).print(name, title, setting, row, cells[-1])
         found.add_row(*row, *cells)
     return found
 
@@ -118,11 +204,12 @@ def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--models", nargs="*", default=["resnet20", "kws_dscnn"])
+    parser.add_argument("--models", nargs="*", default=["resnet20", "resnet32", "kws_dscnn"])
     parser.add_argument("--backends", nargs="*", default=["xnnpack", "x86"])
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
     spec = importlib.util.spec_from_file_location("accuracy_models", arguments.data / "models.py")
     if spec is None or spec.loader is None:
         parser.error(f"{arguments.data} holds no models.py")
@@ -130,7 +217,10 @@ def main() -> None:
     spec.loader.exec_module(folder)
     for name in arguments.models:
         for backend in arguments.backends:
-            Console(width=200).print(table(folder, name, backend, arguments.settings))
+            rows = {row: ours(backend, row) for row in ROWS}
+            Console(width=200).print(table(folder, name, backend, rows, arguments.settings))
+        if found := peers():
+            Console(width=200).print(table(folder, name, "peers", found, arguments.settings))
 
 
 if __name__ == "__main__":
