@@ -29,6 +29,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantization
 
 import quantplug
 from quantplug.annotators.presets import get_symmetric_quantization_config, get_x86_quantization_config
+from quantplug.core.bias_correction import correct_biases
 from quantplug.core.observers import observer
 
 BATCH = 100
@@ -42,7 +43,7 @@ SETTINGS = {
     "4-bit weights, per channel": (-8, 7, True),
     "4-bit weights, per tensor": (-8, 7, False),
 }
-# Activation observer, weight observer.
+# Activation observer, weight observer; "corrected" ones with bias correction.
 ROWS = (
     ("torchao minmax", "torchao minmax"),
     ("torchao histogram", "torchao minmax"),
@@ -51,8 +52,10 @@ ROWS = (
     ("percentile", "minmax"),
     ("mse", "minmax"),
     ("entropy", "minmax"),
-    ("histogram", "histogram"),
     ("mse", "mse"),
+    ("histogram", "minmax corrected"),
+    ("mse", "minmax corrected"),
+    ("mse", "mse corrected"),
 )
 
 
@@ -72,7 +75,8 @@ def config(backend: str, setting: str, row: tuple[str, str]) -> QuantizationConf
     activation = dataclasses.replace(base.input_activation, observer_or_fake_quant_ctr=constructor(row[0], False))
     scheme = torch.per_channel_symmetric if per_channel else torch.per_tensor_symmetric
     axis = 0 if per_channel else None
-    weight = QuantizationSpec(torch.int8, constructor(row[1], per_channel), low, high, scheme, axis)
+    weight_observer = constructor(row[1].removesuffix(" corrected"), per_channel)
+    weight = QuantizationSpec(torch.int8, weight_observer, low, high, scheme, axis)
     return dataclasses.replace(base, input_activation=activation, output_activation=activation, weight=weight)
 
 
@@ -93,6 +97,8 @@ def quantized(model: nn.Module, calibration: Tensor, backend: str, setting: str,
     quantizer = quantplug.get_quantizer(backend).set_global(config(backend, setting, row))
     prepared = quantplug.prepare_pt2e(exported, quantizer)
     quantplug.calibrate(prepared, calibration.split(BATCH), progress=False)
+    if row[1].endswith("corrected"):
+        correct_biases(prepared, calibration.split(BATCH))
     return quantplug.convert_pt2e(prepared)
 
 
