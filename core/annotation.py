@@ -208,7 +208,8 @@ class _Decisions:
         assert config is not None  # accept() refused every match without one
         reason = self._float_producer(found)
         decided = {} if reason else found.owner.decide(found.match, config)
-        reason = reason or _not_float32(decided) or self._shared_refusal(found, decided)
+        _require_inside(found, decided)
+        reason = reason or _quantizes_nothing(decided) or _not_float32(decided) or self._shared_refusal(found, decided)
         if reason:
             self.rejected[found.match.root] = NearMiss(found.label, reason, len(found.match.nodes))
             return False
@@ -223,12 +224,6 @@ class _Decisions:
         return None
 
     def _merge(self, found: Found[Annotator], decided: Annotations) -> None:
-        outside = next((node for node in decided if node not in found.match.nodes), None)
-        if outside is not None:
-            raise AnnotationError(
-                f"Rule '{found.label}' annotates {describe(outside)}, which is not part of the piece that it matched; "
-                "let it return annotations of matched nodes only."
-            )
         dtypes = self.dtypes_of(found)
         for node in found.match.nodes:
             self.annotations[node] = decided.get(node) or QuantizationAnnotation()
@@ -328,6 +323,21 @@ def _same_spec(one: object, other: object) -> bool:
         return bool(one == other) or spec_value(one, str) == spec_value(other, str)
     except AnnotationError:  # an observer constructor without a name, such as a lambda
         return False
+
+
+def _require_inside(found: Found[Annotator], decided: Annotations) -> None:
+    outside = next((node for node in decided if node not in found.match.nodes), None)
+    if outside is not None:
+        raise AnnotationError(
+            f"Rule '{found.label}' annotates {describe(outside)}, which is not part of the piece that it matched; "
+            "let it return annotations of matched nodes only."
+        )
+
+
+def _quantizes_nothing(annotations: Annotations) -> str | None:
+    """A rule that only fuses claims its piece, so that no other quantizes inside of it, and leaves it float."""
+    specs = (spec for found in annotations.values() for spec in (*found.input_qspec_map.values(), found.output_qspec))
+    return None if any(spec is not None for spec in specs) else "the rule keeps the piece together in float"
 
 
 def _not_float32(annotations: Annotations) -> str | None:

@@ -5,6 +5,7 @@ different piece of an exported graph; a module and its function are one operator
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -152,11 +153,12 @@ class _Merged:
 
 
 def _fused_modules(found: list[PatternEntry]) -> dict[Any, tuple[str, ...]]:
-    """Returns what the fused modules are made of, those of the backend's own among them."""
+    """Returns what fused modules of the backend's own are made of; a pattern of such a module means its parts."""
     made: dict[Any, tuple[str, ...]] = {}
     for entry in found:
-        if entry.fused_module is not None and not entry.fused_module.__module__.startswith("torch."):
-            made[entry.fused_module] = chain(entry.items, made, reversed_order=entry.pattern is None)
+        if entry.fused_module is not None and not getattr(entry.fused_module, "__module__", "").startswith("torch."):
+            with suppress(NotApplicableError):
+                made[entry.fused_module] = chain(entry.items, made, reversed_order=entry.pattern is None)
     return made
 
 

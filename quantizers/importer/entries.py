@@ -48,7 +48,7 @@ class PatternEntry:
     fuser_method: Any = None
     root_node_getter: Any = None
     extra_inputs_getter: Any = None
-    num_tensor_args_to_observation_type: Mapping[int, Any] = field(default_factory=dict)
+    num_tensor_args_to_observation_type: Mapping[int | None, Any] = field(default_factory=dict)
     input_type_to_index: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -71,18 +71,20 @@ class PatternEntry:
     @property
     def fuses(self) -> bool:
         """Whether the config is about fusion: what is made of the piece has a config of its own."""
-        return self.fused_module is not None or self.fuser_method is not None
+        several = isinstance(self.items, tuple | list)
+        return several and (self.fused_module is not None or self.fuser_method is not None)
 
     def observation(self, tensors: int | None = None) -> str:
         """Returns "own", "shared" or "none".
 
         Args:
-            tensors: how many operands are tensors, where the config tells these cases apart.
+            tensors: how many operands are tensors, None for what holds where the config tells no cases apart.
 
         Raises:
             ConfigError: the observation type is not one of torch.ao's three.
         """
-        found = self.num_tensor_args_to_observation_type.get(tensors or 0, self.observation_type)
+        by_count = self.num_tensor_args_to_observation_type if tensors is not None else {}
+        found = by_count.get(tensors, self.observation_type)
         name = found if isinstance(found, str) else getattr(found, "name", repr(found))
         if name not in OBSERVATIONS:
             raise ConfigError(

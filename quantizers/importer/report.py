@@ -137,6 +137,6 @@ def _fused(entry: PatternEntry) -> str:
 
 
 def _by_count(entry: PatternEntry) -> str:
-    counts = sorted(entry.num_tensor_args_to_observation_type)
-    told = (f"{count} tensors: {_OBSERVATIONS[entry.observation(count)]}" for count in counts if count)
+    counts = (count for count in entry.num_tensor_args_to_observation_type if count)
+    told = (f"{count} tensors: {_OBSERVATIONS[entry.observation(count)]}" for count in sorted(counts))
     return "; ".join(told)

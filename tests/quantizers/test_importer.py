@@ -162,7 +162,9 @@ def test_b08_known_ranges_keep_their_qparams_and_do_not_clip_the_input():
     (quantize,) = node(found, "sigmoid").users
     assert quantize.args[1:6] == (1 / 256, 0, 0, 255, torch.uint8)
     read = node(found, "sigmoid").args[0]
-    # FX graph mode's default mapping would put 0..255/256 on the input of a sigmoid that starts a model.
+    lone = nn.Sequential(nn.Sigmoid())
+    oracle = fx_steps(fx_reference(lone, x, default_mapping(), declared.get_native_backend_config()))
+    assert oracle == ["quantize 0.00390625 0", "dequantize", "sigmoid", "quantize 0.00390625 0", "dequantize"]
     lone = converted(nn.Sequential(nn.Sigmoid()), x, declared.get_native_backend_config(), default_mapping())
     assert read.args[1] != 1 / 256
     assert (lone(x) - x.sigmoid()).abs().max() < 0.02
@@ -223,7 +225,10 @@ def test_b15_a_fusion_without_a_config_for_what_it_makes_inserts_nothing_as_in_f
     model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU())
     for others in ((), (pattern(nn.Conv2d), pattern(nn.ReLU, SHARED))):
         config = backend_of(fusion(), *others)
-        assert steps(converted(copy.deepcopy(model), X, config, observe=False)) == ["conv2d", "relu"]
+        found = converted(copy.deepcopy(model), X, config, observe=False)
+        assert steps(found) == ["conv2d", "relu"]
+        assert explain(found).quantized == 0
+        assert explain(found).row("relu").reason.endswith("the rule keeps the piece together in float")
         assert fx_steps(fx_reference(model, X, everywhere(), config)) == ["conv2d", "relu"]
 
 
