@@ -17,14 +17,18 @@ torch.manual_seed(0)
 
 
 class Tagger(nn.Module):
-    def __init__(self):
+    """A table of words, an encoder of each word, and a head over their mean."""
+
+    def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(1000, 32)
         self.encoder = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
         self.head = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5))
 
-    def forward(self, indices):
-        return self.head(self.encoder(self.words(indices)).mean(1))
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        """Scores the sentences of a batch, given as indices of words."""
+        scores: torch.Tensor = self.head(self.encoder(self.words(indices)).mean(1))
+        return scores
 
 
 model = Tagger().eval()

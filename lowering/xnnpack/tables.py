@@ -29,7 +29,7 @@ def read_tables_by_row(working: fx.GraphModule) -> None:
 def _is_table(weight: fx.Node) -> bool:
     if not is_dequantize(weight) or operator_name(weight) != "quantized_decomposed::dequantize_per_channel":
         return False
-    return weight.args[3] == _ROWS and weight.args[6] in _BYTES and weight.kwargs.get("out_dtype") is None
+    return bool(weight.args[3] == _ROWS) and weight.args[6] in _BYTES and weight.kwargs.get("out_dtype") is None
 
 
 def _replace(working: fx.GraphModule, node: fx.Node) -> None:
