@@ -193,9 +193,8 @@ def _noted(rule: Rule, level: Level, floats: Mapping[str, str], levels: dict[str
     """Returns a rule that leaves alone what the target keeps float and notes the level of what it takes."""
 
     def rewrite(match: Match) -> str | None:
-        names = frozenset().union(*(origins(node) | {node.name} for node in match.nodes))
-        kept = next((floats[name] for name in names if name in floats), None)
         operators = frozenset().union(*(origins(node) for node in match.nodes))
+        kept = next((floats[node.name] for node in match.nodes if node.name in floats), None)
         reason = kept or rule.rewrite(match)
         if reason is None:
             levels.update(dict.fromkeys(operators, level))
@@ -224,9 +223,10 @@ def _placed(operator: LoweredOp, levels: Mapping[str, Level], reasons: Mapping[s
 def _finish(module: fx.GraphModule) -> None:
     module.graph.eliminate_dead_code()
     module.graph.lint()
-    _drop_unused_modules(module)
-    module.recompile()
-
-
-def _drop_unused_modules(module: fx.GraphModule) -> None:
     module.delete_all_unused_submodules()
+    read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    own = [name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
+    for name in own:
+        if name not in read:
+            delattr(module, name)
+    module.recompile()
