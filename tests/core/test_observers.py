@@ -408,6 +408,54 @@ def test_awkward_data_gives_a_finite_positive_scale(name, scheme, kind):
         assert float((back - data).abs().max()) <= 4 * float(scale) + 0.6 * clipped
 
 
+EXTREMES = [0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 3.4e38, -3.4e38, math.nan, math.inf, -math.inf, 1e30, 1.0]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.int64]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.lists(st.sampled_from(EXTREMES) | st.floats(width=32), max_size=12), min_size=1, max_size=3),
+    st.sampled_from(DTYPES), st.sampled_from(sorted(OBSERVERS)), st.sampled_from([AFFINE, SYMMETRIC]), st.booleans(),
+)  # fmt: skip
+def test_any_data_gives_an_error_or_a_correct_range(batches, dtype, name, scheme, lenient):
+    seen = made(name, qscheme=scheme, nonfinite="report" if lenient else "raise")
+    tensors = [torch.tensor(batch, dtype=torch.float64) for batch in batches]
+    if not dtype.is_floating_point:
+        tensors = [tensor.nan_to_num(0).clamp(0, 100) for tensor in tensors]
+    tensors = [tensor.to(dtype) for tensor in tensors]
+    exact = torch.cat(tensors).float()
+    finite = exact[torch.isfinite(exact)]
+    if not lenient and len(finite) < len(exact):
+        with pytest.raises(CalibrationError, match="NaN or infinite"):
+            [seen(tensor) for tensor in tensors]
+        return
+    for tensor in tensors:
+        seen(tensor)
+    if not len(exact):
+        with pytest.raises(CalibrationError, match="has seen no data"):
+            seen.calculate_qparams()
+        return
+    scale, zero = seen.calculate_qparams()
+    assert bool(torch.isfinite(scale).all())
+    assert float(scale) >= seen.eps
+    assert seen.quant_min <= int(zero) <= seen.quant_max
+    assert seen.nonfinite_elements == len(exact) - len(finite)
+    if name == "minmax" and len(finite):
+        assert (float(seen.min_val), float(seen.max_val)) == (float(finite.min()), float(finite.max()))
+        reach = float(scale) * (seen.quant_max - seen.quant_min)
+        assert reach >= 0.999 * max(0.0, float(finite.max())) - 0.999 * min(0.0, float(finite.min()))
+
+
+@pytest.mark.parametrize("bins", [16, 4096, 16384])
+def test_large_tensors_count_exactly_whatever_the_number_of_bins(bins):
+    data = heavy_tailed(1_200_000)
+    seen = made("mse", bins=bins)
+    seen(data)
+    width, start = float(seen.state.width), int(seen.state.start)
+    expected = np.bincount(np.floor(data.double().numpy() / width).astype(np.int64) - start, minlength=bins)
+    assert (seen.state.counts[0].numpy() == expected).all()
+
+
 @pytest.mark.parametrize("name", sorted(OBSERVERS))
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_nonfinite_values_are_refused_or_left_out(name, bad):
