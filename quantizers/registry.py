@@ -17,6 +17,7 @@ _BUILT_IN = {
     "native": "quantplug.quantizers.native:NativeQuantizer",
     "tensorrt": "quantplug.quantizers.tensorrt:TensorRTQuantizer",
     "cortex_m": "quantplug.quantizers.cortex_m:CortexMQuantizer",
+    "embedding": "quantplug.quantizers.embedding:EmbeddingQuantizer",
 }
 
 
