@@ -201,7 +201,7 @@ def table(folder: Any, name: str, title: str, rows: dict[tuple[str, str], Peer],
         for setting in settings:
             run = quantize(model, calibration, setting)
             cells.append("  ".join(measured(run(inputs), expected, labels)) if run is not None else "")
-            Console(stderr=True).print(name, title, setting, row, cells[-1])
+            Console(stderr=True, width=160).print(title.partition(":")[0], setting, row, cells[-1])
         found.add_row(*row, *cells)
     return found
 
