@@ -9,21 +9,34 @@ from quantplug.annotators.constraints import static_only
 from quantplug.annotators.fusion import annotate_piece, with_activations
 from quantplug.annotators.qspecs import get_input_act_qspec, get_output_act_qspec
 from quantplug.core.annotator import Annotations, Annotator, Decide
+from quantplug.core.graph import constant_value, is_constant
 from quantplug.core.pattern import Match, Op, op, value
 
 # The kernels of add and sub have no factor on the second operand.
 _HAS_ALPHA = ("add", "sub")
+# Masks of attention are minus infinity, the least float, or a thousand or more below any score.
+_MASKED = 1e3
 
 
 def binary(name: str, activations: tuple[str, ...] = ("relu",), *, shared_inputs: bool = False) -> Annotator:
     """Returns the annotator of one arithmetic operator on two tensors.
 
     Args:
-        name: the ATen operator, such as "add".
+        name: the ATen operator, such as "add", or an overload of it, such as "div.Tensor".
         activations: activations that the kernel fuses.
         shared_inputs: whether the kernel wants both inputs in one scale and zero point.
     """
-    return Annotator(name, with_activations(name, _base(name), activations), _decide(shared_inputs), (static_only,))
+    patterns = with_activations(name, _base(name), activations)
+    return Annotator(name, patterns, _decide(shared_inputs), (static_only, _moderate_constants))
+
+
+def _moderate_constants(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds unless an operand is a mask: its numbers leave no step of an integer range for the other operand."""
+    for operand in (match["a"], match["b"]):
+        value = constant_value(operand) if is_constant(operand) else None
+        if value is not None and not bool((value.abs() < _MASKED).all()):
+            return f"operand '{operand.name}' is a mask with numbers of {float(value.abs().max()):.3g}"
+    return None
 
 
 def _base(name: str) -> Op:

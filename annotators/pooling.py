@@ -1,4 +1,4 @@
-"""Pooling and means: in the scale of the input, or in a scale of their own where the kernel rescales."""
+"""Pooling, means and resizing: in the scale of the input, or in a scale of their own where the kernel rescales."""
 
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpecBase, SharedQuantizationSpec
 
@@ -25,6 +25,18 @@ def pooling(*names: str, own_output: bool = False) -> Annotator:
 
     patterns = tuple((name, pattern) for name in names for pattern in _forms(name))
     return Annotator(names[0], patterns, decide, (static_only,), output="own" if own_output else "shared")
+
+
+def resize() -> Annotator:
+    """Returns the annotator of bilinear resizing, which mixes neighbours in the scale of its input."""
+
+    def decide(match: Match, config: QuantizationConfig) -> Annotations:
+        source = match["x"]
+        shared = SharedQuantizationSpec((source, match["op"]))
+        return annotate_piece(match, {source: get_input_act_qspec(config)}, shared)
+
+    pattern = op("upsample_bilinear2d.vec", input=value("x"), name="op")
+    return Annotator("resize", (("upsample_bilinear2d", pattern),), decide, (static_only,), output="shared")
 
 
 def _forms(name: str) -> list[Pattern]:

@@ -1,45 +1,84 @@
 """What XNNPACK's int8 kernels run, as declarations.
 
-Activations are int8 with one scale, weights symmetric int8 with one scale or one for each output channel.
+Activations are int8 with one scale, weights symmetric int8 with one scale or one for each output channel;
+those of linear may have four bits, with one scale for each output channel or for groups of input channels.
 """
 
+from dataclasses import replace
+from typing import Any
+
+from torchao.quantization.pt2e.quantizer import QuantizationConfig
+
 from quantplug.annotators.activation import clamps, known_range, own_range
-from quantplug.annotators.convolution import convolution, transposed_convolution
+from quantplug.annotators.convolution import CLAMPS, convolution, transposed_convolution
 from quantplug.annotators.elementwise import binary
+from quantplug.annotators.groupwise import FOUR_BITS, group_weight_spec, whole_bytes, whole_groups
 from quantplug.annotators.linear import linear
-from quantplug.annotators.pooling import pooling
+from quantplug.annotators.pooling import pooling, resize
 from quantplug.annotators.presets import get_symmetric_quantization_config, get_xnnpack_quantization_config
 from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
 from quantplug.lowering.xnnpack.rewrites import ALL
 from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.quantizer import BackendQuantizer
 
-__all__ = ["XNNPACK", "XNNPACKQuantizer", "get_symmetric_quantization_config"]
+__all__ = ["WIDE_RANGES", "XNNPACK", "XNNPACKQuantizer", "get_symmetric_quantization_config"]
+
+# Kernels that exist, of functions that 256 steps of their input or output seldom do justice: a quotient by a
+# number near 0, a logarithm, a whole number that lies between two steps. A backend that wants them adds them:
+# derive(XNNPACK, "xnnpack_wide", add=WIDE_RANGES).
+WIDE_RANGES = (
+    binary("div.Tensor", activations=()),
+    own_range("exp", "log", "sqrt", "rsqrt", "square", "floor", "ceil", "sin", "cos"),
+)
+
+
+def _dynamic(**options: Any) -> QuantizationConfig:
+    return get_symmetric_quantization_config(True, is_dynamic=True, **options)
+
+
+def _weight_only(**options: Any) -> QuantizationConfig:
+    return get_symmetric_quantization_config(True, is_weight_only=True, **options)
+
+
+def _four_bits(**options: Any) -> dict[str, Any]:
+    return {"weight_qmin": FOUR_BITS[0], "weight_qmax": FOUR_BITS[1], **options}
+
+
+def _grouped(group_size: int = 32, **options: Any) -> QuantizationConfig:
+    return replace(_dynamic(**options), weight=group_weight_spec(group_size))
+
 
 XNNPACK = Backend(
     name="xnnpack",
     summary="ExecuTorch programs on XNNPACK kernels (ARM, x86, WebAssembly)",
     annotators=(
-        convolution(dims=(1, 2)),
-        transposed_convolution(dims=(2,)),
-        linear(),
-        binary("add"),
-        binary("sub"),
-        binary("mul"),
+        convolution(dims=(1, 2)).where(whole_bytes),
+        transposed_convolution(dims=(2,)).where(whole_bytes),
+        linear().where(whole_groups),
+        binary("add", CLAMPS),
+        binary("sub", CLAMPS),
+        binary("mul", CLAMPS),
+        binary("maximum", activations=()),
+        binary("minimum", activations=()),
         concatenation("cat"),
         # The max-pool kernel compares integers in one scale; the mean kernel rescales.
         pooling("max_pool2d"),
+        resize(),
         pooling("adaptive_avg_pool2d", "mean", own_output=True),
         known_range("sigmoid"),
         known_range("tanh"),
-        own_range("hardswish", "gelu", "leaky_relu", "elu"),
+        own_range("hardswish", "gelu", "leaky_relu", "elu", "abs", "neg"),
         clamps("relu", "relu6", "hardtanh", "clamp"),
         movement((*VIEWS, *COPIES, "pad", "constant_pad_nd")),
     ),
     configs={
         "int8": get_xnnpack_quantization_config,
         "int8_per_tensor": lambda **options: get_xnnpack_quantization_config(False, **options),
-        "int8_dynamic": lambda **options: get_symmetric_quantization_config(True, is_dynamic=True, **options),
+        "int8_dynamic": _dynamic,
+        "int8_weight_only": _weight_only,
+        "int4_dynamic": lambda **options: _dynamic(**_four_bits(**options)),
+        "int4_dynamic_groups": _grouped,
+        "int4_weight_only": lambda **options: _weight_only(**_four_bits(**options)),
     },
     lowering="quantplug.lowering.xnnpack:lower",
     transforms=ALL,

@@ -30,7 +30,7 @@ from quantplug.lowering.xnnpack.conversions import (
     requantize,
     sole_user,
 )
-from quantplug.lowering.xnnpack.rewrites import RUNNABLE
+from quantplug.lowering.xnnpack.rewrites import AT_LOWERING
 
 _ATEN = torch.ops.aten
 _Q = torch.ops.quantized_decomposed
@@ -38,13 +38,13 @@ _Q = torch.ops.quantized_decomposed
 _CONVOLUTIONS = {"aten::conv1d", "aten::conv2d", "aten::conv_transpose1d", "aten::conv_transpose2d"}
 _TRANSPOSED = {"aten::conv_transpose1d", "aten::conv_transpose2d"}
 _GEMMS = _CONVOLUTIONS | {"aten::linear"}
-# Kernels that only move integers: their output has the quantization parameters of their input.
+# Kernels that move or mix integers of one scale: their output has the quantization parameters of their input.
 _MOVES = {
     "aten::max_pool2d", "aten::permute", "aten::transpose", "aten::t", "aten::view", "aten::reshape",
     "aten::flatten", "aten::unflatten", "aten::unsqueeze", "aten::squeeze", "aten::slice", "aten::select",
     "aten::pad", "aten::constant_pad_nd", "aten::clone", "aten::contiguous", "aten::expand",
     "aten::pixel_shuffle", "aten::pixel_unshuffle", "aten::channel_shuffle", "aten::dropout", "aten::alias",
-    "aten::detach", "aten::movedim", "aten::swapaxes",
+    "aten::detach", "aten::movedim", "aten::swapaxes", "aten::upsample_bilinear2d",
 }  # fmt: skip
 _PADS = {"aten::pad", "aten::constant_pad_nd"}
 _FUSING = _GEMMS | {"aten::add", "aten::sub", "aten::mul"}
@@ -132,7 +132,7 @@ def _operators_of_the_runtime(working: fx.GraphModule) -> None:
             value = folded(operand) if isinstance(operand, fx.Node) else None
             if value is not None:
                 _replace_operand(working, node, operand, value, "volume")
-    for rewrite in RUNNABLE:
+    for rewrite in AT_LOWERING:
         rewrite(working)
     for node in _calls(working, ("aten::conv3d", "aten::conv_transpose3d")):
         raise LoweringError(

@@ -18,6 +18,7 @@ _INTEGER_TOO = (
     "AbsConfig", "CeilConfig", "ConstantPadConfig", "CosConfig", "DivConfig", "ExpConfig", "FloorConfig",
     "GeluConfig", "HardswishConfig", "LeakyReLUConfig", "LogConfig", "MaximumConfig", "MinimumConfig", "NegConfig",
     "PowConfig", "ReciprocalSquareRootConfig", "SigmoidConfig", "SinConfig", "SquareRootConfig", "TanhConfig",
+    "UpsampleBilinear2dConfig",
 )  # fmt: skip
 # Stock configs whose kernels take output bounds, so that a relu or hardtanh behind them is fused.
 _BOUNDED = ("AddConfig", "SubConfig", "MulConfig")

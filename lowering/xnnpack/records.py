@@ -58,12 +58,25 @@ def recorded_kernel_calls() -> Iterator[list[KernelCall]]:
     calls: list[KernelCall] = []
     originals = [type(visitor) for visitor in get_node_visitors(None, {}, None).values()]
     for original in originals:
-        register_node_visitor(_recording(original, calls))
+        register_node_visitor(_recording(_with_quantization(original), calls))
     try:
         yield calls
     finally:
         for original in originals:
             register_node_visitor(original)
+
+
+def _with_quantization(original: Any) -> Any:
+    """Returns a visitor that writes the quantization of its tensors too; the one of resizing leaves it out."""
+    if original.target != "aten.upsample_bilinear2d.vec":
+        return original
+
+    def define_node(self: Any, node: fx.Node, xnn_graph: Any, vals_to_ids: Any, debug_handle: int) -> None:
+        # A tensor is defined once: what is here already, the original leaves as it is.
+        self.define_nodes_tensor_inputs_outputs(node, xnn_graph, vals_to_ids, convert_to_nhwc=True)
+        original.define_node(self, node, xnn_graph, vals_to_ids, debug_handle)
+
+    return type(original.__name__, (original,), {"define_node": define_node})
 
 
 def _recording(original: Any, calls: list[KernelCall]) -> type:

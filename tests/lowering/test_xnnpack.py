@@ -260,11 +260,14 @@ def test_weight_only_linear_keeps_integer_weights_in_the_file():
     assert "not quantized" in program.ops[0].reason
 
 
-def test_conv3d_is_refused_in_one_sentence():
-    net = Net(lambda s, x: fake(F.conv3d(fake(x), s.w(), s.b), B), w=Weight(4, 3, 3, 3, 3), b=bias(4))
-    x = torch.randn(1, 3, 5, 6, 6)
+def test_conv3d_runs_in_float_and_one_with_groups_is_refused_in_one_sentence():
+    x = torch.randn(1, 4, 5, 6, 6)
+    parts = {"w": Weight(4, 4, 3, 3, 3), "b": bias(4)}
+    program = lowered(Net(lambda s, x: fake(F.conv3d(fake(x), s.w(), s.b), B), **parts), (1, 4, 5, 6, 6))
+    assert {op.placement for op in program.ops if "conv2d" in op.target} == {"float"}
+    grouped = Net(lambda s, x: fake(F.conv3d(fake(x), s.w(), s.b, groups=2), B), w=Weight(4, 2, 3, 3, 3), b=bias(4))
     with pytest.raises(LoweringError, match=r"'conv3d' \(aten.conv3d.default\) has no kernel"):
-        lower(graph_of(net, x), (x,))
+        lower(graph_of(grouped, x), (x,))
 
 
 def test_integer_inputs_and_outputs():

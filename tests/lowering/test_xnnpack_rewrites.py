@@ -108,6 +108,27 @@ CASES = {
         "scaled_dot_product_attention",
         "attention_is_products",
     ),
+    "causal attention": (
+        lambda s, x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+        {},
+        IMAGE,
+        "scaled_dot_product_attention",
+        "attention_is_products",
+    ),
+    "attention with a boolean mask": (
+        lambda s, x: F.scaled_dot_product_attention(x, x, x, attn_mask=s.m),
+        {"m": nn.Buffer(torch.eye(6) + torch.ones(6, 6).tril(-2) > 0)},
+        IMAGE,
+        "scaled_dot_product_attention",
+        "attention_is_products",
+    ),
+    "positions": (
+        lambda s, x: x * torch.cos(torch.arange(6.0) * s.f) + torch.ones_like(x),
+        {"f": nn.Buffer(torch.rand(6))},
+        IMAGE,
+        "arange",
+        "constant_expressions_are_folded",
+    ),
     "masked attention": (
         lambda s, x: F.scaled_dot_product_attention(x, x, x, attn_mask=s.m),
         {"m": nn.Buffer(torch.randn(6, 6))},
@@ -140,6 +161,8 @@ RECURRENT = [
     ("LSTM", {"bidirectional": True, "bias": False}),
     ("GRU", {"batch_first": True}),
     ("GRU", {"num_layers": 2, "bidirectional": True}),
+    ("RNN", {"batch_first": True}),
+    ("RNN", {"nonlinearity": "relu", "num_layers": 2}),
 ]
 
 
@@ -148,8 +171,18 @@ def test_recurrences_are_unrolled(kind, options):
     torch.manual_seed(0)
     model, x = getattr(nn, kind)(5, 7, **options).eval(), torch.randn(3, 4, 5)
     graph = rewrite_for_xnnpack(torch.export.export(model, (x,)).module())
-    assert f"aten::{kind.lower()}" not in targets(graph)
+    assert not any(name.startswith(f"aten::{kind.lower()}") for name in targets(graph))
     fresh = torch.randn(3, 4, 5)
+    torch.testing.assert_close(graph(fresh), model(fresh), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "RNNCell"])
+def test_cells_are_layers(kind):
+    torch.manual_seed(0)
+    model, x = getattr(nn, kind)(5, 7).eval(), torch.randn(3, 5)
+    graph = rewrite_for_xnnpack(torch.export.export(model, (x,)).module())
+    assert not any("cell" in name for name in targets(graph))
+    fresh = torch.randn(3, 5)
     torch.testing.assert_close(graph(fresh), model(fresh), rtol=1e-5, atol=1e-5)
 
 

@@ -21,7 +21,6 @@ from quantplug.lowering.xnnpack.rewrites.activations import (
 from quantplug.lowering.xnnpack.rewrites.attention import attention_is_products
 from quantplug.lowering.xnnpack.rewrites.constants import (
     batch_norm_is_depthwise,
-    filled_tensors_are_constants,
     numbers_are_constants,
 )
 from quantplug.lowering.xnnpack.rewrites.dimensions import (
@@ -30,25 +29,32 @@ from quantplug.lowering.xnnpack.rewrites.dimensions import (
     pooling_1d_is_2d,
     pooling_3d_is_2d,
 )
+from quantplug.lowering.xnnpack.rewrites.folding import (
+    all_constant_expressions_are_folded,
+    constant_expressions_are_folded,
+)
 from quantplug.lowering.xnnpack.rewrites.movement import select_is_slice, split_is_slices, squeeze_is_view
 from quantplug.lowering.xnnpack.rewrites.pooling import (
     average_pooling_is_depthwise,
     global_pooling_is_mean,
     spatial_mean_keeps_dims,
 )
-from quantplug.lowering.xnnpack.rewrites.recurrence import recurrence_is_unrolled
+from quantplug.lowering.xnnpack.rewrites.recurrence import cells_are_layers, recurrence_is_unrolled
 
 Rewrite = Callable[[fx.GraphModule], fx.GraphModule]
 
-# What the runtime lacks altogether, in float too: for graphs that come to the lowering without these rewrites.
-RUNNABLE: tuple[Rewrite, ...] = (rrelu_is_leaky_relu, convolution_3d_is_2d, pooling_3d_is_2d)
+# What the runtime lacks altogether, in float too.
+_RUNNABLE: tuple[Rewrite, ...] = (rrelu_is_leaky_relu, convolution_3d_is_2d, pooling_3d_is_2d)
+# For a q/dq graph that comes to the lowering, perhaps without these rewrites; nothing of it will be trained.
+AT_LOWERING: tuple[Rewrite, ...] = (all_constant_expressions_are_folded, *_RUNNABLE)
 
 ALL: tuple[Rewrite, ...] = (
-    filled_tensors_are_constants,
-    *RUNNABLE,
+    constant_expressions_are_folded,
+    *_RUNNABLE,
     pooling_1d_is_2d,
     global_pooling_is_2d,
     recurrence_is_unrolled,
+    cells_are_layers,
     attention_is_products,
     split_is_slices,
     select_is_slice,

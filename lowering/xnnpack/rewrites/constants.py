@@ -1,4 +1,4 @@
-"""Numbers, filled tensors, statistics and shared weights as constants that can be quantized."""
+"""Numbers and statistics as constants that can be quantized."""
 
 from typing import Any
 
@@ -74,21 +74,3 @@ def _constants(values: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor] 
 
 def _folds(producer: fx.Node) -> bool:
     return operator_name(producer).startswith("aten::conv") and len(producer.users) == 1
-
-
-def filled_tensors_are_constants(model: fx.GraphModule) -> fx.GraphModule:
-    """Stores what zeros, ones and full of a static shape yield; the runtime would fill them on every call."""
-    for node, values in matching(model, "zeros", "ones", "full"):
-        result = tensor_value(node)
-        if result is None or not result.is_floating_point() or not _is_small(result):
-            continue
-        number = {"aten::zeros": 0.0, "aten::ones": 1.0}.get(operator_name(node), values.get("fill_value"))
-        if isinstance(number, (int, float)):
-            write = Writer(model, node)
-            write.replace(write.constant(torch.full(list(result.shape), number, dtype=result.dtype), "filled"))
-    return done(model)
-
-
-def _is_small(result: Tensor) -> bool:
-    # 64k elements: a state or a mask is stored, an image is not.
-    return all(isinstance(size, int) for size in result.shape) and 0 < result.numel() <= 65536

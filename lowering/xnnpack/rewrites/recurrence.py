@@ -13,23 +13,42 @@ _ATEN = torch.ops.aten
 
 
 def recurrence_is_unrolled(model: fx.GraphModule) -> fx.GraphModule:
-    """Writes LSTM and GRU over a static sequence as their cells, step by step.
+    """Writes LSTM, GRU and RNN over a static sequence as their cells, step by step.
 
     The cell is linear layers, sigmoid, tanh, products and sums, which all have int8 kernels; as one operator it
     has none, and ExecuTorch's decomposition comes after annotation. The input's linear layer runs once for the
-    whole sequence. Equations: torch.nn.LSTM and torch.nn.GRU.
+    whole sequence. Equations: torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN.
     """
-    for node, values in matching(model, "lstm", "gru"):
+    for node, values in matching(model, "lstm", "gru", "rnn_tanh", "rnn_relu"):
         sequence = tensor_value(values.get("input"))
         if sequence is None or not _can_unroll(node, values, sequence):
             continue
         write = Writer(model, node)
-        outputs = _Recurrence(write, values, lstm=operator_name(node) == "aten::lstm").run()
-        for getitem in list(node.users):
-            getitem.replace_all_uses_with(outputs[index_of(getitem)])
-            model.graph.erase_node(getitem)
-        model.graph.erase_node(node)
+        _replace_results(node, _Recurrence(write, values, _Cell(write, operator_name(node))).run())
     return done(model)
+
+
+def cells_are_layers(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes LSTMCell, GRUCell and RNNCell as linear layers, activations, products and sums."""
+    for node, values in matching(model, "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"):
+        write = Writer(model, node)
+        cell = _Cell(write, operator_name(node).removesuffix("_cell"))
+        states = tuple(values["hx"]) if cell.kind == "lstm" else (values["hx"],)
+        now = write.call(_ATEN.linear.default, values["input"], values["w_ih"], values["b_ih"])
+        recurrent = write.call(_ATEN.linear.default, states[0], values["w_hh"], values["b_hh"])
+        states = cell.step(now, recurrent, states)
+        if cell.kind == "lstm":
+            _replace_results(node, list(states))
+        else:
+            write.replace(states[0])
+    return done(model)
+
+
+def _replace_results(node: fx.Node, results: list[fx.Node]) -> None:
+    for getitem in list(node.users):
+        getitem.replace_all_uses_with(results[index_of(getitem)])
+        node.graph.erase_node(getitem)
+    node.graph.erase_node(node)
 
 
 def _can_unroll(node: fx.Node, values: dict[str, Any], sequence: Tensor) -> bool:
@@ -41,10 +60,10 @@ def _can_unroll(node: fx.Node, values: dict[str, Any], sequence: Tensor) -> bool
 class _Recurrence:
     """Unrolls one recurrent operator; sequences are rows of (time x batch, features), so that a step is one slice."""
 
-    def __init__(self, write: Writer, values: dict[str, Any], *, lstm: bool) -> None:
+    def __init__(self, write: Writer, values: dict[str, Any], cell: "_Cell") -> None:
         self.write = write
         self.values = values
-        self.lstm = lstm
+        self.cell = cell
         self.batch_first = bool(values["batch_first"])
         self.parameters = list(values["params"])
         self.per_cell = 4 if values["has_biases"] else 2
@@ -90,24 +109,41 @@ class _Recurrence:
         for step in reversed(range(self.steps)) if backward else range(self.steps):
             now = self._rows(gates, step)
             recurrent = self.write.call(_ATEN.linear.default, states[0], weights[1], biases[1])
-            states = self._lstm(now, recurrent, states[1]) if self.lstm else self._gru(now, recurrent, states[0])
+            states = self.cell.step(now, recurrent, states)
             hidden.append(states[0])
         return self._joined(hidden[::-1] if backward else hidden, 0), states
 
     def _initial(self) -> list[fx.Node]:
         given: Any = self.values["hx"]
-        return list(given) if self.lstm else [given]
+        return list(given) if self.cell.kind == "lstm" else [given]
 
     def _rows(self, node: fx.Node, index: int) -> fx.Node:
         if value_of(node).shape[0] == self.batch:
             return node
         return self.write.call(_ATEN.slice.Tensor, node, 0, index * self.batch, (index + 1) * self.batch)
 
+
+class _Cell:
+    """One step of a recurrent layer, from the linear layers of its input and of its hidden state."""
+
+    def __init__(self, write: Writer, operator: str) -> None:
+        self.write = write
+        self.kind = operator.removeprefix("aten::")
+
+    def step(self, now: fx.Node, recurrent: fx.Node, states: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
+        """Returns the next hidden state and, for LSTM, cell state."""
+        if self.kind == "lstm":
+            return self._lstm(now, recurrent, *states)
+        if self.kind == "gru":
+            return self._gru(now, recurrent, *states)
+        activation = _ATEN.tanh.default if self.kind == "rnn_tanh" else _ATEN.relu.default
+        return (self.write.call(activation, self.write.call(_ATEN.add.Tensor, now, recurrent)),)
+
     def _gates(self, node: fx.Node, count: int) -> list[fx.Node]:
         size = value_of(node).shape[-1] // count
         return [self.write.call(_ATEN.slice.Tensor, node, -1, i * size, (i + 1) * size) for i in range(count)]
 
-    def _lstm(self, now: fx.Node, recurrent: fx.Node, cell: fx.Node) -> tuple[fx.Node, ...]:
+    def _lstm(self, now: fx.Node, recurrent: fx.Node, _: fx.Node, cell: fx.Node) -> tuple[fx.Node, ...]:
         call = self.write.call
         enter, keep, new, leave = self._gates(call(_ATEN.add.Tensor, now, recurrent), 4)
         kept = call(_ATEN.mul.Tensor, call(_ATEN.sigmoid.default, keep), cell)

@@ -1,0 +1,68 @@
+"""Expressions of constants as the constants that they yield.
+
+Masks, positions and rotary tables are computed from sizes alone, on every call and on portable kernels; as
+constants they are operands of integer kernels, and a mask that is known can be written as a sum.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from quantplug.core.constants import written_buffers
+from quantplug.core.graph import constant_value, operands, tensor_value
+from quantplug.lowering.xnnpack.conversions import is_conversion, operator_name
+from quantplug.lowering.xnnpack.rewrites.writing import Writer, done
+
+# What such an operator yields depends on the sizes of its operand alone.
+_LIKE = {
+    "aten::zeros_like": 0, "aten::new_zeros": 0, "aten::ones_like": 1, "aten::new_ones": 1, "aten::full_like": None,
+    "aten::new_full": None,
+}  # fmt: skip
+# A mask of 256 x 256 positions is stored, an image is not.
+_MOST_ELEMENTS = 65536
+
+
+def constant_expressions_are_folded(model: fx.GraphModule) -> fx.GraphModule:
+    """Stores what expressions of sizes and buffers yield; parameters may yet be trained."""
+    return _fold(model, parameters=False)
+
+
+def all_constant_expressions_are_folded(model: fx.GraphModule) -> fx.GraphModule:
+    """Stores what expressions of sizes, buffers and parameters yield."""
+    return _fold(model, parameters=True)
+
+
+def _fold(model: fx.GraphModule, *, parameters: bool) -> fx.GraphModule:
+    written, known = written_buffers(model.graph), dict[fx.Node, Tensor]()
+    for node in model.graph.nodes:
+        value = constant_value(node) if node.op == "get_attr" else _evaluated(node, known)
+        trained = isinstance(value, nn.Parameter) and not parameters
+        if value is not None and not trained and node.target not in written:
+            known[node] = value.detach()
+    folded = [node for node in known if node.op == "call_function" and any(user not in known for user in node.users)]
+    for node in folded:
+        write = Writer(model, node)
+        write.replace(write.constant(known[node].contiguous().clone(), "folded"))
+    return done(model)
+
+
+def _evaluated(node: fx.Node, known: dict[fx.Node, Tensor]) -> Tensor | None:
+    """Returns the value of an operator over known values, None if it has none or is not to be stored."""
+    target, result = node.target, tensor_value(node)
+    if not isinstance(target, torch._ops.OpOverload) or result is None or not _is_stored(result) or is_conversion(node):
+        return None
+    name = operator_name(node)
+    if name in _LIKE:
+        number = operands(node)["fill_value"] if _LIKE[name] is None else _LIKE[name]
+        return None if isinstance(number, fx.Node) else torch.full(tuple(result.shape), number, dtype=result.dtype)
+    changes = target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
+    if changes or not all(source in known for source in node.all_input_nodes):
+        return None
+    args, kwargs = (fx.node.map_arg(part, known.__getitem__) for part in (node.args, node.kwargs))
+    value: Any = target(*args, **kwargs)
+    return value if isinstance(value, Tensor) else None
+
+
+def _is_stored(result: Tensor) -> bool:
+    return all(isinstance(size, int) for size in result.shape) and 0 < result.numel() <= _MOST_ELEMENTS
