@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 from torch.fx.traceback import NodeSource, NodeSourceAction
 from torchao.quantization.pt2e.quantizer import is_valid_annotation
 
+from quantplug.core.boundary_dtypes import apply_boundary_dtypes
 from quantplug.core.calibrated import enforce_limits
 from quantplug.core.collection import collection_paused
 from quantplug.core.constants import constant_nodes, evaluate_constants
@@ -76,6 +77,7 @@ def convert_pt2e(
     with collection_paused():
         converted = _convert(model, fold_quantize).eval()
     enforce_limits(converted)
+    apply_boundary_dtypes(converted)
     if use_reference_representation:
         integer_representation(converted)
     return converted

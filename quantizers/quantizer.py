@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import fx, nn
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantizer
 
 from quantplug.core.annotation import annotate
+from quantplug.core.boundary_dtypes import BOUNDARY_KEY, BoundaryDTypes
 from quantplug.core.errors import ConfigError
 from quantplug.core.fold import Permission
 from quantplug.core.graph import require_graph_module
@@ -36,6 +38,7 @@ class BackendQuantizer(Quantizer):
         super().__init__()
         self.strict = strict
         self.scopes = Scopes()
+        self._boundaries = BoundaryDTypes()
 
     @property
     def folds_batch_norm(self) -> bool | Permission:
@@ -85,6 +88,21 @@ class BackendQuantizer(Quantizer):
         self.scopes.set_filter(accepts, self._config(config))
         return self
 
+    def set_io(self: Self, input: torch.dtype | None = None, output: torch.dtype | None = None) -> Self:  # noqa: A002
+        """Sets the dtypes of the converted model's float inputs and outputs; None leaves them float.
+
+        With torch.int8 the model takes or returns the integers themselves, whose scales
+        `quantplug.core.boundary_dtypes.boundary_qparams` reads; quantplug's own `convert_pt2e` carries it out.
+
+        Raises:
+            ConfigError: a dtype is no integer dtype.
+        """
+        for name, dtype in (("input", input), ("output", output)):
+            if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype.is_floating_point):
+                raise ConfigError(f"set_io was given {name}={dtype!r}; pass an integer dtype or None for float.")
+        self._boundaries = BoundaryDTypes(input, output)
+        return self
+
     def _config(self, found: Any) -> QuantizationConfig | None:
         if found is None or isinstance(found, QuantizationConfig):
             return found
@@ -117,6 +135,8 @@ class BackendQuantizer(Quantizer):
         """Runs the backend's rewrites on the graph that is about to be annotated."""
         for transform in self.backend.transforms:
             model = transform(model)
+        if not model.meta.get(REGION_KEY):
+            model.meta[BOUNDARY_KEY] = self._boundaries
         model.meta[TRANSFORMS_KEY] = tuple(f"{t.__module__}:{t.__qualname__}" for t in self.backend.transforms)
         return model
 

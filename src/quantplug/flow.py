@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
+from quantplug.core.boundary_dtypes import quantized_inputs
 from quantplug.core.calibrate import calibrate
 from quantplug.core.convert import convert_pt2e
 from quantplug.core.errors import ConfigError, ModelError, first_line
@@ -106,6 +107,7 @@ def quantize(
     if calibration is not None and quantizer.needs_calibration:
         calibrate(prepared, calibration, limit=limit, progress=progress)
     reference = convert_pt2e(prepared)
+    inputs = quantized_inputs(reference, inputs)
     program = quantizer.backend.lower(reference, inputs, dynamic_shapes=dynamic_shapes, **lowering)
     return Artefact(program, reference, explain(reference), quantizer.backend.name)
 
