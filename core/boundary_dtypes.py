@@ -123,7 +123,8 @@ def quantized_inputs(model: fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[An
     read = boundary_qparams(model)[0]
     if len(read) != len(leaves):
         return inputs
-    return pytree.tree_unflatten([_quantized(*pair) for pair in zip(leaves, read, strict=True)], structure)
+    integers = [_quantized(*pair) for pair in zip(leaves, read, strict=True)]
+    return tuple(pytree.tree_unflatten(integers, structure))
 
 
 def _quantized(value: Any, qargs: QArgs | None) -> Any:

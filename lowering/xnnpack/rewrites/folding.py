@@ -54,12 +54,13 @@ def _evaluated(node: fx.Node, known: dict[fx.Node, Tensor]) -> Tensor | None:
         return None
     name = operator_name(node)
     if name in _LIKE:
-        number = operands(node)["fill_value"] if _LIKE[name] is None else _LIKE[name]
+        number: Any = operands(node)["fill_value"] if _LIKE[name] is None else _LIKE[name]
         return None if isinstance(number, fx.Node) else torch.full(tuple(result.shape), number, dtype=result.dtype)
     changes = target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
     if changes or not all(source in known for source in node.all_input_nodes):
         return None
-    args, kwargs = (fx.node.map_arg(part, known.__getitem__) for part in (node.args, node.kwargs))
+    args: Any = fx.node.map_arg(node.args, known.__getitem__)
+    kwargs: Any = fx.node.map_arg(node.kwargs, known.__getitem__)
     value: Any = target(*args, **kwargs)
     return value if isinstance(value, Tensor) else None
 
