@@ -11,7 +11,7 @@ from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpecBase
 
 from quantplug.core.annotator import Annotations
-from quantplug.core.pattern import Match, Op, Pattern, anything, either, item, op, optional, single_use
+from quantplug.core.pattern import Match, Op, Pattern, anything, op, optional, single_use
 
 
 def _number(found: Any) -> str | None:
@@ -45,10 +45,12 @@ def with_activations(label: str, base: Pattern, activations: tuple[str, ...]) ->
 
 
 def with_batch_norm(label: str, base: Pattern, activations: tuple[str, ...]) -> tuple[tuple[str, Pattern], ...]:
-    """Returns the labelled patterns of operator, batch norm and activation, as training graphs have them."""
+    """Returns the labelled patterns of operator, batch norm and activation, as training graphs have them.
+
+    Only whole batch norms are fused for training; a graph that was decomposed before keeps them float.
+    """
     whole = op("batch_norm", input=single_use(base), name="batch_norm")
-    decomposed = item(op("_native_batch_norm_legit", input=single_use(base), name="batch_norm"), 0)
-    return with_activations(f"{label}_bn", either(whole, decomposed), activations)
+    return with_activations(f"{label}_bn", whole, activations)
 
 
 def annotate_piece(

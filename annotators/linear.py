@@ -7,7 +7,7 @@ from quantplug.annotators.constraints import quantizes_weight
 from quantplug.annotators.fusion import with_activations, with_batch_norm
 from quantplug.annotators.weighted import annotate_weighted, batch_norm_in_training
 from quantplug.core.annotator import Annotations, Annotator
-from quantplug.core.graph import describe, is_constant
+from quantplug.core.graph import describe, is_constant, rank
 from quantplug.core.pattern import Match, constant, op, operator_overloads, optional, value
 
 _WHOLE = operator_overloads("linear")
@@ -23,8 +23,14 @@ def linear(activations: tuple[str, ...] = ("relu", "relu6", "hardtanh", "clamp")
     patterns = tuple(
         labelled for base in (whole, addmm, mm) for labelled in with_activations("linear", base, activations)
     )
-    patterns += with_batch_norm("linear", whole, activations)
+    patterns += with_batch_norm("linear", whole.where(_is_matrix), activations)
     return Annotator("linear", patterns, _decide, (quantizes_weight, batch_norm_in_training))
+
+
+def _is_matrix(match: Match) -> str | None:
+    """Batch norm counts channels on axis 1, a linear layer on the last one: they are one for matrices only."""
+    found = rank(match["x"])
+    return None if found in (2, None) else f"batch norm is over axis 1, not the features, of {found} dimensions"
 
 
 def _weight(found: fx.Node) -> str | None:

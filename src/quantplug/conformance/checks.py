@@ -104,7 +104,7 @@ def _shown(trial: Trial, index: int) -> str | None:
 def _limits(trial: Trial, index: int) -> str | None:
     """The backend's own config keeps the limits that its rows declare, before and after calibration."""
     flow = trial.flow
-    names = {node.name for model in (flow.annotated, flow.converted) for node in flow.operators(model, index)}
+    names = {node.name for node in flow.operators(flow.annotated, index)}
     return next((str(broken) for broken in flow.violations if broken.node in names), None)
 
 

@@ -4,6 +4,7 @@ Before: a backend's declaration. After: for each rule and config a `Trial`, whos
 converted, lowered) are made when they are first asked for, once for all forms of the rule side by side.
 """
 
+import contextlib
 import io
 import tempfile
 from collections.abc import Iterator, Set
@@ -25,7 +26,7 @@ from quantplug.core.calibrated import qparam_violations
 from quantplug.core.constants import constant_nodes
 from quantplug.core.convert import convert_pt2e
 from quantplug.core.decision import Decision, decision
-from quantplug.core.errors import ConfigError
+from quantplug.core.errors import AnnotationError, ConfigError
 from quantplug.core.graph import compute_nodes
 from quantplug.core.limits import VIOLATIONS_KEY, Violation
 from quantplug.core.pattern import Pattern, Value
@@ -76,7 +77,7 @@ class Trial:
 
     @property
     def mode(self) -> str:
-        """ "static", "dynamic" or "weight_only"."""
+        """What the config is for: "static", "dynamic" or "weight_only"."""
         activation = self.backend.config(self.config_name).input_activation
         if activation is None:
             return "weight_only"
@@ -195,7 +196,9 @@ class Flow:
     def violations(self) -> tuple[Violation, ...]:
         """The declared limits that the config and the calibrated numbers break."""
         early = self.annotated.meta.get(VIOLATIONS_KEY, ())
-        return (*early, *(broken for broken, _ in qparam_violations(self.converted)))
+        with contextlib.suppress(AnnotationError):  # what cannot be carried out has no numbers
+            return (*early, *(broken for broken, _ in qparam_violations(self.converted)))
+        return tuple(early)
 
     def results(self, stage: str, *, beyond: bool = False, run: int = 0) -> list[Tensor]:
         """Returns what each form yields at a stage, without what its neighbours make of it.

@@ -1,0 +1,214 @@
+"""Backends that claim what they do not keep: each wrong claim fails the check that is about it, and no other."""
+
+import itertools
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, SharedQuantizationSpec
+
+from quantplug.annotators.activation import own_range
+from quantplug.annotators.presets import get_symmetric_quantization_config
+from quantplug.conformance import CHECKS, verdicts
+from quantplug.core.annotator import Annotator
+from quantplug.core.dtypes import DTypeConfig, DTypeWithConstraints
+from quantplug.core.levels import Level
+from quantplug.core.pattern import anything, op, value
+from quantplug.lowering.program import Program
+from quantplug.quantizers.backend import derive
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "plugin_package" / "src"))
+from tiny_npu import TINY_NPU
+
+(HONEST,) = TINY_NPU.annotators
+
+
+def failed(backend, *rules):
+    """Returns the checks that fail, each with one reason."""
+    found = [(check, verdict) for _, check, verdict in verdicts(backend, *rules)]
+    assert {check for check, _ in found} == set(CHECKS)
+    return {check: verdict.reason for check, verdict in found if verdict.status == "failed"}
+
+
+def lying(**changes):
+    return derive(TINY_NPU, "liar", **changes)
+
+
+def with_row(row):
+    return replace(TINY_NPU, name="liar", annotators=(row,))
+
+
+def deciding(change):
+    """The honest row with another decision: `change` gets the honest annotations and the match."""
+    return replace(HONEST, decide=lambda match, config: change(HONEST.decide(match, config), match))
+
+
+def test_r01_r02_b26_an_honest_backend_of_60_lines_passes_every_check():
+    lines = (Path(__file__).parent.parent / "plugin_package" / "src" / "tiny_npu" / "__init__.py").read_text()
+    assert len(lines.splitlines()) <= 60
+    statuses = [(check, verdict.status) for _, check, verdict in verdicts(TINY_NPU)]
+    assert {status for _, status in statuses} == {"passed"}
+    assert {check for check, _ in statuses} == set(CHECKS)
+
+
+def test_b26_to_share_a_scale_and_to_use_an_own_one_fails_the_output():
+    assert failed(with_row(replace(HONEST, output="shared"))) == {
+        "output": "the row declares its output 'shared', the annotation makes it 'own'"
+    }
+
+
+def test_b26_a_wrong_kind_of_output_fails_the_output():
+    def shared(annotations, match):
+        annotations[match.root].output_qspec = SharedQuantizationSpec((match["a"], match["op"]))
+        return annotations
+
+    assert set(failed(with_row(deciding(shared)))) == {"output"}
+    assert set(failed(with_row(replace(HONEST, output="fixed")))) == {"output"}
+
+
+class Off(Program):
+    """A program whose every result is one step too high."""
+
+    def __init__(self, program, step):
+        self.program, self.step, self.ops = program, step, program.ops
+
+    def __call__(self, *inputs):
+        return torch.utils._pytree.tree_map(lambda y: y + self.step(y), self.program(*inputs))
+
+    def save(self, path):
+        return self.program.save(path)
+
+    @property
+    def nbytes(self):
+        return self.program.nbytes
+
+
+def one_step(y):
+    """The smallest difference between two results."""
+    values = y.unique()
+    return (values[1:] - values[:-1]).min()
+
+
+def test_r08_exact_and_one_step_off_fails_the_level():
+    lowering = lambda converted, inputs: Off(TINY_NPU.lower(converted, inputs), one_step)  # noqa: E731
+    honest = with_row(HONEST.within(Level.ONE_STEP))
+    assert failed(replace(honest, lowering=lowering)) == {}
+    exact = with_row(HONEST.within(Level.EXACT))
+    assert "declared: exact" in failed(replace(exact, lowering=lowering))["level"]
+    assert set(failed(replace(exact, lowering=lowering))) == {"level"}
+
+
+def test_r05_an_operator_that_the_lowering_leaves_float_fails_delegated():
+    found = failed(lying(add=(own_range("tanh"),)), "tanh")
+    assert set(found) == {"delegated"}
+    assert "'tanh' is claimed and runs float: no integer kernel" in found["delegated"]
+
+
+def test_an_annotator_that_decides_otherwise_each_time_fails_deterministic():
+    turns = itertools.count()
+
+    def moody(annotations, match):
+        spec = annotations[match.root].output_qspec
+        annotations[match.root].output_qspec = replace(spec, quant_min=-128 + next(turns) % 19)
+        return annotations
+
+    assert set(failed(with_row(deciding(moody)))) == {"deterministic"}
+
+
+def test_b07_a_config_that_breaks_the_declared_limit_fails_limits():
+    tight = DTypeConfig("int8", *[DTypeWithConstraints(torch.int8, scale_min_lower_bound=1.0)] * 2)
+    found = failed(replace(TINY_NPU, name="liar", dtypes=(tight,), configs={"int8": get_symmetric_quantization_config}))
+    assert set(found) == {"limits"}
+    assert "breaks scale_min_lower_bound of backend 'liar'" in found["limits"]
+
+
+def test_b08_a_ratio_of_scales_that_calibration_cannot_keep_fails_limits():
+    found = failed(with_row(HONEST.rescaling(10.0, 20.0, of="each")))
+    assert set(found) == {"limits"}
+    assert "the ratio of scales (each / output)" in found["limits"]
+
+
+def test_b04_a_wrong_dtype_fails_limits():
+    int16 = DTypeWithConstraints(torch.int16)
+    row = HONEST.accepting(DTypeConfig("int16", input=int16, output=int16))
+    found = failed(with_row(row))
+    assert set(found) == {"limits"}
+    assert "breaks dtype of backend 'liar': found int8, the limit is int16" in found["limits"]
+
+
+def test_a_rule_that_takes_nothing_fails_annotated():
+    found = failed(with_row(HONEST.where(lambda match, config: "the moon is not full")))
+    assert set(found) == {"annotated"}
+    assert "no form of rule 'add" in found["annotated"]
+    assert "the moon is not full" in found["annotated"]
+
+
+def test_an_annotation_that_cannot_be_carried_out_fails_verified():
+    def of_no_input(annotations, match):
+        annotations[match["op"]].input_qspec_map[match["op"]] = annotations[match.root].output_qspec
+        return annotations
+
+    assert set(failed(with_row(replace(deciding(of_no_input), dtypes=())))) == {"verified"}
+
+
+def test_what_does_not_survive_saving_fails_serialised(monkeypatch):
+    monkeypatch.setattr(torch.export, "save", lambda program, where: where.write(b"gone"))
+    found = failed(replace(TINY_NPU, name="liar", lowering=lambda c, i: Unsaved(TINY_NPU.lower(c, i))))
+    assert set(found) == {"serialised"}
+
+
+class Unsaved(Off):
+    """An honest program that writes itself without torch.export.save."""
+
+    def __init__(self, program):
+        super().__init__(program, lambda y: 0)
+
+    def save(self, path):
+        path.write_bytes(b"a program")
+        return path
+
+
+def test_a_lowering_that_fails_fails_lowered():
+    def refuse(converted, inputs):
+        raise MemoryError("the device is full")
+
+    assert failed(replace(TINY_NPU, name="liar", lowering=refuse)) == {"lowered": "MemoryError: the device is full"}
+
+
+def test_training_that_ends_elsewhere_fails_parity():
+    def wide_in_training(is_qat=False, **options):
+        return get_symmetric_quantization_config(is_qat=is_qat, act_qmin=-2, act_qmax=1) if is_qat else (
+            get_symmetric_quantization_config(**options)
+        )  # fmt: skip
+
+    assert set(failed(replace(TINY_NPU, name="liar", dtypes=(), configs={"int8": wide_in_training}))) == {"parity"}
+
+
+@torch.library.custom_op("quantplug_lies::twist", mutates_args=())
+def twist(x: torch.Tensor, turns: int) -> torch.Tensor:
+    return x * turns
+
+
+@twist.register_fake
+def _(x, turns):
+    return torch.empty_like(x)
+
+
+class Twist(torch.nn.Module):
+    def forward(self, x):
+        return torch.ops.quantplug_lies.twist(x, 3)
+
+
+def test_an_operator_that_the_kit_does_not_know_asks_for_an_example():
+    def decide(match, config):
+        spec = config.input_activation
+        return {match["op"]: QuantizationAnnotation({match["x"]: spec}, spec)}
+
+    row = Annotator(
+        "twist", (("twist", op("quantplug_lies::twist", x=value("x"), name="op", turns=anything())),), decide
+    )
+    found = failed(with_row(row))
+    assert set(found) == {"shown"}
+    assert found["shown"].endswith("show what the rule is about with .shown_by(function).")
+    assert set(failed(with_row(row.shown_by(lambda: (Twist(), (torch.randn(2, 5),)))))) == {"delegated"}
