@@ -1,6 +1,7 @@
 """Annotations that cannot be carried out are refused before anything is inserted, with one clear sentence."""
 
 import contextlib
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -232,7 +233,7 @@ def legal(choices: list[int]) -> Callable[[dict[str, fx.Node]], dict[str, Any]]:
     return write
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS, choices=CHOICES)
 def test_legal_annotations_prepare_convert_and_run(steps: list[tuple[str, int, int]], choices: list[int]) -> None:
     """The float graph is untouched, preparing changes no value, every quantize has its dequantize."""
@@ -248,6 +249,10 @@ def test_legal_annotations_prepare_convert_and_run(steps: list[tuple[str, int, i
         if node.target in QUANTIZE_OPS:
             assert all(user.target in DEQUANTIZE_OPS for user in node.users)
             assert all(user.args[1:] == node.args[1:] for user in node.users)
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(converted, (x,)), file)
+    file.seek(0)
+    torch.testing.assert_close(torch.export.load(file).module()(x), converted(x), rtol=0, atol=0)
     torch.testing.assert_close(module(x), expected, rtol=0, atol=0)
 
 
