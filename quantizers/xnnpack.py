@@ -17,6 +17,7 @@ from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling, resize
 from quantplug.annotators.presets import get_symmetric_quantization_config, get_xnnpack_quantization_config
 from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
+from quantplug.core.levels import Level
 from quantplug.lowering.xnnpack.rewrites import ALL
 from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.quantizer import BackendQuantizer
@@ -63,7 +64,7 @@ XNNPACK = Backend(
         concatenation("cat"),
         # The max-pool kernel compares integers in one scale; the mean kernel rescales.
         pooling("max_pool2d"),
-        resize(),
+        resize().within(Level.APPROXIMATE),
         pooling("adaptive_avg_pool2d", "mean", own_output=True),
         known_range("sigmoid"),
         known_range("tanh"),

@@ -45,6 +45,7 @@ def conv(s: Net, x: Tensor, **options: object) -> Tensor:
     return F.conv2d(x, s.w(), s.b, **options)
 
 
+torch.manual_seed(0)  # the weights of the nets below
 # name -> (net, input shapes, placements)
 INTEGER = {
     "slices added": (Net(lambda s, x: slices_added(fake(torch.relu(fake(x))))), [IMAGE], 4),
