@@ -79,7 +79,7 @@ def test_a_rank_that_does_not_answer_in_time_is_an_error(tmp_path):
 def killed_trials(count, seed, folder):
     command = [sys.executable, str(WORKER), "kills", str(count), str(seed), str(folder)]
     done = subprocess.run(
-        command, check=False, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=580
+        command, check=False, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=1800
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
