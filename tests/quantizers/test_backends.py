@@ -69,7 +69,7 @@ def test_q01_capabilities_list_every_rule_as_data(name):
     assert len(rows) == len(quantizer.capabilities())
     assert rows["conv_relu"].operators[:2] == ("aten.conv1d.default", "aten.conv1d.padding")
     assert "aten.relu_.default" in rows["conv_relu"].operators
-    assert rows["conv"].configs == tuple(quantizer.backend.configs)
+    assert rows["linear"].configs == tuple(quantizer.backend.configs)
     assert "int8_dynamic" not in rows["add"].configs
     assert "int8" in rows["add"].configs
     assert (rows["conv"].output, rows["max_pool2d"].output, rows["view"].output) == ("own", "shared", "shared")
