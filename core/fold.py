@@ -83,6 +83,12 @@ class Folding:
     folded: bool
     reason: str = ""
 
+    def __str__(self) -> str:
+        where = f" (module '{self.module_path}')" if self.module_path else ""
+        if self.folded:
+            return f"'{self.batch_norm}'{where} is folded into '{self.producer}'."
+        return f"'{self.batch_norm}'{where} is not folded: {self.reason}."
+
 
 @dataclass(frozen=True)
 class Normalized:

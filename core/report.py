@@ -23,10 +23,11 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.boundaries import Boundary, boundaries, is_dequantize, is_dynamic, is_qdq, is_quantize, is_weight
 from quantplug.core.decision import decision
+from quantplug.core.fold import Folding
 from quantplug.core.graph import attribute, compute_nodes, is_constant, module_path, require_graph_module
 from quantplug.core.limits import VIOLATIONS_KEY, Violation
 from quantplug.core.regions import region_targets
-from quantplug.core.stage import CONFLICTS_KEY, NOTES_KEY
+from quantplug.core.stage import CONFLICTS_KEY, FOLDINGS_KEY, NOTES_KEY
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Report:
         boundaries: in a converted graph, where numbers change their form or pass from one quantizer to another.
         violations: limits of the kernels that specs or calibrated numbers break; errors in strict mode.
         notes: what quantizers of a composition did to each other, and specs of one tensor that disagree.
+        foldings: what prepare did with each batch norm.
     """
 
     stage: str
@@ -87,6 +89,7 @@ class Report:
     boundaries: tuple[Boundary, ...]
     violations: tuple[Violation, ...] = ()
     notes: tuple[str, ...] = ()
+    foldings: tuple[Folding, ...] = ()
 
     @property
     def quantized(self) -> int:
@@ -116,7 +119,7 @@ class Report:
         console.print(self.table())
         if len(self.owners) > 1 and self.boundaries:
             console.print(self.boundary_table())
-        for line in (*self.violations, *self.notes):
+        for line in (*self.foldings, *self.violations, *self.notes):
             console.print(escape(f"{line}"))
         console.print(self.summary())
         return out.getvalue()
@@ -179,6 +182,7 @@ def explain(model: fx.GraphModule) -> Report:
         islands=tuple(island for part in parts for island in part.islands),
         boundaries=tuple(boundary for part in parts for boundary in part.boundaries),
         violations=tuple(violation for each in models for violation in each.meta.get(VIOLATIONS_KEY, ())),
+        foldings=tuple(folding for each in models for folding in each.meta.get(FOLDINGS_KEY, ())),
         notes=tuple(note for each in models for key in (NOTES_KEY, CONFLICTS_KEY) for note in each.meta.get(key, ())),
     )
 
@@ -356,6 +360,9 @@ _PAGE = """<!doctype html>
 {% if report.islands %}<h2>Float islands</h2><ol>
 {% for island in report.islands %}<li><code>{{ island | join(', ') }}</code></li>
 {% endfor %}</ol>{% endif %}
+{% if report.foldings %}<h2>Batch norms</h2><ul>
+{% for folding in report.foldings %}<li>{{ folding }}</li>
+{% endfor %}</ul>{% endif %}
 {% if report.notes %}<h2>Notes</h2><ul>
 {% for note in report.notes %}<li>{{ note }}</li>
 {% endfor %}</ul>{% endif %}

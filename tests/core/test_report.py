@@ -213,3 +213,16 @@ def test_operators_inside_control_flow_have_rows_and_scopes_may_name_what_surrou
         partly = explain(prepare_pt2e(graph, only_first))
     assert [row.quantized for row in report.rows if row.operator == "linear"] == [True, True, True]
     assert [row.quantized for row in partly.rows if row.operator == "linear"] == [True, False, False]
+
+
+def test_the_report_shows_what_became_of_every_batch_norm():
+    body = Function(lambda m, x: m.bn(m.conv(x)) + m.alone(x), conv=nn.Conv2d(3, 3, 1), bn=nn.BatchNorm2d(3))
+    body.alone = nn.BatchNorm2d(3)
+    report = explain(prepare_pt2e(exported(body.eval(), X), get_quantizer("x86")))
+    assert [folding.folded for folding in report.foldings] == [True, False]
+    folded, alone = map(str, report.foldings)
+    assert folded == "'batch_norm' (module 'bn') is folded into 'conv2d'."
+    assert alone.startswith("'batch_norm_1' (module 'alone') is not folded: ")
+    assert folded in report.text(width=1000)
+    assert "is folded into" in report.html()
+    assert json.loads(report.json())["foldings"][0]["producer"] == "conv2d"
