@@ -24,3 +24,4 @@ def verdicts(backend: Backend, *rules: str) -> Iterator[tuple[str, str, Verdict]
         if not rules or trial.label in rules:
             for index in range(len(trial.forms)):
                 yield from ((trial.name(index), check, judge(trial, index, check)) for check in CHECKS)
+            trial.release()

@@ -21,6 +21,7 @@ from torchao.quantization.pt2e.quantizer import (
 from quantplug.conformance.trial import Flow, Trial
 from quantplug.core.decision import decision
 from quantplug.core.errors import QuantplugError, first_line
+from quantplug.core.graph import module_path
 from quantplug.core.levels import Level
 from quantplug.core.plan import Plan, plan_of
 from quantplug.core.qdq import DEQUANTIZE_OPS
@@ -213,7 +214,8 @@ def _delegated(trial: Trial, index: int) -> str | None:
         raise NotClaimedError("with integer weights only, the arithmetic is that of floats")
     flow = trial.flow
     placed = {op.node: op for op in flow.program.ops}
-    for node in flow.operators(flow.converted, index):
+    own = (n for n in flow.operators(flow.converted, index) if module_path(n) != f"branches.{index}.before")
+    for node in own:
         decided, op = decision(node), placed.get(node.name)
         claimed = decided is not None and decided.quantized
         if claimed and trial.mode == "dynamic" and not _reads_integers(node):

@@ -207,10 +207,19 @@ class Placed(nn.Module):
         self.piece, self.inputs, self.followed, self.before, self.after = piece, inputs, followed, before, after
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
-        """Returns what the piece yields, and what the reader makes of it."""
+        """Returns what the piece yields, what the reader makes of it, and what the producer yields.
+
+        A producer that has two users is not fused with the piece.
+        """
         given = [self.before(x) if self.before and i in self.followed else x for i, x in enumerate(inputs)]
         result = self.piece(*given)
-        return (result, self.after(result)) if self.after else (result,)
+        read = [self.after(result)] if self.after else []
+        return (result, *read, *(given[i] for i in self.followed if self.before))
+
+    @property
+    def results(self) -> int:
+        """How many tensors the module returns."""
+        return 1 + (self.after is not None) + (len(self.followed) if self.before else 0)
 
 
 class Batch(nn.Module):

@@ -113,6 +113,11 @@ class Trial:
         """The flow in which the rule applies."""
         return self.qat if self.is_qat and self.qat is not None else self.ptq
 
+    def release(self) -> None:
+        """Forgets the stages: hundreds of exported graphs at once would slow everything down."""
+        for made in ("ptq", "qat", "alone"):
+            self.__dict__.pop(made, None)
+
     @cached_property
     def alone(self) -> tuple["Trial", ...]:
         """The same rule with each form by itself, to tell which of them something is about."""
@@ -222,7 +227,7 @@ class Flow:
 
     def output(self, model: fx.GraphModule, index: int) -> fx.Node:
         """Returns the node that yields a form's result."""
-        sizes = [1 + (placed.after is not None) for placed in self.batch.placed]
+        sizes = [placed.results for placed in self.batch.placed]
         leaves = pytree.tree_leaves(next(n for n in model.graph.nodes if n.op == "output").args)
         found = leaves[sum(sizes[:index])]
         assert isinstance(found, fx.Node)
