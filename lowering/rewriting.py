@@ -17,6 +17,9 @@ from quantplug.core.pattern import Match, Miss, Op
 ORIGINS = "quantplug_origins"
 REASON = "quantplug_reason"
 
+# Metadata that names an operator or a layer class, which another operator in its place is not.
+_OF_ONE_OPERATOR = (REASON, "source_fn_stack", "torch_fn")
+
 Rewrite = Callable[[Match], str | None]
 
 
@@ -90,7 +93,7 @@ def call(before: fx.Node, target: Any, args: Sequence[Any], like: fx.Node, dtype
     """
     with before.graph.inserting_before(before):
         node = before.graph.call_function(target, tuple(args))
-    node.meta.update({k: v for k, v in like.meta.items() if k != REASON})
+    node.meta.update({k: v for k, v in like.meta.items() if k not in _OF_ONE_OPERATOR})
     node.meta[ORIGINS] = frozenset()
     value = tensor_value(like)
     if value is not None:

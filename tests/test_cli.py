@@ -76,7 +76,8 @@ def test_explain_needs_no_data(run):
     assert "4 of 4 operators quantized" in out
 
 
-def test_backends_lists_names_and_configs(run):
+def test_backends_lists_names_and_configs(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
     code, out, _ = run("backends")
     assert code == 0
     assert "xnnpack" in out
