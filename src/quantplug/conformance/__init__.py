@@ -20,8 +20,7 @@ def verdicts(backend: Backend, *rules: str) -> Iterator[tuple[str, str, Verdict]
         backend: the declaration.
         rules: labels of the rules to try; all of them if none is given.
     """
-    for trial in trials(backend):
-        if not rules or trial.label in rules:
-            for index in range(len(trial.forms)):
-                yield from ((trial.name(index), check, judge(trial, index, check)) for check in CHECKS)
-            trial.release()
+    for trial in trials(backend, *rules):
+        for index in range(len(trial.forms)):
+            yield from ((trial.name(index), check, judge(trial, index, check)) for check in CHECKS)
+        trial.release()

@@ -286,10 +286,11 @@ def quantizer_of(backend: Backend, config: QuantizationConfig | str | None = Non
     return made.set_global(config) if config is not None else made
 
 
-def trials(backend: Backend) -> list[Trial]:
-    """Returns a trial for each rule of a backend and each config under which it differs."""
+def trials(backend: Backend, *rules: str) -> list[Trial]:
+    """Returns a trial for each rule of a backend, or of those named, and each config under which it differs."""
     choose = Neighbours(backend)
-    rows = {(label, id(row)): row for row in backend.rows for label, _ in row.patterns}
+    wanted = [(label, row) for row in backend.rows for label, _ in row.patterns if not rules or label in rules]
+    rows = {(label, id(row)): row for label, row in wanted}
     return [trial for (label, _), row in rows.items() for trial in _of_rule(backend, row, label, choose)]
 
 
