@@ -101,6 +101,7 @@ def legalize(working: fx.GraphModule) -> Legalized:
         _concatenations_share_qparams,
         _pads_stay_quantized,
         _softmax_over_rows,
+        _dynamic_linears_over_rows,
     )
     for step in steps:
         step(working)
@@ -357,6 +358,40 @@ def _softmax_over_rows(working: fx.GraphModule) -> None:
             image = call(working.graph, node, _ATEN.reshape.default, node, shape)
         for user in users:
             user.replace_input_with(node, image)
+
+
+def _dynamic_linears_over_rows(working: fx.GraphModule) -> None:
+    """A dynamic linear of images works on rows: ExecuTorch's layout pass would put a copy before the linear.
+
+    Behind that copy the serializer no longer finds the dequantize, and refuses the program.
+    """
+    linears = dict.fromkeys(n for n in _calls(working, ("aten::linear",)) if _is_dynamic_image(n))
+    for quantize in dict.fromkeys(n.args[0].args[0] for n in linears):
+        readers = [user for dequantize in quantize.users for user in dequantize.users]
+        if not all(reader in linears for reader in readers):
+            continue
+        source, chosen = quantize.args[0], quantize.args[1].args[0]
+        with working.graph.inserting_before(chosen):
+            rows = call(working.graph, quantize, _ATEN.reshape.default, source, [-1, tensor_value(source).shape[-1]])
+        for node in (chosen, quantize):
+            node.replace_input_with(source, rows)
+        for reader in readers:
+            _as_image(working, reader)
+
+
+def _is_dynamic_image(linear: fx.Node) -> bool:
+    value, source = tensor_value(linear), _first_input(linear)
+    sizes = [] if value is None else list(value.shape)[1:]
+    return is_dynamic(source) and len(sizes) == 3 and all(isinstance(size, int) for size in sizes)
+
+
+def _as_image(working: fx.GraphModule, linear: fx.Node) -> None:
+    value, users = tensor_value(linear), list(linear.users)
+    assert value is not None
+    with working.graph.inserting_before(linear.next):
+        image = call(working.graph, linear, _ATEN.reshape.default, linear, [-1, *value.shape[1:]])
+    for user in users:
+        user.replace_input_with(linear, image)
 
 
 def _separate_weight_only_biases(working: fx.GraphModule, found: Legalized) -> None:
