@@ -304,6 +304,10 @@ def calls(model: torch.fx.GraphModule) -> collections.Counter[str]:
     return collections.Counter(str(node.target) for node in model.graph.nodes if node.op == "call_function")
 
 
+# TOSA quantizes the result of a convolution before its batch norm, so the two are no pair to fuse, and ours keeps both.
+# torchao fuses them all the same and cannot fold them again: its converted graph still scales by the variance.
+LEFT_SCALED = {("tosa", "residual"), ("tosa", "inverted")}
+
 QAT_MODELS = ("residual", "inverted", "perceptron", "shared")
 TRAINED = [(quantizer, model) for quantizer in QAT_QUANTIZERS for model in QAT_MODELS]
 
@@ -325,6 +329,11 @@ def test_e18_trained_graphs_equal_the_peers(quantizer: str, model: str) -> None:
             losses.append(loss.detach())
         outcomes.append((torch.stack(losses), convert(prepared), x))
     (their_losses, theirs, x), (our_losses, ours, _) = outcomes
+    if (quantizer, model) in LEFT_SCALED:
+        assert calls(theirs)["aten.sqrt.default"] > 0
+        assert calls(ours)["aten.sqrt.default"] == 0
+        assert calls(ours)["aten.batch_norm.default"] == calls(theirs)["aten.batch_norm.default"]
+        return
     torch.testing.assert_close(our_losses, their_losses, rtol=0, atol=0)
     torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=0)
     assert differences(ours, theirs) == []
