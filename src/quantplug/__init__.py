@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from quantplug.annotators.qspecs import get_input_act_qspec as get_input_act_qspec
     from quantplug.annotators.qspecs import get_output_act_qspec as get_output_act_qspec
     from quantplug.annotators.qspecs import get_weight_qspec as get_weight_qspec
+    from quantplug.core.bias_correction import correct_biases as correct_biases
     from quantplug.core.calibrate import calibrate as calibrate
     from quantplug.core.convert import convert_pt2e as convert_pt2e
     from quantplug.core.errors import QuantplugError as QuantplugError
@@ -75,6 +76,7 @@ _HOME = {
     "calibrate": "quantplug.core.calibrate",
     "capabilities": "quantplug.quantizers.registry",
     "convert_pt2e": "quantplug.core.convert",
+    "correct_biases": "quantplug.core.bias_correction",
     "derive": "quantplug.quantizers.backend",
     "explain": "quantplug.core.report",
     "from_backend_config": "quantplug.quantizers.importer",
