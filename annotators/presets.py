@@ -126,9 +126,7 @@ def weight_spec(
     constructor = (
         # torch's fused operator rounds symmetric scales otherwise than its observers, and takes channels on
         # axis 0 only: what was trained would not be what is converted.
-        FakeQuantize.with_args(observer=moving, eps=eps)
-        if is_qat
-        else _observer(observer, per_channel, eps)
+        FakeQuantize.with_args(observer=moving, eps=eps) if is_qat else _observer(observer, per_channel, eps)
     )
     return QuantizationSpec(
         dtype=dtype,
