@@ -10,8 +10,8 @@ from typing import Any
 from torch import fx
 
 from quantplug.lowering.xnnpack.conversions import operator_name
-from quantplug.lowering.xnnpack.history import origins
 from quantplug.lowering.xnnpack.legalize import Legalized
+from quantplug.lowering.xnnpack.placement import origins
 
 # Stock configs that allow float only, of operators with an integer kernel (each tried in the runtime).
 _INTEGER_TOO = (

@@ -22,7 +22,6 @@ from quantplug.core.graph import compute_nodes, require_graph_module
 from quantplug.lowering.program import LoweredOp
 from quantplug.lowering.xnnpack.conversions import is_conversion, is_dequantize, operator_name
 from quantplug.lowering.xnnpack.half import compute_in_float32
-from quantplug.lowering.xnnpack.history import shared_histories
 from quantplug.lowering.xnnpack.legalize import Legalized, legalize, runs_alone
 from quantplug.lowering.xnnpack.partition import partitioner
 from quantplug.lowering.xnnpack.placement import place
@@ -66,7 +65,7 @@ def lower(
     check_threads(threads)
     model = require_graph_module(converted, "lower")
     inputs = pytree.tree_map(lambda v: v.detach().contiguous() if isinstance(v, Tensor) else v, tuple(example_inputs))
-    with quiet(), torch.no_grad(), shared_histories():
+    with quiet(), torch.no_grad():
         expected = _reference(model, inputs)
         shapes = _dynamic_sizes(model, inputs) if dynamic_shapes is None else dynamic_shapes
         working = _working_copy(model)

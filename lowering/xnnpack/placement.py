@@ -13,9 +13,24 @@ from torch import fx
 from quantplug.core.graph import compute_nodes, module_path
 from quantplug.lowering.program import LoweredOp
 from quantplug.lowering.xnnpack.conversions import is_conversion
-from quantplug.lowering.xnnpack.history import origins
 from quantplug.lowering.xnnpack.program import KernelCounts
 from quantplug.lowering.xnnpack.records import KernelCall
+
+
+def origins(node: fx.Node, graph: fx.Graph) -> set[str]:
+    """Returns the names of the nodes of an earlier graph that a node descends from.
+
+    Export and ExecuTorch's passes write each node's ancestors to `meta["from_node"]`.
+    """
+    found: set[str] = set()
+    pending = list(node.meta.get("from_node") or [])
+    while pending:
+        source = pending.pop()
+        if source.graph_id == id(graph):
+            found.add(source.name)
+        else:
+            pending.extend(source.from_node or [])
+    return found
 
 
 def place(
