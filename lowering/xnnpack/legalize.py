@@ -366,13 +366,14 @@ def _dynamic_linears_over_rows(working: fx.GraphModule) -> None:
     Behind that copy the serializer no longer finds the dequantize, and refuses the program.
     """
     linears = dict.fromkeys(n for n in _calls(working, ("aten::linear",)) if _is_dynamic_image(n))
-    for quantize in dict.fromkeys(n.args[0].args[0] for n in linears):
+    quantizes: dict[Any, None] = dict.fromkeys(_first_input(_first_input(n)) for n in linears)
+    for quantize in quantizes:
         readers = [user for dequantize in quantize.users for user in dequantize.users]
         if not all(reader in linears for reader in readers):
             continue
         source, chosen = quantize.args[0], quantize.args[1].args[0]
         with working.graph.inserting_before(chosen):
-            rows = call(working.graph, quantize, _ATEN.reshape.default, source, [-1, tensor_value(source).shape[-1]])
+            rows = call(working.graph, quantize, _ATEN.flatten.using_ints, source, 0, -2)
         for node in (chosen, quantize):
             node.replace_input_with(source, rows)
         for reader in readers:
@@ -382,7 +383,9 @@ def _dynamic_linears_over_rows(working: fx.GraphModule) -> None:
 def _is_dynamic_image(linear: fx.Node) -> bool:
     value, source = tensor_value(linear), _first_input(linear)
     sizes = [] if value is None else list(value.shape)[1:]
-    return is_dynamic(source) and len(sizes) == 3 and all(isinstance(size, int) for size in sizes)
+    if not is_dynamic(source) or "affine" in operator_name(source):  # whose blocks have the image's rank
+        return False
+    return len(sizes) == 3 and all(isinstance(size, int) for size in sizes)
 
 
 def _as_image(working: fx.GraphModule, linear: fx.Node) -> None:
