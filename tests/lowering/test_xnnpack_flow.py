@@ -86,6 +86,19 @@ def test_recurrent_layers_are_one_delegate_of_integer_kernels(name):
     assert counts.converts == (2 + 2 * 3 if name == "RNN" else 2)
 
 
+@pytest.mark.slow
+def test_a_recurrence_set_to_float_keeps_more():
+    torch.manual_seed(0)
+    net = Net(lambda s, x: s.fc(s.r(x)[0]), r=nn.LSTM(16, 32, batch_first=True), fc=nn.Linear(32, 5)).eval()
+    batches = [torch.randn(1, 4, 16) for _ in range(5)]
+    integers = quantplug.quantize(net, (batches[0],), "xnnpack", batches, progress=False)
+    quantizer = quantplug.get_quantizer("xnnpack").set_global("int8").set_module_type(nn.LSTM, None)
+    floats = quantplug.quantize(net, (batches[0],), quantizer, batches, progress=False)
+    assert (integers.program.counts.f32, floats.program.counts.int8) == (0, 1)
+    for x in batches:
+        assert decibels(floats(x), net(x)) > decibels(integers(x), net(x)) > 30
+
+
 def test_a_local_response_norm_and_a_volume_run():
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.LocalResponseNorm(3), nn.Conv2d(8, 4, 3))
     assert next(o.placement for o in flow(model, IMAGE).program.ops if "conv2d" in o.target) == "int8"
