@@ -28,6 +28,7 @@ from quantplug.core.graph import attribute, compute_nodes, is_constant, module_p
 from quantplug.core.limits import VIOLATIONS_KEY, Violation
 from quantplug.core.regions import region_targets
 from quantplug.core.stage import CONFLICTS_KEY, FOLDINGS_KEY, NOTES_KEY
+from quantplug.core.union_find import UnionFind
 
 
 @dataclass(frozen=True)
@@ -315,23 +316,13 @@ def _arrow(inputs: list[str], output: str, into: str) -> str:
 
 
 def _islands(nodes: list[fx.Node]) -> tuple[tuple[str, ...], ...]:
-    """Connected groups of float nodes, by union-find over their edges, in graph order."""
-    parent = {node: node for node in nodes}
-
-    def root(node: fx.Node) -> fx.Node:
-        while parent[node] is not node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
-
+    """Connected groups of float nodes, in graph order."""
+    connected = UnionFind(nodes)
     for node in nodes:
         for source in node.all_input_nodes:
-            if source in parent:
-                parent[root(node)] = root(source)
-    groups: dict[fx.Node, list[str]] = {}
-    for node in nodes:
-        groups.setdefault(root(node), []).append(node.name)
-    return tuple(tuple(group) for group in groups.values())
+            if source in connected:
+                connected.join(source, node)
+    return tuple(tuple(node.name for node in group) for group in connected.groups())
 
 
 _PAGE = """<!doctype html>

@@ -9,7 +9,7 @@ consumer allows it. Both are a union-find over the points; the time is linear in
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -25,6 +25,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.errors import AnnotationError
 from quantplug.core.graph import describe
+from quantplug.core.union_find import UnionFind
 
 Point: TypeAlias = fx.Node | tuple[fx.Node, fx.Node]
 Specs: TypeAlias = dict[Point, QuantizationSpecBase | None]
@@ -67,23 +68,6 @@ class Sharing:
 
     groups: tuple[Group, ...]
     group_of: Mapping[Point, int]
-
-
-@dataclass
-class _Union:
-    """Union-find with path halving; iterative, so that chains of any length work."""
-
-    parent: dict[Point, Point] = field(default_factory=dict)
-
-    def find(self, point: Point) -> Point:
-        parent = self.parent
-        while parent[point] != point:
-            parent[point] = parent[parent[point]]
-            point = parent[point]
-        return point
-
-    def join(self, one: Point, other: Point) -> None:
-        self.parent[self.find(other)] = self.find(one)
 
 
 def annotation_of(node: fx.Node) -> QuantizationAnnotation | None:
@@ -165,14 +149,16 @@ def sharing_groups(graph: fx.Graph) -> Sharing:
 
 def groups_of(specs: Specs, concrete: Specs) -> Sharing:
     """Returns the sharing groups of annotated points, given their specs and where shared ones end."""
-    union = _Union({point: point for point in specs})
+    union = UnionFind(specs)
     for point, spec in specs.items():
         if isinstance(spec, SharedQuantizationSpec):
             union.join(spec.edge_or_node, point)
     for bucket in _same_tensor(specs, concrete):
         for other in bucket[1:]:
             union.join(bucket[0], other)
-    return _groups(specs, union)
+    groups = tuple(_group(points, specs) for points in union.groups())
+    group_of = {point: index for index, group in enumerate(groups) for point in group.members}
+    return Sharing(groups, group_of)
 
 
 def _same_tensor(specs: Specs, concrete: Specs) -> Iterator[list[Point]]:
@@ -205,15 +191,6 @@ def tensor_key(spec: QuantizationSpecBase) -> tuple[Any, ...]:
     if isinstance(spec, DerivedQuantizationSpec):
         key += (spec.derive_qparams_fn, *spec.derived_from)
     return key
-
-
-def _groups(specs: Specs, union: _Union) -> Sharing:
-    members: dict[Point, list[Point]] = {}
-    for point in specs:
-        members.setdefault(union.find(point), []).append(point)
-    groups = tuple(_group(points, specs) for points in members.values())
-    group_of = {point: index for index, group in enumerate(groups) for point in group.members}
-    return Sharing(groups, group_of)
 
 
 def _group(points: list[Point], specs: Specs) -> Group:

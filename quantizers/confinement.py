@@ -24,6 +24,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from quantplug.core.decision import DECISION_KEY, Decision, decision
 from quantplug.core.graph import describe, is_constant
 from quantplug.core.stage import CLAIM_KEY
+from quantplug.core.union_find import UnionFind
 from quantplug.quantizers.quantizer import BackendQuantizer
 
 Annotations: TypeAlias = dict[fx.Node, QuantizationAnnotation]
@@ -144,22 +145,12 @@ def _attempt(quantizer: Quantizer, model: fx.GraphModule, stand_ins: Mapping[fx.
 
 def _pieces(written: Annotations) -> list[list[fx.Node]]:
     """Returns what was annotated, cut where tensors are quantized: between them nodes run as one kernel."""
-    parent = {node: node for node in written}
-
-    def root(node: fx.Node) -> fx.Node:
-        while parent[node] is not node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
-
+    connected = UnionFind(written)
     for node in written:
         for source in node.all_input_nodes:
             if source in written and not _quantized_between(source, node, written):
-                parent[root(node)] = root(source)
-    pieces: dict[fx.Node, list[fx.Node]] = {}
-    for node in written:
-        pieces.setdefault(root(node), []).append(node)
-    return list(pieces.values())
+                connected.join(source, node)
+    return connected.groups()
 
 
 def _quantized_between(source: fx.Node, node: fx.Node, written: Annotations) -> bool:
