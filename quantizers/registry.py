@@ -14,6 +14,7 @@ GROUP = "quantplug.backends"
 _BUILT_IN = {
     "xnnpack": "quantplug.quantizers.xnnpack:XNNPACKQuantizer",
     "x86": "quantplug.quantizers.x86:X86Quantizer",
+    "openvino": "quantplug.quantizers.openvino:OpenVINOQuantizer",
     "native": "quantplug.quantizers.native:NativeQuantizer",
     "tensorrt": "quantplug.quantizers.tensorrt:TensorRTQuantizer",
     "cortex_m": "quantplug.quantizers.cortex_m:CortexMQuantizer",

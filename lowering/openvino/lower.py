@@ -1,0 +1,146 @@
+"""From a q/dq graph to OpenVINO's compiler, which chooses kernels and layouts by itself.
+
+Before: the result of `convert_pt2e`. After: an `OpenVINOProgram`. OpenVINO's front end reads graphs of torch.export
+and knows the operators of `quantized_decomposed`, as the two halves of one rounding of activations: it passes
+integers through a dequantize node unscaled. Constants behind such a node are therefore scaled by plain operators,
+the form in which OpenVINO itself stores quantized weights.
+"""
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from quantplug.core.errors import LoweringError, first_line
+from quantplug.core.graph import constant_value, describe, operands, require_graph_module
+from quantplug.core.pattern import Match, op, value
+from quantplug.lowering.openvino.program import OpenVINOProgram, runtime
+from quantplug.lowering.placement import record
+from quantplug.lowering.qparams import dequantize
+from quantplug.lowering.rewriting import Rule, apply, call, constant, drop_unread_attributes, replace
+
+_ATEN = torch.ops.aten
+
+
+def lower(
+    converted: fx.GraphModule,
+    example_inputs: tuple[Any, ...],
+    *,
+    dynamic_shapes: Any = None,
+    options: Mapping[str, Any] | None = None,
+) -> OpenVINOProgram:
+    """Hands a q/dq graph to OpenVINO.
+
+    Args:
+        converted: what `convert_pt2e` returned; it is not changed.
+        example_inputs: inputs as for `torch.export.export`; the program is run on them.
+        dynamic_shapes: which sizes may vary, as for `torch.export.export`.
+        options: properties for OpenVINO's CPU plugin; by default the least latency on as many threads as torch
+            has, and float32 where it computes in float.
+
+    Raises:
+        ModelError: `converted` is no graph module.
+        LoweringError: openvino is not installed, the graph is quantized dynamically, or the front end refuses it.
+    """
+    source = require_graph_module(converted, "lower")
+    openvino = runtime()
+    _require_static(source.graph)
+    module = fx.GraphModule(source, copy.deepcopy(source.graph))
+    recorded = record(module.graph)
+    apply(module.graph, CONSTANTS)
+    module.graph.eliminate_dead_code()
+    drop_unread_attributes(module)
+    module.recompile()
+    try:
+        exported = torch.export.export(module, example_inputs, dynamic_shapes=dynamic_shapes)
+        decoder = _decoder(exported, is_dynamic=dynamic_shapes is not None)
+        model = openvino.convert_model(decoder)
+        program = OpenVINOProgram(model, exported.call_spec.out_spec, options)
+        program(*example_inputs)
+    except Exception as error:
+        raise LoweringError(
+            f"OpenVINO does not take the q/dq graph ({_reason(error)}); keep the operator it names float, "
+            "or use backend 'x86'."
+        ) from error
+    program.place(recorded, _sources(decoder.pt_module.graph))
+    return program
+
+
+def _require_static(graph: fx.Graph) -> None:
+    dynamic = next((node for node in graph.nodes if "choose_qparams" in str(node.target)), None)
+    if dynamic is not None:
+        raise LoweringError(
+            f"Node {describe(dynamic)} computes quantization parameters at run time, which OpenVINO's front end does "
+            "not read; quantize with a static or weight-only config, or use backend 'x86'."
+        )
+
+
+def _decoder(exported: torch.export.ExportedProgram, *, is_dynamic: bool) -> Any:
+    from openvino.frontend.pytorch.fx_decoder import TorchFXPythonDecoder
+
+    with _quiet():
+        return TorchFXPythonDecoder.from_exported_program(exported, dynamic_shapes=is_dynamic)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps back the front end's traces about decompositions that this torch does not have."""
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+
+
+def _reason(error: Exception) -> str:
+    """Returns the first operator that the front end could not convert, or the first line of another error."""
+    named = [line.removeprefix("-- ") for line in str(error).splitlines() if line.startswith("-- ")]
+    return named[0] if named else first_line(error)
+
+
+def _sources(graph: fx.Graph) -> dict[str, str]:
+    """Returns for each node of the decomposed graph the node of the q/dq graph that it came from."""
+    return {node.name: _first_name(node) for node in graph.nodes}
+
+
+def _first_name(node: fx.Node) -> str:
+    name, history = node.name, node.meta.get("from_node")
+    while history:
+        name, history = history[-1].name, history[-1].from_node
+    return name
+
+
+def _scaled(match: Match) -> str | None:
+    """Writes (integers - zero point) * scale in float32."""
+    node, given = match.root, operands(match.root)
+    integers = constant_value(given["input"])
+    if integers is None:
+        return "its integers are computed at run time"
+    names = ("scales", "zero_points") if "scales" in given else ("scale", "zero_point")
+    scale, zero_point = (_along_axis(given[name], integers, given.get("axis")) for name in names)
+    step = call(node, _ATEN.to.dtype, (given["input"], torch.float32), node)
+    if bool(zero_point.any()):
+        step = call(node, _ATEN.sub.Tensor, (step, constant(node, f"{node.name}_zero_point", zero_point)), node)
+    step = call(node, _ATEN.mul.Tensor, (step, constant(node, f"{node.name}_scale", scale)), node)
+    replace(node, step)
+    return None
+
+
+def _along_axis(found: Any, integers: Tensor, axis: int | None) -> Tensor:
+    numbers = constant_value(found) if isinstance(found, fx.Node) else found
+    shape = [1] * integers.dim()
+    if axis is not None:
+        shape[axis] = -1
+    return torch.as_tensor(0 if numbers is None else numbers).detach().to(torch.float32).reshape(shape)
+
+
+CONSTANTS = (
+    Rule(dequantize(input=value("integers")), _scaled),
+    Rule(op("quantized_decomposed::dequantize_per_channel", input=value("integers")), _scaled),
+)

@@ -1,0 +1,151 @@
+"""A q/dq graph in OpenVINO: runs, saves itself, loads, and tells which kernels OpenVINO chose."""
+
+import io
+import tempfile
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from quantplug.core.errors import ArtefactError, LoweringError
+from quantplug.lowering.program import LoweredOp, Program
+
+_GRAPH, _WEIGHTS, _STRUCTURE = "model.xml", "model.bin", "structure.json"
+_INTEGER = {"u8", "i8"}
+_NOT_COMPUTED = ("Const", "Input", "Output")
+
+
+def runtime() -> Any:
+    """Returns the `openvino` module.
+
+    Raises:
+        LoweringError: it is not installed.
+    """
+    try:
+        import openvino
+    except ImportError as error:
+        raise LoweringError(
+            "Backend 'openvino' needs the package openvino, which is not installed; "
+            "run pip install 'quantplug[openvino]', or use backend 'x86'."
+        ) from error
+    return openvino
+
+
+class OpenVINOProgram(Program):
+    """A model compiled by OpenVINO for this processor.
+
+    Attributes:
+        model: the `openvino.Model`; its rounding of activations is `FakeQuantize`.
+        compiled: the `openvino.CompiledModel`; its runtime model shows every kernel.
+        ops: every compute operator of the q/dq graph with its placement.
+    """
+
+    def __init__(self, model: Any, structure: pytree.TreeSpec, options: Mapping[str, Any] | None = None) -> None:
+        defaults = {
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+            "INFERENCE_PRECISION_HINT": "f32",
+        }
+        self.model = model
+        self.compiled = runtime().compile_model(model, "CPU", {**defaults, **(options or {})})
+        self.ops: tuple[LoweredOp, ...] = ()
+        self._structure = structure
+        self._request = self.compiled.create_infer_request()
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Runs the program; takes and returns what the exported model does."""
+        arrays = [_array(leaf) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        results = self._request.infer(arrays, share_inputs=True)
+        outputs = [torch.from_numpy(results[port]) for port in self.compiled.outputs]
+        return pytree.tree_unflatten(outputs, self._structure)
+
+    def place(self, recorded: tuple[LoweredOp, ...], sources: Mapping[str, str]) -> None:
+        """Fills `ops` from the kernels that OpenVINO chose.
+
+        Args:
+            recorded: the operators of the q/dq graph.
+            sources: for each node that OpenVINO's front end read, the node of the q/dq graph that it came from.
+        """
+        precisions: dict[str, set[str]] = defaultdict(set)
+        for name, precision in _kernels(self.compiled):
+            precisions[sources.get(name, name)].add(precision)
+        self.ops = tuple(_placed(operator, precisions[operator.node]) for operator in recorded)
+
+    def save(self, path: str | Path) -> Path:
+        """Writes a zip file of OpenVINO's `model.xml` and `model.bin`, which any OpenVINO reads, and returns its path.
+
+        Raises:
+            ArtefactError: the folder does not exist.
+        """
+        path = Path(path)
+        if not path.parent.is_dir():
+            raise ArtefactError(f"Cannot write '{path}': folder '{path.parent}' does not exist; create it first.")
+        path.write_bytes(self._archive())
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path, options: Mapping[str, Any] | None = None) -> "OpenVINOProgram":
+        """Reads a program that `save` wrote and compiles it for this machine.
+
+        Raises:
+            ArtefactError: the file is missing or is no saved program.
+            LoweringError: openvino is not installed.
+        """
+        openvino = runtime()
+        try:
+            with zipfile.ZipFile(path) as archive:
+                model = openvino.Core().read_model(archive.read(_GRAPH), archive.read(_WEIGHTS))
+                structure = pytree.treespec_loads(archive.read(_STRUCTURE).decode())
+        except Exception as error:
+            raise ArtefactError(
+                f"'{path}' is no program of the openvino lowering ({type(error).__name__}: {error}); "
+                "pass a file that `OpenVINOProgram.save` wrote."
+            ) from error
+        return cls(model, structure, options)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the saved file in bytes."""
+        return len(self._archive())
+
+    def _archive(self) -> bytes:
+        buffer = io.BytesIO()
+        with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(buffer, "w") as archive:
+            files = [Path(folder) / name for name in (_GRAPH, _WEIGHTS)]
+            runtime().serialize(self.model, *files)
+            for file in files:
+                archive.write(file, file.name)
+            archive.writestr(_STRUCTURE, pytree.treespec_dumps(self._structure))
+        return buffer.getvalue()
+
+
+def _array(tensor: Tensor) -> Any:
+    return tensor.detach().contiguous().numpy()
+
+
+def _kernels(compiled: Any) -> Iterator[tuple[str, str]]:
+    """Yields (node that the front end read, precision of its kernel) for what runs."""
+    for layer in compiled.get_runtime_model().get_ordered_ops():
+        info = layer.get_rt_info()
+        kind, precision, names = (_text(info[key]) for key in ("layerType", "runtimePrecision", "originalLayersNames"))
+        if kind not in _NOT_COMPUTED:
+            yield from ((name.partition("/")[0], precision) for name in names.split(",") if "/" in name)
+
+
+def _text(found: Any) -> str:
+    return str(getattr(found, "value", found))
+
+
+def _placed(operator: LoweredOp, precisions: set[str]) -> LoweredOp:
+    if precisions & _INTEGER:
+        return replace(operator, placement="int8")
+    found = (
+        f"runs it in {', '.join(sorted(precisions))}" if precisions else "folds it into another kernel or a constant"
+    )
+    return replace(operator, placement="float", reason=f"OpenVINO {found}")

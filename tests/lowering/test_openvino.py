@@ -1,0 +1,117 @@
+"""The same q/dq graph in OpenVINO's compiler: integer kernels, the q/dq graph's numbers, files, refusals."""
+
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import quantplug
+from quantplug.core.compare import sqnr
+from quantplug.core.errors import ArtefactError, LoweringError
+from quantplug.lowering.openvino import OpenVINOProgram
+from quantplug.quantizers.openvino import OPENVINO
+
+BATCH = ({0: torch.export.Dim("batch", min=1, max=16)},)
+
+
+class Residual(nn.Module):
+    """A residual block, pooling and a head; yields a dictionary."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = F.relu(self.one(x))
+        x = F.max_pool2d(F.relu(x + self.two(x)), 2)
+        return {"logits": self.head(x.mean((2, 3)))}
+
+
+def quantized(model, inputs, config="int8", dynamic_shapes=None):
+    quantizer = quantplug.get_quantizer("openvino").set_global(config)
+    prepared = quantplug.prepare_pt2e(
+        torch.export.export(model.eval(), inputs, dynamic_shapes=dynamic_shapes).module(), quantizer
+    )
+    with torch.no_grad():
+        prepared(*inputs)
+    return quantplug.convert_pt2e(prepared)
+
+
+@pytest.fixture(scope="module")
+def residual():
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    inputs = (torch.randn(2, 3, 32, 32),)
+    reference = quantized(Residual(), inputs, dynamic_shapes=BATCH)
+    return reference, OPENVINO.lower(reference, inputs, dynamic_shapes=BATCH)
+
+
+def test_openvino_runs_integer_kernels_and_computes_what_the_qdq_graph_says(residual):
+    reference, program = residual
+    assert {operator.placement for operator in program.ops} == {"int8"}
+    kernels = [node.get_rt_info()["primitiveType"].value for node in program.compiled.get_runtime_model().get_ops()]
+    assert sum("I8" in kernel and kernel.startswith("br") for kernel in kernels) == 3  # two convolutions, one linear
+    x = torch.randn(5, 3, 32, 32)  # another batch size than the example's
+    with torch.no_grad():
+        assert sqnr(reference(x)["logits"], program(x)["logits"]) > 60
+
+
+def test_a_saved_openvino_program_loads_with_its_weights_as_integers(residual, tmp_path):
+    _, program = residual
+    path = program.save(tmp_path / "model.zip")
+    x = torch.randn(3, 3, 32, 32)
+    assert torch.equal(OpenVINOProgram.load(path)(x)["logits"], program(x)["logits"])
+    floats = sum(weight.numel() for weight in Residual().parameters()) * 4
+    assert zipfile.ZipFile(path).getinfo("model.bin").file_size < floats / 3
+    assert path.stat().st_size == program.nbytes
+    path.write_bytes(b"nothing")
+    with pytest.raises(ArtefactError, match="no program of the openvino lowering"):
+        OpenVINOProgram.load(path)
+    with pytest.raises(ArtefactError, match="create it first"):
+        program.save(tmp_path / "nowhere" / "model.zip")
+
+
+def test_attention_and_weight_only_models_reach_openvino():
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    inputs = (torch.randn(2, 16, 64),)
+    model = nn.TransformerEncoderLayer(64, 4, 128, activation="gelu", batch_first=True).eval()
+    for config in ("int8", "int8_weight_only"):
+        reference = quantized(model, inputs, config)
+        program = OPENVINO.lower(reference, inputs)
+        with torch.no_grad():
+            assert sqnr(reference(*inputs), program(*inputs)) > 40
+        assert any("OpenVINO runs it in f32" in operator.reason for operator in program.ops)
+
+
+def test_a_dynamically_quantized_graph_is_refused_in_one_sentence():
+    pytest.importorskip("openvino")
+    inputs = (torch.randn(2, 16),)
+    prepared = quantplug.prepare_pt2e(
+        torch.export.export(nn.Linear(16, 8).eval(), inputs).module(),
+        quantplug.get_quantizer("x86").set_global("int8_dynamic"),
+    )
+    prepared(*inputs)
+    with pytest.raises(LoweringError, match=r"choose_qparams.*at run time.*static or weight-only"):
+        OPENVINO.lower(quantplug.convert_pt2e(prepared), inputs)
+
+
+def test_without_openvino_the_backend_names_the_extra():
+    script = """
+import sys, torch
+sys.modules["openvino"] = None
+from quantplug.quantizers.openvino import OPENVINO
+inputs = (torch.randn(1, 4),)
+try:
+    OPENVINO.lower(torch.export.export(torch.nn.Linear(4, 4), inputs).module(), inputs)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert found.startswith("LoweringError Backend 'openvino' needs the package openvino")
+    assert "pip install 'quantplug[openvino]'" in found
