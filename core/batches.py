@@ -4,6 +4,7 @@ Every check compares a batch with the graph's own inputs (names, shapes and dtyp
 recorded them), so that a wrong batch is refused before any observer has seen it.
 """
 
+import hashlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -152,6 +153,20 @@ def sample_count(named: Mapping[str, Any]) -> int:
     return 0
 
 
+def batch_digest(batch: Any) -> str:
+    """Returns a text that differs where the tensors of two batches do."""
+    return digest(_tensors(batch))
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Returns a text that differs where two sequences of tensors do, in a value, a shape or a dtype."""
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        found.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+        found.update(memoryview(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()))
+    return found.hexdigest()
+
+
 def _keyword_names(model: fx.GraphModule) -> tuple[str, ...]:
     # Which arguments export saw as keywords stands only in the graph's input tree, whose attribute has no public name.
     spec = getattr(model, "_in_spec", None)
@@ -186,5 +201,6 @@ def _moved(value: Any, device: torch.device | None) -> Any:
     if isinstance(value, Mapping):
         return {key: _moved(item, device) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_moved(item, device) for item in value)
+        moved = [_moved(item, device) for item in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
     return value

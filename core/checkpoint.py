@@ -13,7 +13,7 @@ import torch
 
 from quantplug.core.errors import ArtefactError, CalibrationError
 
-FORMAT = 1
+FORMAT = 2
 
 
 def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
@@ -22,7 +22,7 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
     Raises:
         ArtefactError: the file cannot be written.
     """
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial = _partial(path)
     try:
         with partial.open("wb") as file:
             torch.save({"format": FORMAT, **content}, file)
@@ -36,16 +36,27 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
         ) from error
 
 
+def _partial(path: Path) -> Path:
+    """Returns the file that a checkpoint is written to first: one name, so that nothing is left of a killed write."""
+    return path.with_name(f"{path.name}.partial")
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Removes a checkpoint, and what a killed process left of writing it."""
+    for file in (path, _partial(path)):
+        file.unlink(missing_ok=True)
+
+
 def read_checkpoint(path: Path, fingerprint: list[str]) -> dict[str, Any] | None:
     """Returns a checkpoint's content, or None if there is no file.
 
     Args:
         path: the file.
-        fingerprint: what identifies the observers; must equal the writer's.
+        fingerprint: what identifies weights and observers; must equal the writer's.
 
     Raises:
         ArtefactError: the file is no checkpoint.
-        CalibrationError: it was written for other observers.
+        CalibrationError: it was written for other weights or observers.
     """
     if not path.exists():
         return None
@@ -57,7 +68,7 @@ def read_checkpoint(path: Path, fingerprint: list[str]) -> dict[str, Any] | None
         raise ArtefactError(f"'{path}' is no calibration checkpoint of format {FORMAT}; delete it.")
     if content["fingerprint"] != fingerprint:
         raise CalibrationError(
-            f"The checkpoint '{path}' belongs to a model with other observers ({_difference(content, fingerprint)}); "
+            f"The checkpoint '{path}' was written for another model ({_difference(content, fingerprint)}); "
             "delete it or pass resume=False."
         )
     return dict(content)

@@ -26,6 +26,8 @@ from quantplug.core.errors import CalibrationError, ConfigError, ConvertError
 from quantplug.core.graph import attribute, erase_dead_code, replace_inputs, require_graph_module
 from quantplug.core.integers import integer_representation
 from quantplug.core.observation import is_deferred, needs_data, observe_constant, observer_of
+from quantplug.core.observers import DataObserver
+from quantplug.core.observers.session import find_ranges
 from quantplug.core.qat import fold_batch_norms_qat
 from quantplug.core.qdq import (
     CAST_OP,
@@ -122,6 +124,7 @@ class _Conversion:
         self._storage = Storage(model)
         self._calls = {n: found for n in model.graph.nodes if (found := observer_of(n)) is not None}
         self._values = self._observe_constants()
+        find_ranges(o for o in dict.fromkeys(self._calls.values()) if isinstance(o, DataObserver))
         self._quantizations: dict[nn.Module, Quantization] = {}
         self._integers: dict[Any, Tensor] = {}
         # What consumers read instead of an observer's call.

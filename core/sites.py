@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from quantplug.core.batches import digest
 from quantplug.core.constants import constant_nodes
 from quantplug.core.errors import ModelError
 from quantplug.core.graph import describe, is_constant, operands, rank, require_graph_module
@@ -98,6 +99,15 @@ def twins(sites: list[Site]) -> dict[DataObserver, DataObserver]:
                 found[observer] = first[key]
             first.setdefault(key, observer)
     return found
+
+
+def fingerprint(prepared: fx.GraphModule, sites: list[Site]) -> list[str]:
+    """Returns lines that differ where a model's weights, observers or their options do."""
+    lines = [f"weights {digest(prepared.parameters())}"]
+    for site in sites:
+        options = f" with {site.observer.search_key()[1:]}" if isinstance(site.observer, DataObserver) else ""
+        lines.append(f"{site.name}: {type(site.observer).__name__} of {site.place}{options}")
+    return lines
 
 
 def channel_axis(node: fx.Node) -> int | None:

@@ -63,6 +63,7 @@ class ChannelActivity:
         assert self.reference is not None
         if value.shape[self.axis] != self.channels:
             return
+        self.silent, self.reference = self.silent.to(value.device), self.reference.to(value.device)
         shown, first = value, self.reference
         if len(self.silent) < self.channels:
             shown, first = value.index_select(self.axis, self.silent), first[self.silent]

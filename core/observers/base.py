@@ -144,7 +144,7 @@ class DataObserver(UniformQuantizationObserverBase):
         state = self._state
         for tensor in tensors:
             if tensor.numel():
-                state = self.updated(state, self.rows(tensor))
+                state = self.updated(self.moved(state, tensor.device), self.rows(tensor))
         self._state = state
 
     @abstractmethod
@@ -267,6 +267,12 @@ class DataObserver(UniformQuantizationObserverBase):
         """Returns the state that consists of these tensors."""
         state: State = self.form(*tensors)
         return state
+
+    def moved(self, state: State | None, device: torch.device) -> State | None:
+        """Returns a state on a device: one from a checkpoint or another process comes on the host."""
+        if state is None or state[0].device == device:
+            return state
+        return self.restored([tensor.to(device) for tensor in state])
 
     # --- range out
 

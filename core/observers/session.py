@@ -129,9 +129,10 @@ class Session:
             self._update_together(group)
 
     def _update_together(self, group: list[tuple[DataObserver, Tensor]]) -> None:
-        first = group[0][0]
+        first, device = group[0][0], group[0][1].device
         rows = first.rows(torch.stack([value for _, value in group])).view(len(group), -1)
-        before = None if first.state is None else _stacked([_known(observer) for observer, _ in group])
+        states = [observer.moved(observer.state, device) for observer, _ in group]
+        before = None if states[0] is None else _stacked([state for state in states if state is not None])
         after = first.updated(before, rows)
         wider = (torch.ones(len(group), dtype=torch.bool) if before is None else _widened(before, after)).tolist()
         for (observer, _), state, grew in zip(group, _unstacked(after), wider, strict=True):
@@ -147,7 +148,7 @@ class Session:
         return True
 
     def _observe(self, observer: DataObserver, value: Tensor) -> None:
-        before = observer.state
+        before = observer.moved(observer.state, value.device)
         observer.observe([value])
         after = observer.state
         if after is not None and (before is None or bool(_widened(before, after).any())):

@@ -143,6 +143,10 @@ def test_models_that_are_not_prepared_are_refused():
     "options",
     [
         {"limit": 0},
+        {"limit": 2.5},
+        {"device": "nowhere"},
+        {"misfit": "no"},
+        {"constant": "no"},
         {"nonfinite": "no"},
         {"dead": "no"},
         {"tolerance": 2.0},
@@ -322,7 +326,7 @@ def test_checkpoints_of_other_models_and_broken_ones_are_refused(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         calibrate(prepared("mse"), dying(), checkpoint=path, checkpoint_every=1)
-    with pytest.raises(CalibrationError, match="other observers"):
+    with pytest.raises(CalibrationError, match="written for another model"):
         calibrate(prepared("minmax"), batches(2), checkpoint=path)
     assert calibrate(prepared("minmax"), batches(2), checkpoint=path, resume=False).resumed_at == 0
     path.write_bytes(b"junk")
@@ -330,6 +334,81 @@ def test_checkpoints_of_other_models_and_broken_ones_are_refused(tmp_path):
         calibrate(prepared("mse"), batches(2), checkpoint=path)
     with pytest.raises(ArtefactError, match="cannot be written"):
         calibrate(prepared("mse"), batches(2), checkpoint=tmp_path / "no" / "run", checkpoint_every=1)
+
+
+def killed_after(model, data, path):
+    """Runs into an interrupt behind all batches of the data, with a checkpoint written after each."""
+
+    def dying():
+        yield from data
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, dying(), checkpoint=path, checkpoint_every=1)
+
+
+def test_a_checkpoint_of_other_weights_options_or_batches_is_refused(tmp_path):
+    path, data = tmp_path / "run.ckpt", batches(4)
+    killed_after(prepared("percentile"), data[:3], path)
+    with pytest.raises(CalibrationError, match="another model \\('weights"):
+        calibrate(prepared("percentile", seed=1), data, checkpoint=path)
+    with pytest.raises(CalibrationError, match=r"another model \('activation_post_process_0: .* 99.0"):
+        calibrate(prepared("percentile", percentile=99.0), data, checkpoint=path)
+    with pytest.raises(CalibrationError, match="Batch 2 is not the one that the checkpoint"):
+        calibrate(prepared("percentile"), data[::-1], checkpoint=path)
+    for few, limit in ((data[:2], None), (data, 2)):
+        with pytest.raises(CalibrationError, match="has seen 3 batches and this run stopped at 2"):
+            calibrate(prepared("percentile"), few, limit, checkpoint=path)
+    assert calibrate(prepared("percentile"), data, checkpoint=path).resumed_at == 3
+
+
+def test_what_a_killed_write_left_is_removed(tmp_path):
+    path = tmp_path / "run.ckpt"
+    (tmp_path / "run.ckpt.partial").write_bytes(b"half")
+    calibrate(prepared(), batches(2), checkpoint=path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_batch_is_taken_that_is_not_used():
+    data = iter([*batches(2), GOOD])
+    calibrate(prepared("minmax"), data, limit=2)
+    assert next(data) is GOOD
+    same = iter(batches(1) * 40)
+    assert calibrate(prepared("minmax"), same, tolerance=0.01, check_every=2).batches == 6
+    assert len(list(same)) == 34
+
+
+@pytest.mark.parametrize("name", ["mse", "torchao"])
+def test_batches_that_do_not_fit_can_be_skipped(name):
+    data = batches(3)
+    model, clean = prepared(name), prepared(name)
+    result = calibrate(model, [data[0], data[1][:2], data[1], {"y": GOOD}, data[2], [3]], misfit="skip")
+    calibrate(clean, data)
+    assert [(s.index, s.reason.partition(";")[0]) for s in result.skipped][:1] == [
+        (1, "Input 'x' of batch 1 has shape [2, 3, 12, 12], expected [4, 3, 12, 12]")
+    ]
+    assert [s.index for s in result.skipped] == [1, 3, 5]
+    assert qparams(model) == qparams(clean)
+    with pytest.raises(CalibrationError, match="all 1 batches were skipped"):
+        calibrate(prepared(name), [GOOD[0]], misfit="skip")
+
+
+def test_constant_observers_and_silent_channels_can_raise():
+    model = prepared("minmax")
+    with torch.no_grad():
+        model.get_parameter("first.bias")[2] = -1000
+    with pytest.raises(CalibrationError, match=r"'relu' .*\(1 of 8 channels never changed \(2\)\)"):
+        calibrate(model, batches(), constant="raise")
+    assert not model.activation_post_process_0.has_data
+    with pytest.raises(CalibrationError, match=r"input 'x' \(it saw the single value 0\)"):
+        calibrate(prepared("mse"), [GOOD], constant="raise")
+    assert calibrate(prepared("mse"), batches(), constant="raise").batches == 6
+
+
+def test_observers_of_other_libraries_settle_by_what_they_saw():
+    growing = [batch * 1.2**i for i, batch in enumerate(batches(1) * 20)]
+    assert not calibrate(prepared("torchao"), growing, tolerance=0.01, check_every=2).converged
+    assert calibrate(prepared("torchao"), batches(1) * 20, tolerance=0.01, check_every=2).batches == 6
 
 
 def test_calibrated_models_convert_and_agree_with_float():
@@ -356,6 +435,16 @@ def test_coverage_says_how_the_integers_are_used():
     assert "levels used" in coverage_table(rows)
     with pytest.raises(CalibrationError, match="has seen no data"):
         coverage(prepared("mse"))
+
+
+def test_progress_shows_count_rate_and_remaining_time_on_a_terminal(capfd, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    calibrate(prepared(), batches(4), limit=3)
+    shown = capfd.readouterr().err
+    assert "3/3" in shown
+    assert "batches/s" in shown
+    assert "0:00:00" in shown
 
 
 def test_progress_is_silent_where_there_is_no_terminal(capfd):

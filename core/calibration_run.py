@@ -1,0 +1,386 @@
+"""One calibration run: batches one by one -> observers' states, and everything a checkpoint needs.
+
+A batch is a transaction: what observers saw of it stays, or is as if the batch had not been.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from quantplug.core.batches import BatchReader, batch_digest, loader_iterator, nonfinite_input, sample_count
+from quantplug.core.checkpoint import read_checkpoint, write_checkpoint
+from quantplug.core.coverage import ObserverSummary, SkippedBatch, summarize
+from quantplug.core.errors import CalibrationError
+from quantplug.core.foreign import foreign_sites, foreign_states, require_finite, require_mergeable, restore_foreign
+from quantplug.core.observers import DataObserver, NonFiniteError
+from quantplug.core.observers.activity import ChannelActivity
+from quantplug.core.observers.session import Session
+from quantplug.core.settling import Settling
+from quantplug.core.sites import Site, channel_axis, fingerprint, twins
+
+NonFinitePolicy = Literal["raise", "skip", "report"]
+MisfitPolicy = Literal["raise", "skip"]
+FindingPolicy = Literal["raise", "report"]
+_CHOICES = {
+    "nonfinite": ("raise", "skip", "report"),
+    "misfit": ("raise", "skip"),
+    "dead": ("raise", "report"),
+    "constant": ("raise", "report"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `calibrate` was asked for; see there."""
+
+    limit: int | None
+    inputs: Callable[[Any], Any] | None
+    device: torch.device | str | None
+    nonfinite: NonFinitePolicy
+    misfit: MisfitPolicy
+    dead: FindingPolicy
+    constant: FindingPolicy
+    tolerance: float | None
+    check_every: int
+    checkpoint: Path | None
+    checkpoint_every: int
+    resume: bool
+
+    def check(self) -> None:
+        """Refuses values out of their domains.
+
+        Raises:
+            CalibrationError: there is one.
+        """
+        for name in ("limit", "check_every", "checkpoint_every"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise CalibrationError(f"{name} is {value!r}; pass a number of batches of at least 1.")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise CalibrationError(f"{name} is '{getattr(self, name)}'; choose one of {list(allowed)}.")
+        if self.tolerance is not None and not 0 < self.tolerance < 1:
+            raise CalibrationError(f"tolerance is {self.tolerance}; pass a share of the range between 0 and 1.")
+
+    @property
+    def place(self) -> torch.device | None:
+        """Where batches are moved, None to leave them.
+
+        Raises:
+            CalibrationError: there is no such device.
+        """
+        try:
+            return None if self.device is None else torch.device(self.device)
+        except RuntimeError as error:
+            raise CalibrationError(f"device is '{self.device}'; pass one that torch.device takes, as 'cpu'.") from error
+
+
+class Run:
+    """What has been read so far, and what observers saw of it.
+
+    Args:
+        model: the prepared model.
+        sites: its observers.
+        options: checked ones.
+
+    Attributes:
+        batches: batches that observers have seen.
+        samples: sum of the first dimensions of these batches' first inputs.
+        resumed_at: batches taken over from a checkpoint.
+        converged: the run ended early because ranges had settled.
+        skipped: batches that were left out.
+    """
+
+    def __init__(self, model: fx.GraphModule, sites: list[Site], options: Options) -> None:
+        self.model, self.sites, self.options = model, sites, options
+        self.batches = self.samples = self.resumed_at = self._position = 0
+        self.converged = False
+        self.skipped: list[SkippedBatch] = []
+        self._ours = [(site, site.observer) for site in sites if isinstance(site.observer, DataObserver)]
+        self._foreign = foreign_sites(sites)
+        self._twins = twins(sites)
+        self._session = Session(
+            {observer: site.repeats for site, observer in self._ours if not all(site.repeats)},
+            {observer: ChannelActivity(axis) for observer, axis in self._watched()},
+        )
+        self._reader = BatchReader(model, options.place)
+        self._settling = Settling(options.tolerance or 0.0)
+        self._taken_up: dict[str, Any] = {}
+
+    @property
+    def observers(self) -> list[DataObserver]:
+        """The observers of ours."""
+        return [observer for _, observer in self._ours]
+
+    def _watched(self) -> Iterator[tuple[DataObserver, int]]:
+        """Yields the observers whose tensors' channels can be watched, with the channel axis."""
+        for site, observer in self._ours:
+            if not site.of_constants and len(site.producers) == 1 and observer not in self._twins:
+                axis = channel_axis(site.producers[0])
+                if axis is not None:
+                    yield observer, axis
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Lets the session record what reaches our observers; twins of another observer rest."""
+        policies = [observer.nonfinite for observer in self.observers]
+        policy = "report" if self.options.nonfinite == "report" else "raise"
+        for site, observer in self._ours:
+            resting = _RESTING if observer in self._twins else self._session
+            _set(observer, site=site.place, recorder=None if site.of_constants else resting, nonfinite=policy)
+        try:
+            yield
+            self._session.flush()
+        finally:
+            for observer, former in zip(self.observers, policies, strict=True):
+                _set(observer, recorder=None, nonfinite=former)
+        for observer, twin in self._twins.items():
+            observer.data = twin.data
+
+    # --- batches
+
+    def read(self, loader: Iterable[Any], advance: Callable[[], None]) -> None:
+        """Reads the loader to its end, the limit, or until ranges have settled.
+
+        Raises:
+            CalibrationError: nothing was read, or not what was read before a checkpoint.
+        """
+        iterator, read = loader_iterator(loader), 0
+        self._take_up()
+        for read, batch in enumerate(islice(iterator, 0 if self.converged else self.options.limit), 1):
+            if read > self._position:
+                self._take(read - 1, batch)
+            elif read == self._position:
+                self._rejoin(batch)
+            advance()
+            if self.converged:
+                break
+        self._check_read(read)
+        require_finite(self._foreign)
+
+    def _check_read(self, read: int) -> None:
+        if self.batches == 0:
+            why = f"all {len(self.skipped)} batches were skipped" if self.skipped else "the loader yielded no batch"
+            raise CalibrationError(
+                f"Nothing was calibrated: {why}; pass at least one good batch (a generator can be read only once)."
+            )
+        if read < self._position and not self.converged:
+            raise CalibrationError(
+                f"The checkpoint '{self.options.checkpoint}' has seen {self._position} batches and this run stopped at "
+                f"{read}; pass the same loader and limit, or resume=False."
+            )
+
+    def _picked(self, batch: Any) -> Any:
+        return self.options.inputs(batch) if self.options.inputs else batch
+
+    def _take(self, index: int, batch: Any) -> None:
+        self._position, picked = index + 1, self._picked(batch)
+        try:
+            named = self._reader.arguments(picked, index)
+        except CalibrationError as error:
+            if self.options.misfit != "skip":
+                raise
+            self.skipped.append(SkippedBatch(index, str(error)))
+        else:
+            self._run_batch(named, index)
+        if self.options.tolerance is not None and self._position % self.options.check_every == 0:
+            self._session.flush()
+            self._settling.check(self.sites)
+            self.converged = self._settling.settled
+        if self.options.checkpoint is not None and self._position % self.options.checkpoint_every == 0:
+            self._save(self.options.checkpoint, picked)
+
+    def _run_batch(self, named: dict[str, Any], index: int) -> None:
+        skips = self.options.nonfinite == "skip"
+        foreign = foreign_states(self._foreign) if skips else {}
+        try:
+            self._check_finite(named, index)
+            self._reader.call(self.model, named)
+            self._session.commit()
+            if skips:
+                require_finite(self._foreign)
+        except NonFiniteError as error:
+            self._session.rollback()
+            if not skips:
+                raise NonFiniteError(f"Batch {index}: {error}") from error
+            restore_foreign(self._foreign, foreign)
+            self.skipped.append(SkippedBatch(index, str(error)))
+        else:
+            self.batches, self.samples = self.batches + 1, self.samples + sample_count(named)
+
+    def _check_finite(self, named: dict[str, Any], index: int) -> None:
+        culprit = None if self.options.nonfinite == "report" else nonfinite_input(named)
+        if culprit is not None:
+            raise NonFiniteError(
+                f"Input '{culprit}' of batch {index} holds NaN or infinity; clean the data, or calibrate with "
+                "nonfinite='skip' or 'report'."
+            )
+
+    # --- checkpoints
+
+    @cached_property
+    def _fingerprint(self) -> list[str]:
+        return fingerprint(self.model, self.sites)
+
+    def states(self) -> dict[str, Any]:
+        """Returns every observer's data by the observer's name; constants are left out, they are in the model."""
+        return {
+            site.name: (_plain(observer.state), observer.nonfinite_elements)
+            for site, observer in self._ours
+            if observer.constant is None
+        }
+
+    def _save(self, path: Path, last: Any) -> None:
+        self._session.flush()
+        activity, widened = self._session.activity, self._session.widened
+        content = {
+            "fingerprint": self._fingerprint,
+            "states": self.states(),
+            "foreign": foreign_states(self._foreign),
+            "activity": {s.name: activity[s.observer].saved() for s in self.sites if s.observer in activity},
+            "widened": {s.name: widened.get(s.observer) for s in self.sites},
+            "counts": (self.batches, self.samples, self._position),
+            "skipped": [(s.index, s.reason) for s in self.skipped],
+            "settled": (self._settling.saved(), self.converged),
+            "random": (torch.get_rng_state(), random.getstate()),
+            "last": batch_digest(last),
+        }
+        write_checkpoint(path, content)
+
+    def _take_up(self) -> None:
+        """Continues where a checkpoint was written, if there is one."""
+        path = self.options.checkpoint if self.options.resume else None
+        content = read_checkpoint(path, self._fingerprint) if path is not None else None
+        if content is None:
+            return
+        self._taken_up = content
+        self._restore_observers(content)
+        restore_foreign(self._foreign, content["foreign"])
+        self.batches, self.samples, self._position = content["counts"]
+        self._session.batch, self.resumed_at = self._position, self.batches
+        self.skipped = [SkippedBatch(*pair) for pair in content["skipped"]]
+        settling, self.converged = content["settled"]
+        self._settling.restore(settling)
+        self._observe_constants()
+
+    def _restore_observers(self, content: dict[str, Any]) -> None:
+        activity = self._session.activity
+        for site, observer in self._ours:
+            if site.name in content["states"]:
+                state, observer.nonfinite_elements = content["states"][site.name]
+                observer.state = None if state is None else observer.restored(state)
+            if observer in activity:
+                activity[observer].restore(content["activity"][site.name])
+            if content["widened"][site.name] is not None:
+                self._session.widened[observer] = content["widened"][site.name]
+
+    def _rejoin(self, last: Any) -> None:
+        """Goes on behind the last batch that the checkpoint has seen.
+
+        Raises:
+            CalibrationError: the loader yields another one in its place.
+        """
+        if batch_digest(self._picked(last)) != self._taken_up["last"]:
+            raise CalibrationError(
+                f"Batch {self._position - 1} is not the one that the checkpoint '{self.options.checkpoint}' has seen; "
+                "let the loader yield the same batches again (a shuffling one: pass seed=), or pass resume=False."
+            )
+        torch.set_rng_state(self._taken_up["random"][0])
+        random.setstate(self._taken_up["random"][1])
+
+    def _observe_constants(self) -> None:
+        """Shows weights to their observers, in case no batch is left that would."""
+        for site, observer in self._ours:
+            for node in site.producers:
+                if site.of_constants and node.op == "get_attr":
+                    observer(self.model.get_parameter(str(node.target)))
+
+    # --- many processes
+
+    def merge(self, gathered: list[dict[str, Any]]) -> None:
+        """Gives every observer the states of all processes, merged in the order of ranks.
+
+        Raises:
+            CalibrationError: the processes have different models, or an observer cannot be merged.
+        """
+        require_mergeable(self._foreign)
+        if any(states.keys() != gathered[0].keys() for states in gathered):
+            raise CalibrationError("The processes have models with different observers; prepare the same on all.")
+        for site, observer in self._ours:
+            if observer.constant is None:
+                found = [states[site.name] for states in gathered]
+                observer.nonfinite_elements = sum(spoiled for _, spoiled in found)
+                _merge(observer, [state for state, _ in found if state is not None])
+
+    # --- results
+
+    def summaries(self) -> tuple[ObserverSummary, ...]:
+        """Returns a summary of every observer of activations."""
+        found = []
+        for site in self.sites:
+            if not site.of_constants:
+                seen = self._session.activity.get(site.observer)
+                channels, silent = (seen.channels, seen.silent_channels) if seen is not None else (0, ())
+                found.append(summarize(site, channels, silent, self._session.widened.get(site.observer)))
+        return tuple(found)
+
+    def check_findings(self, found: Iterable[ObserverSummary]) -> None:
+        """Refuses observers that no data reached and values that never change, where those are to raise.
+
+        Raises:
+            CalibrationError: there are such observers.
+        """
+        waiting = [s for s in found if not s.dead or not _needs_none(s.kind)]
+        dead = [s.place for s in waiting if s.dead]
+        if dead and self.options.dead == "raise":
+            raise CalibrationError(
+                f"No data reached the observers of {', '.join(dead)}; check the branch of the model they stand in, or "
+                "calibrate with dead='report'."
+            )
+        still = [f"{s.place} ({s.problem})" for s in waiting if not s.dead and (s.constant or s.silent_channels)]
+        if still and self.options.constant == "raise":
+            raise CalibrationError(
+                f"Values never changed at {', '.join(still)}; calibrate on data that exercises the model, or with "
+                "constant='report'."
+            )
+
+
+class _Resting:
+    """Recorder of an observer whose twin sees the same tensors."""
+
+    def record(self, observer: DataObserver, value: Tensor) -> None:
+        """Takes nothing."""
+
+
+_RESTING = _Resting()
+
+
+def _set(observer: DataObserver, **attributes: Any) -> None:
+    """Sets the attributes that differ; setting one of a module costs more than an observer's share of a batch."""
+    for name, value in attributes.items():
+        if getattr(observer, name) != value:
+            setattr(observer, name, value)
+
+
+def _needs_none(kind: str) -> bool:
+    """Tells whether observers of a class never look at data."""
+    return kind.startswith(("FixedQParams", "Derived", "Placeholder", "Noop", "ReuseInput"))
+
+
+def _plain(state: Any) -> tuple[Tensor, ...] | None:
+    return None if state is None else tuple(t.cpu() for t in state)
+
+
+def _merge(observer: DataObserver, states: list[Any]) -> None:
+    merged = None
+    for state in map(observer.restored, states):
+        merged = state if merged is None else observer.merged(merged, state)
+    observer.state = merged
