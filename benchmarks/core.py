@@ -199,10 +199,10 @@ def main() -> None:
     parser.add_argument("--memory", type=int, nargs="*", default=[100, 400], help="MB of float weights")
     parser.add_argument("--peak-of", choices=CORES, help="measure the memory of one core in this process")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     if options.peak_of:
         peak_of(options.peak_of, options.memory[0])
         return
+    torch.set_num_threads(1)
     for name, build in (("conv-bn-relu, min-max", convolutions), ("linear-gelu, min-max", linears)):
         found = [row(name, build, n, MinMaxObserver, options.repeat, n <= options.peer_limit) for n in options.sizes]
         if len(found) > 1:

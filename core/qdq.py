@@ -50,6 +50,8 @@ _CHOOSE: Mapping[torch.qscheme, Any] = {
     torch.per_tensor_affine: _OPS.choose_qparams.tensor,
     torch.per_tensor_symmetric: _OPS.choose_qparams_symmetric.tensor,
 }
+# Elements that a constant is quantized by at a time: 1 MB of float32 stays in the caches.
+_SLAB = 2**18
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,33 @@ class Quantization:
         if self.axis is None:
             return _OPS.quantize_per_tensor.default, _OPS.dequantize_per_tensor.default
         return _OPS.quantize_per_channel.default, _OPS.dequantize_per_channel.default
+
+    def quantize(self, value: Tensor) -> Tensor:
+        """Returns the integers of a constant of the scales' number of channels, in the constant's shape.
+
+        The operator works on slabs of rows: its float intermediates of a whole weight, freed one by one between
+        integers that stay, leave holes in the heap that add up to the size of all the weights.
+        """
+        if value.dim() == 0:
+            return self.quantize(value.reshape(1)).reshape(())
+        stored = torch.empty_like(value, dtype=self.dtype)
+        rows = max(1, _SLAB // max(1, value[:1].numel()))
+        with torch.no_grad():
+            for start in range(0, len(value), rows):
+                slab = slice(start, start + rows)
+                stored[slab] = self._quantize_rows(single_precision(value[slab]), slab)
+        return stored
+
+    def _quantize_rows(self, value: Tensor, rows: slice) -> Tensor:
+        quantize, _ = self.operators
+        if self.axis == 0 and isinstance(self.scale, Tensor) and isinstance(self.zero_point, Tensor):
+            return quantize(value, self.scale[rows], self.zero_point[rows], *self.tail)  # type: ignore[no-any-return]
+        return quantize(value, self.scale, self.zero_point, *self.tail)  # type: ignore[no-any-return]
+
+
+def single_precision(value: Tensor) -> Tensor:
+    """Returns a float64 tensor as float32, which is what the quantize operators take; others as they are."""
+    return value.to(torch.float32) if value.dtype == torch.float64 else value
 
 
 def kind_of(observer: nn.Module) -> str:

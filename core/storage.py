@@ -31,10 +31,7 @@ class Storage:
         key = ("quantized", id(value), _content(scale), _content(zero_point), quantization.tail)
         if key in self._paths:
             return self._paths[key]
-        quantize, _ = quantization.operators
-        with torch.no_grad():
-            stored = quantize(single_precision(value), scale, zero_point, *quantization.tail)
-        return self._once(key, value, stored, f"{name}_quantized")
+        return self._once(key, value, quantization.quantize(value), f"{name}_quantized")
 
     def keep_cast(self, value: Tensor, dtype: torch.dtype, name: str) -> str:
         """Registers a constant in half precision; returns the path of the buffer."""
@@ -53,11 +50,6 @@ class Storage:
             self._paths[key] = path
             self._held.append(source)
         return self._paths[key]
-
-
-def single_precision(value: Tensor) -> Tensor:
-    """Returns a float64 tensor as float32, which is what the quantize operators take; others as they are."""
-    return value.to(torch.float32) if value.dtype == torch.float64 else value
 
 
 def _content(number: float | Tensor) -> Any:

@@ -32,7 +32,7 @@ from quantplug.core.convert import convert_pt2e
 from quantplug.core.errors import CalibrationError, ConfigError, ConvertError
 from quantplug.core.graph import describe
 from quantplug.core.prepare import prepare_pt2e
-from quantplug.core.qdq import CHOOSE_OPS, DEQUANTIZE_OPS, QUANTIZE_OPS
+from quantplug.core.qdq import CHOOSE_OPS, DEQUANTIZE_OPS, QUANTIZE_OPS, Quantization
 from quantplug.core.ranges import histogram_range
 from quantplug.core.reference import differences
 
@@ -193,6 +193,19 @@ def test_fold_quantize_false_keeps_quantize_nodes_on_weights() -> None:
     folded, unfolded = convert_pt2e(prepared), convert_pt2e(prepared, fold_quantize=False)
     assert {v.dtype for k, v in unfolded.state_dict().items() if k.endswith("weight")} == {torch.float32}
     torch.testing.assert_close(folded(x), unfolded(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (700, 900), (3, 300_000), (2, 3, 200_000)])
+@pytest.mark.parametrize("axis", [None, 0, 1])
+def test_constants_are_quantized_slab_by_slab_as_the_operator_does_it(shape: tuple[int, ...], axis: int | None) -> None:
+    if axis is not None and axis >= len(shape):
+        axis = None
+    value = torch.randn(shape, dtype=torch.float64) * 40
+    scale = 0.3 if axis is None else torch.rand(shape[axis]) + 0.01
+    zero_point = 3 if axis is None else torch.randint(-9, 9, (shape[axis],))
+    found = Quantization(torch.int8, -128, 127, scale, zero_point, axis)
+    expected = found.operators[0](value.float(), scale, zero_point, *found.tail)
+    torch.testing.assert_close(found.quantize(value), expected, rtol=0, atol=0)
 
 
 def test_groups_of_weights_go_through_the_affine_operators() -> None:
