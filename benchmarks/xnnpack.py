@@ -1,12 +1,14 @@
 """Compares our XNNPACK backend with ExecuTorch's own quantizer and partitioner, in one process.
 
 Prints, for each model and both flows: kernel calls inside the delegates (int8, f32, converts), delegates,
-portable operators, agreement with the q/dq graph and with float, size of the `.pte`, and the ratio of the
-median latencies (theirs / ours, runs interleaved A B A B).
+portable operators, float islands of the q/dq graph; signal to noise of the program against the q/dq graph and
+of the q/dq graph against float (all seeds of weights and inputs together); size of the `.pte`, seconds of
+lowering, and medians of the latency with the ratio theirs / ours, runs interleaved A B A B. Below the table stand
+the float kernels of our programs by kind.
 
-    python benchmarks/xnnpack.py                      # models that need nothing but torch
-    python benchmarks/xnnpack.py mobilenet_v3_small   # torchvision's, by name
-    python benchmarks/xnnpack.py --size 224 --rounds 30 resnet18 mobilenet_v2
+    python benchmarks/xnnpack.py                             # the table of the documentation
+    python benchmarks/xnnpack.py mobilenet_v3_small LSTM     # some of it, or any model of torchvision
+    python benchmarks/xnnpack.py --size 224 --rounds 30 --threads 1 2 resnet18
 """
 
 import argparse
@@ -14,154 +16,129 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e as torchao_convert
 from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e as torchao_prepare
+from xnnpack_models import TABLE, Inputs, Sample, make
 
-from quantplug.core.convert import convert_pt2e
-from quantplug.core.prepare import prepare_pt2e
+import quantplug
 from quantplug.lowering.xnnpack import KernelCounts, lower
 from quantplug.lowering.xnnpack.placement import place
 from quantplug.lowering.xnnpack.records import recorded_kernel_calls
 from quantplug.lowering.xnnpack.runtime import Method, quiet
-from quantplug.quantizers.xnnpack import XNNPACKQuantizer
+
+# Seeds of the inputs that both flows are calibrated with, and of those that they are compared on.
+CALIBRATION, TESTS = range(8), range(50, 53)
 
 
 @dataclass
 class Outcome:
     """What one flow made of one model."""
 
-    run: Callable[[], Any]
+    buffer: bytes
     counts: KernelCounts
-    nbytes: int
+    islands: int
+    seconds: float
     to_reference: float
-    to_float: float
+    to_float: float = float("nan")
+    floats: dict[str, int] = field(default_factory=dict)
 
 
-class Recurrent(nn.Module):
-    """A recurrent layer and a classifier on its last step."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.layer = getattr(nn, kind)(32, 64, batch_first=True)
-        self.classify = nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Any:
-        """Returns the logits of a (batch, time, features) sequence."""
-        return self.classify(self.layer(x)[0][:, -1])
-
-
-class SqueezeExcite(nn.Module):
-    """Depthwise convolution, gate and residual, as in mobile networks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.Hardswish())
-        self.depthwise = nn.Sequential(nn.Conv2d(32, 32, 3, 1, 1, groups=32), nn.BatchNorm2d(32), nn.SiLU())
-        self.gate = nn.Sequential(
-            nn.AdaptiveAvgPool2d(1), nn.Conv2d(32, 8, 1), nn.ReLU(), nn.Conv2d(8, 32, 1), nn.Hardsigmoid()
-        )
-        self.classify = nn.Linear(32, 10)
-
-    def forward(self, x: Tensor) -> Any:
-        """Returns the logits of a (batch, 3, height, width) image."""
-        x = self.stem(x)
-        y = self.depthwise(x)
-        return self.classify((x + y * self.gate(y)).mean((2, 3)))
-
-
-def built_in(size: int) -> dict[str, Callable[[], tuple[nn.Module, Tensor]]]:
-    """Returns the models that need nothing but torch, as makers of (model, input)."""
-    return {
-        "LSTM": lambda: (Recurrent("LSTM"), torch.randn(1, 8, 32)),
-        "GRU": lambda: (Recurrent("GRU"), torch.randn(1, 8, 32)),
-        "squeeze_excite": lambda: (SqueezeExcite(), torch.randn(1, 3, size, size)),
-        "encoder": lambda: (
-            nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, activation="gelu", batch_first=True),
-            torch.randn(1, 64, 128),
-        ),
-    }
-
-
-def make(name: str, size: int) -> tuple[nn.Module, Tensor]:
-    """Returns a model with random weights and running statistics, and an input for it."""
-    torch.manual_seed(0)
-    own = built_in(size)
-    if name in own:
-        model, x = own[name]()
-    else:
-        import torchvision
-
-        model, x = torchvision.models.get_model(name, weights=None), torch.randn(1, 3, size, size)
-    model.train()
-    for norm in (m for m in model.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))):
-        norm.momentum = None  # plain averages: after three batches the statistics are those of the weights
-    with torch.no_grad():
-        for _ in range(3):
-            model(torch.randn(4, *x.shape[1:]))
-    return model.eval(), x
-
-
-def reference(model: nn.Module, x: Tensor, ours: bool) -> fx.GraphModule:
+def reference(model: nn.Module, sample: Sample, ours: bool, dynamic: bool) -> fx.GraphModule:
     """Returns the calibrated q/dq graph of one flow."""
     from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
         XNNPACKQuantizer as TheirQuantizer,
     )
     from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import get_symmetric_quantization_config
 
-    graph = torch.export.export(model, (x,)).module()
+    graph = torch.export.export(model, sample(0)).module()
     if ours:
-        prepared = prepare_pt2e(graph, XNNPACKQuantizer())
+        quantizer = quantplug.get_quantizer("xnnpack").set_global("int8_dynamic" if dynamic else "int8")
+        prepared = quantplug.prepare_pt2e(graph, quantizer)
     else:
-        config = get_symmetric_quantization_config(is_per_channel=True)
+        config = get_symmetric_quantization_config(is_per_channel=True, is_dynamic=dynamic)
         prepared = torchao_prepare(graph, TheirQuantizer().set_global(config))
     with torch.no_grad():
-        for _ in range(4):
-            prepared(torch.randn_like(x))
-        prepared(x)
-    return convert_pt2e(prepared) if ours else torchao_convert(prepared)
+        for seed in CALIBRATION:
+            prepared(*sample(seed))
+    return quantplug.convert_pt2e(prepared) if ours else torchao_convert(prepared)
 
 
-def lowered_by_them(graph: fx.GraphModule, x: Tensor) -> tuple[Method, KernelCounts]:
-    """Lowers with ExecuTorch's stock partitioner."""
+def lowered_by_them(graph: fx.GraphModule, inputs: Inputs, dynamic: bool) -> tuple[bytes, KernelCounts]:
+    """Lowers with ExecuTorch's stock partitioners."""
     import executorch.kernels.quantized  # noqa: F401
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import (
+        XnnpackDynamicallyQuantizedPartitioner,
+        XnnpackPartitioner,
+    )
     from executorch.exir import to_edge_transform_and_lower
 
+    stock = [XnnpackDynamicallyQuantizedPartitioner()] if dynamic else []
     with quiet(), torch.no_grad(), recorded_kernel_calls() as calls:
-        exported = torch.export.export(graph, (x,))
-        edge = to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()])
+        exported = torch.export.export(graph, inputs)
+        edge = to_edge_transform_and_lower(exported, partitioner=[*stock, XnnpackPartitioner()])
         buffer = edge.to_executorch().buffer
-    return Method(buffer), place(graph, edge.exported_program(), calls, {})[1]
+    return buffer, place(graph, edge.exported_program(), calls, {})[1]
 
 
-def decibels(found: Any, expected: Any) -> float:
-    """Returns the signal-to-noise ratio of the first tensors of two results."""
-    first, second = (next(iter(v.values())) if isinstance(v, dict) else v for v in (found, expected))
-    noise = (first.double() - second.double()).square().sum()
-    return float("inf") if noise == 0 else float(10 * torch.log10(second.double().square().sum() / noise))
+class Noise:
+    """Sums the signal and the noise of many results."""
+
+    def __init__(self) -> None:
+        self.signal = self.noise = 0.0
+
+    def add(self, found: Any, expected: Any) -> "Noise":
+        """Adds all tensors of a result; each result counts alike, whatever its size."""
+        pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
+        values = [(a.double(), b.double()) for a, b in pairs if isinstance(b, Tensor)]
+        power = sum(float(b.square().sum()) for _, b in values)
+        self.signal += 1.0
+        self.noise += sum(float((a - b).square().sum()) for a, b in values) / power
+        return self
+
+    @property
+    def decibels(self) -> float:
+        """The signal-to-noise ratio."""
+        ratio = torch.tensor(self.signal / self.noise) if self.noise else torch.tensor(float("inf"))
+        return float(10 * ratio.log10())
 
 
-def outcome(model: nn.Module, x: Tensor, ours: bool) -> Outcome:
-    """Quantizes, lowers and measures a model with one flow."""
-    graph = reference(model, x, ours)
-    with torch.no_grad():
-        expected, exact = graph(x), model(x)
+def outcome(graph: fx.GraphModule, sample: Sample, ours: bool, dynamic: bool) -> Outcome:
+    """Lowers a q/dq graph with one flow and compares the program with it."""
+    floats: dict[str, int] = {}
+    start = time.perf_counter()
     if ours:
-        program = lower(graph, (x,))
-        method, counts = Method(program.buffer), program.counts
+        program = lower(graph, sample(0))
+        buffer, counts = program.buffer, program.counts
+        floats = Counter(op.target.removesuffix(".default") for op in program.ops if op.placement != "int8")
     else:
-        method, counts = lowered_by_them(graph, x)
-    found = method([x])[0]
-    # Both flows run as bare methods: the checks of our own program's inputs are no part of the kernels' time.
-    return Outcome(lambda: method([x]), counts, len(method.buffer), decibels(found, expected), decibels(found, exact))
+        buffer, counts = lowered_by_them(graph, sample(0), dynamic)
+    seconds, method, noise = time.perf_counter() - start, Method(buffer), Noise()
+    for seed in TESTS:
+        with torch.no_grad():
+            noise.add(method(list(sample(seed))), graph(*sample(seed)))
+    islands = len(quantplug.explain(graph).islands)
+    return Outcome(buffer, counts, islands, seconds, noise.decibels, floats=floats)
+
+
+def to_float(models: Iterable[tuple[nn.Module, Sample]], ours: bool, dynamic: bool) -> float:
+    """Returns decibels of one flow's q/dq graphs against float models, over all weights and inputs."""
+    noise = Noise()
+    for model, sample in models:
+        graph = reference(model, sample, ours, dynamic)
+        with torch.no_grad():
+            for seed in TESTS:
+                noise.add(graph(*sample(seed)), model(*sample(seed)))
+    return noise.decibels
 
 
 def interleaved(first: Callable[[], Any], second: Callable[[], Any], rounds: int) -> tuple[float, float]:
@@ -177,22 +154,55 @@ def interleaved(first: Callable[[], Any], second: Callable[[], Any], rounds: int
     return statistics.median(times[0]), statistics.median(times[1])
 
 
-def row(name: str, flow: str, found: Outcome | str, latency: str) -> tuple[str, ...]:
+def latencies(theirs: Outcome, ours: Outcome, inputs: Inputs, threads: int, rounds: int) -> tuple[float, float]:
+    """Returns the milliseconds of both programs on a number of threads.
+
+    Both run as bare methods: the checks of our own program's inputs are no part of the kernels' time.
+    """
+    slow, fast = Method(theirs.buffer, threads), Method(ours.buffer, threads)
+    flat = list(inputs)
+    return interleaved(lambda: slow(flat), lambda: fast(flat), rounds)
+
+
+def attempt(name: str, options: argparse.Namespace, ours: bool) -> Outcome | str:
+    """Returns the outcome of a flow, or what it failed with."""
+    dynamic = name.endswith("_dynamic")
+    models = [make(name, options.size, seed) for seed in range(options.seeds)]
+    model, sample = models[0]
+    try:
+        found = outcome(reference(model, sample, ours, dynamic), sample, ours, dynamic)
+        found.to_float = to_float(models, ours, dynamic)
+    except Exception as error:  # a peer may fail in any way; the table says so
+        traceback.print_exc(limit=3, file=sys.stderr)
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"[:60]
+    return found
+
+
+def row(name: str, flow: str, found: Outcome | str, times: list[str]) -> tuple[str, ...]:
     """Returns one line of the table."""
     if isinstance(found, str):
-        return (name, flow, *["-"] * 8, found)
+        return (name, flow, found)
     c = found.counts
-    cells = (c.int8, c.f32, c.converts, c.delegates, c.portable, f"{found.nbytes / 1e6:.2f}")
-    return (name, flow, *map(str, cells), f"{found.to_reference:.1f}", f"{found.to_float:.1f}", latency)
+    counts = (c.int8, c.f32, c.converts, c.delegates, c.portable, found.islands)
+    measured = (f"{found.to_reference:.1f}", f"{found.to_float:.1f}", f"{len(found.buffer) / 1e6:.2f}")
+    return (name, flow, *map(str, counts), *measured, f"{found.seconds:.0f}", " ".join(times))
 
 
-def attempt(model: nn.Module, x: Tensor, ours: bool) -> Outcome | str:
-    """Returns the outcome of a flow, or what it failed with."""
-    try:
-        return outcome(model, x, ours)
-    except Exception as error:  # a peer may fail in any way; the table says so
-        traceback.print_exc(limit=1, file=sys.stderr)
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"[:60]
+def compared(name: str, options: argparse.Namespace, ratios: list[float]) -> Iterator[tuple[str, ...]]:
+    """Yields the lines of one model, and keeps its ratios of latencies."""
+    theirs, ours = attempt(name, options, ours=False), attempt(name, options, ours=True)
+    slow, fast = list[str](), list[str]()
+    if isinstance(theirs, Outcome) and isinstance(ours, Outcome) and options.rounds:
+        inputs = make(name, options.size, 0)[1](0)
+        for threads in options.threads:
+            times = latencies(theirs, ours, inputs, threads, options.rounds)
+            ratios.append(times[0] / times[1])
+            slow.append(f"{times[0]:.2f}")
+            fast.append(f"{times[1]:.2f} ({ratios[-1]:.2f}x)")
+    yield row(name, "theirs", theirs, slow)
+    yield row(name, "ours", ours, fast)
+    if isinstance(ours, Outcome):
+        print(name, "float:", ", ".join(f"{kind} {count}" for kind, count in ours.floats.items()) or "none", flush=True)
 
 
 def main() -> None:
@@ -200,23 +210,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*")
     parser.add_argument("--size", type=int, default=96, help="height and width of images")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=20, help="of the latencies; 0 for none")
+    parser.add_argument("--seeds", type=int, default=3, help="of random weights, for the comparison with float")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    columns = ["model", "flow", "int8", "f32", "conv", "deleg", "portable", "MB", "dB(q/dq)", "dB(float)", "ms"]
-    table = Table(*columns, title="XNNPACK: ExecuTorch's flow and ours")
-    ratios = []
-    for name in options.models or built_in(options.size):
-        model, x = make(name, options.size)
-        theirs, ours = attempt(model, x, ours=False), attempt(model, x, ours=True)
-        latencies = ("-", "-")
-        if isinstance(theirs, Outcome) and isinstance(ours, Outcome):
-            slow, fast = interleaved(theirs.run, ours.run, options.rounds)
-            ratios.append(slow / fast)
-            latencies = (f"{slow:.2f}", f"{fast:.2f} ({slow / fast:.2f}x)")
-        table.add_row(*row(name, "theirs", theirs, latencies[0]))
-        table.add_row(*row(name, "ours", ours, latencies[1]))
-    console = Console(width=130)
+    columns = ["model", "flow", "int8", "f32", "conv", "deleg", "portable", "islands", "dB(q/dq)", "dB(float)", "MB"]
+    table = Table(*columns, "s", "ms", title="XNNPACK: ExecuTorch's flow and ours")
+    ratios: list[float] = []
+    for name in options.models or TABLE:
+        for line in compared(name, options, ratios):
+            table.add_row(*line)
+    console = Console(width=140)
     console.print(table)
     if ratios:
         console.print(f"theirs / ours, geometric mean of the latencies: {statistics.geometric_mean(ratios):.2f}")
