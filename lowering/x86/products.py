@@ -5,13 +5,15 @@ the prepacked weight, and yields float32; the epilogue rules then fuse what foll
 The weight stays an int8 constant with a prepack node, since the packed layout depends on the machine.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import optimization_hint
 
-from quantplug.core.graph import constant_value, operands, rank
+from quantplug.core.graph import constant_value, operands, rank, tensor_value
 from quantplug.core.pattern import Match, Op, op, optional, value
 from quantplug.lowering.qparams import IntegerWeight, QParams, dequantize, integer_weight, qparams
 from quantplug.lowering.rewriting import Rule, absorb, call, constant, replace
@@ -37,12 +39,26 @@ def _constants(before: fx.Node, weight: IntegerWeight, name: str) -> tuple[fx.No
     )
 
 
+def _sizes(activation: fx.Node) -> list[int] | None:
+    """Returns the sizes of an activation that kernels most likely meet.
+
+    The layout of a packed weight depends on them: where a kernel wants another one, it reorders the weight at every
+    call, which takes as long as a 3x3 convolution of 512 channels and thirty times a 1x1 convolution of 96.
+    """
+    found = tensor_value(activation)
+    return None if found is None else [optimization_hint(size) for size in found.shape]
+
+
+def _as_matrix(sizes: list[int] | None) -> list[int] | None:
+    return None if sizes is None else [math.prod(sizes[:-1]), sizes[-1]]
+
+
 def _lower_convolution(choose: Choice) -> Callable[[Match], str | None]:
     def lower(match: Match) -> str | None:
         node, params = match.root, qparams(match["dequantize"])
         weight = integer_weight(match["weight"])
         geometry = _geometry(node, weight)
-        checks = (weight, geometry, _activation_objection(params, conv=True), _padding_objection(weight, geometry))
+        checks = (weight, geometry, activation_objection(params, conv=True), _padding_objection(weight, geometry))
         reason = next((found for found in checks if isinstance(found, str)), None)
         if reason:
             return reason
@@ -51,24 +67,37 @@ def _lower_convolution(choose: Choice) -> Callable[[Match], str | None]:
         reason = _measured_convolution(choose, match, weight, geometry)
         if reason:
             return reason
-        values, scales, zeros = _constants(node, weight, node.name)
-        scale, zero_point = params.scale, params.zero_point
-        packed = call(node, onednn.qconv_prepack.default, (values, scales, scale, zero_point, *geometry), node)
-        packed.meta["val"] = values.meta["val"]
-        args = (match["integers"], scale, zero_point, packed, scales, zeros, match.get("bias"), *geometry)
-        kernel = call(node, onednn.qconv_pointwise.default, (*args, *NO_OUTPUT_QPARAMS, *NO_UNARY), node)
-        absorb(kernel, node)
-        replace(node, kernel)
+        convolve(match, weight, geometry)
         return None
 
     return lower
+
+
+def convolve(match: Match, weight: IntegerWeight, geometry: Geometry) -> None:
+    """Puts the kernel of a convolution in the place of a match's root; it yields float32.
+
+    Args:
+        match: binds "integers", their "dequantize" and perhaps "bias".
+        weight: output channels first.
+        geometry: stride, padding, dilation, groups.
+    """
+    node, params = match.root, qparams(match["dequantize"])
+    values, scales, zeros = _constants(node, weight, node.name)
+    scale, zero_point = params.scale, params.zero_point
+    settings = (scale, zero_point, *geometry, _sizes(match["integers"]))
+    packed = call(node, onednn.qconv_prepack.default, (values, scales, *settings), node)
+    packed.meta["val"] = values.meta["val"]
+    args = (match["integers"], scale, zero_point, packed, scales, zeros, match.get("bias"), *geometry)
+    kernel = call(node, onednn.qconv_pointwise.default, (*args, *NO_OUTPUT_QPARAMS, *NO_UNARY), node)
+    absorb(kernel, node)
+    replace(node, kernel)
 
 
 def _measured_convolution(choose: Choice, match: Match, weight: IntegerWeight, geometry: Geometry) -> str | None:
     if choose is always_integer:
         return None
     zeros, scale = torch.zeros(weight.values.shape[0], dtype=torch.int32), weight.scales
-    packed = onednn.qconv_prepack(weight.values, scale, 0.02, 128, *geometry)
+    packed = onednn.qconv_prepack(weight.values, scale, 0.02, 128, *geometry, _sizes(match["integers"]))
     floats = weight.values.float()
     run = (aten.conv1d, aten.conv2d, aten.conv3d)[floats.dim() - 3]
 
@@ -80,7 +109,8 @@ def _measured_convolution(choose: Choice, match: Match, weight: IntegerWeight, g
     return choose(match.root, match["integers"], integer, lambda x: run(x, floats, None, *geometry))
 
 
-def _activation_objection(params: QParams, *, conv: bool) -> str | None:
+def activation_objection(params: QParams, *, conv: bool) -> str | None:
+    """Returns why a convolution (or a linear) cannot take an activation with these parameters, or None."""
     if conv and not params.is_static:
         return "convolutions with activation parameters of run time have no kernel here"
     if params.dtype not in (torch.uint8, torch.int8) or (conv and params.dtype != torch.uint8):
@@ -131,7 +161,7 @@ def _lower_linear(channel_axis: int, choose: Choice) -> Callable[[Match], str | 
     def lower(match: Match) -> str | None:
         node, params = match.root, qparams(match["dequantize"])
         weight = integer_weight(match["weight"], channel_axis)
-        reason = weight if isinstance(weight, str) else _activation_objection(params, conv=False)
+        reason = weight if isinstance(weight, str) else activation_objection(params, conv=False)
         reason = reason or _linear_objection(match, weight)
         if reason:
             return reason
@@ -140,7 +170,7 @@ def _lower_linear(channel_axis: int, choose: Choice) -> Callable[[Match], str | 
         if reason:
             return reason
         values, scales, zeros = _constants(node, weight, node.name)
-        packed = call(node, onednn.qlinear_prepack.default, (values, None), node)
+        packed = call(node, onednn.qlinear_prepack.default, (values, _as_matrix(_sizes(match["integers"]))), node)
         packed.meta["val"] = values.meta["val"].t()
         kernel_of = onednn.qlinear_pointwise.default if params.is_static else onednn.qlinear_pointwise.tensor
         args = (match["integers"], params.scale, params.zero_point, packed, scales, zeros, match.get("bias"))
@@ -156,7 +186,8 @@ def _measured_linear(choose: Choice, match: Match, weight: IntegerWeight) -> str
     if choose is always_integer:
         return None
     zeros, scale = torch.zeros(weight.values.shape[0], dtype=torch.int32), weight.scales
-    packed, floats = onednn.qlinear_prepack(weight.values, None), weight.values.float()
+    packed = onednn.qlinear_prepack(weight.values, _as_matrix(_sizes(match["integers"])))
+    floats = weight.values.float()
 
     def integer(x: Tensor) -> Tensor:
         args = (x, 0.02, 128, packed, scale, zeros, None, 1.0, 128, torch.uint8, *NO_UNARY)
