@@ -1,108 +1,122 @@
-"""Latency of x86 engines beside each other: fp32 eager, our three ways, torchao's flow.
+"""Latency of x86 engines beside each other: PyTorch in float, torchao, ours, ONNX Runtime, OpenVINO.
 
-    python benchmarks/x86.py resnet18 mlp --batch 1 8 --threads 1 2 --package
+    python benchmarks/x86.py resnet18 mlp --batch 1 8 --threads 2 --folder /tmp/x86
+    python benchmarks/x86.py resnet18 --engines float quantplug --build    # only build the artefacts
 
-Every round calls all engines once in turn (A B C, A B C ...), so load on the machine meets all of them alike.
-Printed are ratios to fp32 eager of the medians over the rounds, with the quartiles of the ratio of each round.
-Random weights: SQNR compares engines, it says nothing about accuracy.
+Artefacts are built once into the folder (compiling takes minutes) and found there again. Every engine is loaded into a
+process of its own, and they take turns (A B A B ...), so load on the machine meets all of them alike. Printed are the
+ratios to fp32 eager of the medians over the turns, with the quartiles of each round's ratio. Peak is the rate of one
+large uint8 product through oneDNN. Weights are random: SQNR compares engines, it says nothing about accuracy.
 """
 
 import argparse
+import json
+import multiprocessing
 import statistics
-import tempfile
 import time
-from collections.abc import Callable
+import traceback
+import warnings
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from x86_engines import ENGINES, Engine, Run, build
+from x86_models import case
 
-import quantplug
-from quantplug.lowering.x86 import X86Program, lower
-
-Run = Callable[..., Any]
-
-
-def mlp() -> nn.Module:
-    """Two layers of 4,096: bound by memory bandwidth at batch 1."""
-    return nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096))
+CALLS = 3  # of an engine in a turn; one more before them is not timed and finds caches and threads
+PAUSE = 0.005  # seconds before a turn, in which the threads of the engine before it fall asleep
 
 
-def encoder() -> nn.Module:
-    """Four layers of the size of bert-base."""
-    layer = nn.TransformerEncoderLayer(768, 12, 3072, activation="gelu", batch_first=True)
-    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+@dataclass
+class Row:
+    """What one way of running one model gave.
+
+    Attributes:
+        way: the engine and its way.
+        ratio: times faster than fp32 eager.
+        low: lower quartile of the rounds' ratios.
+        high: upper quartile.
+        milliseconds: median.
+        sqnr: of the output against the float model's, in dB.
+        seconds: from the float model to the quantized one.
+        megabytes: size of the artefact's file.
+        peak: percent of the machine's integer peak.
+    """
+
+    way: str
+    ratio: float
+    low: float
+    high: float
+    milliseconds: float
+    sqnr: float
+    seconds: float
+    megabytes: float
+    peak: float
 
 
-def build(name: str, batch: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """Returns a model by name, in eval mode with lively activations, and an input."""
-    torch.manual_seed(0)
-    if name == "mlp":
-        return mlp().eval(), (torch.randn(batch, 4096),)
-    if name == "encoder":
-        return encoder().eval(), (torch.randn(batch, 128, 768),)
-    import torchvision
+class Worker:
+    """A process of its own for one engine: runtimes that share one disturb each other with threads that spin."""
 
-    model: nn.Module = getattr(torchvision.models, name)()
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.momentum = None
+    def __init__(self, engine: str, folder: Path, threads: int, compiles: bool) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, engine, folder, threads, compiles), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.ways: list[tuple[str, float, Tensor]] = self._answer() or []
+        if not self.ways:
+            print(f"  {engine}: nothing loaded in {folder}")
+
+    def turn(self, way: int) -> float:
+        """Runs one way a few times and returns the median in seconds."""
+        self._connection.send(way)
+        return float(self._answer())
+
+    def stop(self) -> None:
+        """Ends the process."""
+        self._connection.close()
+        self._process.join()
+
+    def _answer(self) -> Any:
+        try:
+            return self._connection.recv()
+        except EOFError:
+            return None
+
+
+def serve(connection: Any, name: str, folder: Path, threads: int, compiles: bool) -> None:
+    """Loads an engine, answers with (way, megabytes, output) of each of its ways, then runs them as asked."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(threads)
+    inputs = torch.load(folder / "inputs.pt")
+    engine = next(each for each in ENGINES if each.name == name)
     with torch.no_grad():
-        model.train()(torch.randn(4, 3, 224, 224))  # statistics as after training: activations keep their size
-    return model.eval(), (torch.randn(batch, 3, 224, 224),)
-
-
-def ours(model: nn.Module, inputs: tuple[Tensor, ...], *, autotune: bool) -> X86Program:
-    """Quantizes and lowers with quantplug."""
-    prepared = quantplug.prepare_pt2e(torch.export.export(model, inputs).module(), quantplug.get_quantizer("x86"))
-    with torch.no_grad():
-        prepared(*inputs)
-    return lower(quantplug.convert_pt2e(prepared), inputs, autotune=autotune)
-
-
-def torchao(model: nn.Module, inputs: tuple[Tensor, ...]) -> torch.fx.GraphModule:
-    """Quantizes with torchao's own quantizer, which needs strict export."""
-    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
-    from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
-
-    quantizer = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
-    prepared = prepare_pt2e(torch.export.export(model, inputs, strict=True).module(), quantizer)
-    with torch.no_grad():
-        prepared(*inputs)
-    return convert_pt2e(prepared)
-
-
-def engines(model: nn.Module, inputs: tuple[Tensor, ...], chosen: argparse.Namespace) -> dict[str, Run]:
-    """Returns every engine by name; the first is what the others are compared with."""
-    found: dict[str, Run] = {"fp32 eager": model}
-    started = time.perf_counter()
-    program = ours(model, inputs, autotune=chosen.autotune)
-    print(f"  quantized and lowered in {time.perf_counter() - started:.1f} s, {program.nbytes / 1e6:.1f} MB")
-    found["quantplug eager"] = program
-    if chosen.package:
-        path = program.package(Path(tempfile.mkdtemp()) / "model.pt2")
-        found["quantplug package"] = torch._inductor.aoti_load_package(str(path))
-    if chosen.peers:
-        reference = torchao(model, inputs)
-        found["torchao graph, our lowering"] = lower(reference, inputs)
-        with torch._inductor.config.patch(freezing=True):
-            compiled = torch.compile(reference)
-            compiled(*inputs)
-        found["torchao compiled"] = compiled
-    return found
-
-
-def rounds(found: dict[str, Run], inputs: tuple[Tensor, ...], repeats: int) -> dict[str, list[float]]:
-    """Calls all engines in turn; returns seconds by engine, one for each round."""
-    times: dict[str, list[float]] = {name: [] for name in found}
-    for number in range(repeats + 3):
-        for name, run in found.items():
-            started = time.perf_counter()
+        loaded = list(engine.load(inputs, folder / name, compiles))
+        sizes = [path.stat().st_size / 1e6 if path else 0.0 for _, _, path in loaded]
+        connection.send([(way, size, _first(run(*inputs))) for (way, run, _), size in zip(loaded, sizes, strict=True)])
+        while True:
+            try:
+                run = loaded[connection.recv()][1]
+            except EOFError:
+                return
+            time.sleep(PAUSE)
             run(*inputs)
-            if number >= 3:
-                times[name].append(time.perf_counter() - started)
-    return times
+            connection.send(statistics.median(_timed(run, inputs) for _ in range(CALLS)))
+
+
+def _first(output: Any) -> Tensor:
+    found: Tensor = output[0] if isinstance(output, list | tuple) else output
+    return found.clone()
+
+
+def _timed(run: Run, inputs: tuple[Any, ...]) -> float:
+    started = time.perf_counter()
+    run(*inputs)
+    return time.perf_counter() - started
 
 
 def sqnr(reference: Tensor, found: Tensor) -> float:
@@ -110,41 +124,114 @@ def sqnr(reference: Tensor, found: Tensor) -> float:
     return float(10 * torch.log10(reference.pow(2).sum() / (reference - found).pow(2).sum().clamp_min(1e-30)))
 
 
-def compare(name: str, batch: int, threads: int, chosen: argparse.Namespace) -> None:
-    """Prints one table."""
-    torch.set_num_threads(threads)
-    print(f"{name}, batch {batch}, {threads} threads")
-    model, inputs = build(name, batch)
-    with torch.no_grad(), torch._inductor.config.patch(freezing=True):
-        found = engines(model, inputs, chosen)
-        times = rounds(found, inputs, chosen.repeats)
-        reference = model(*inputs)
-        first = times["fp32 eager"]
-        for engine, taken in times.items():
-            each = sorted(a / b for a, b in zip(first, taken, strict=True))
-            quarter = len(each) // 4
-            ratio = statistics.median(first) / statistics.median(taken)
-            print(
-                f"  {engine:28s} x {ratio:5.2f} ({each[quarter]:.2f} - {each[-quarter - 1]:.2f})  "
-                f"{statistics.median(taken) * 1e3:8.2f} ms  SQNR {sqnr(reference, found[engine](*inputs)):6.1f} dB"
-            )
+def peak(size: int = 2048) -> float:
+    """Returns multiply-accumulates a second of one uint8 x int8 -> uint8 product of oneDNN."""
+    onednn = torch.ops.onednn
+    x = torch.randint(0, 256, (size, size), dtype=torch.uint8)
+    packed = onednn.qlinear_prepack(torch.randint(-127, 128, (size, size), dtype=torch.int8), None)
+    scales, zeros = torch.full((size,), 0.01), torch.zeros(size, dtype=torch.int32)
+    args = (x, 0.02, 128, packed, scales, zeros, None, 50.0, 128, torch.uint8, "none", [0.0], "")
+    taken = statistics.median(_timed(onednn.qlinear_pointwise, args) for _ in range(9))
+    return float(size**3 / taken)
+
+
+def rounds(workers: list[Worker], seconds: float) -> dict[str, list[float]]:
+    """Lets all ways of all engines take turns until the time is over; returns seconds of each turn by way."""
+    times: dict[str, list[float]] = {way: [] for worker in workers for way, _, _ in worker.ways}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(next(iter(times.values()))) < 5:
+        for worker in workers:
+            for number, (way, _, _) in enumerate(worker.ways):
+                times[way].append(worker.turn(number))
+    return times
+
+
+def measure(workers: dict[str, Worker], folder: Path, macs: int, seconds: float) -> list[Row]:
+    """Times everything that was loaded; the first is what the others are compared with."""
+    limit, times = peak(), rounds(list(workers.values()), seconds)
+    first, reference = next(iter(times.values())), next(iter(workers.values())).ways[0][2]
+    rows = []
+    for engine, worker in workers.items():
+        spent = float((folder / engine / "seconds").read_text())
+        for way, megabytes, output in worker.ways:
+            ratios = sorted(a / b for a, b in zip(first, times[way], strict=True))
+            quarter, median = len(ratios) // 4, statistics.median(times[way])
+            ratio, bounds = statistics.median(first) / median, (ratios[quarter], ratios[-quarter - 1])
+            noise, share = sqnr(reference, output), 100 * macs / median / limit
+            rows.append(Row(way, ratio, *bounds, median * 1e3, noise, spent, megabytes, share))
+    return rows
+
+
+def table(title: str, rows: list[Row]) -> Table:
+    """Returns a printable table."""
+    shown = Table(title=title, title_justify="left")
+    for heading in ("engine", "x fp32 eager", "quartiles", "ms", "SQNR dB", "quantize s", "MB", "% of peak"):
+        shown.add_column(heading, justify="left" if heading == "engine" else "right")
+    for row in rows:
+        shown.add_row(
+            row.way,
+            f"{row.ratio:.2f}",
+            f"{row.low:.2f} - {row.high:.2f}",
+            f"{row.milliseconds:.2f}",
+            f"{row.sqnr:.1f}" if row.sqnr < 100 else "",
+            f"{row.seconds:.1f}" if row.seconds else "",
+            f"{row.megabytes:.1f}" if row.megabytes else "",
+            f"{row.peak:.0f}",
+        )
+    return shown
+
+
+def prepare(name: str, batch: int, folder: Path, engines: list[Engine]) -> int:
+    """Builds what is missing for one model and batch; returns its multiply-accumulates."""
+    given = case(name, batch)
+    for engine in engines:
+        started = time.perf_counter()
+        try:
+            build(engine, given, folder / engine.name)
+        except Exception:
+            print(f"  {engine.name} on {name}: not built\n{traceback.format_exc(limit=-2)}")
+        print(f"  {engine.name} of {folder.name}: {time.perf_counter() - started:.0f} s", flush=True)
+    torch.save(given.inputs, folder / "inputs.pt")
+    return given.macs()
+
+
+def compare(name: str, batch: int, chosen: argparse.Namespace) -> None:
+    """Builds what is missing for one model and batch, and prints one table."""
+    threads = torch.get_num_threads()
+    folder = chosen.folder / f"{name}_batch{batch}_threads{threads}"
+    wanted = [e for e in ENGINES if e.is_there and e.name in chosen.engines and e.name not in chosen.without]
+    macs = prepare(name, batch, folder, wanted)
+    if chosen.build:
+        return
+    workers = {engine.name: Worker(engine.name, folder, threads, chosen.compile) for engine in wanted}
+    rows = measure({name: each for name, each in workers.items() if each.ways}, folder, macs, chosen.seconds)
+    for worker in workers.values():
+        worker.stop()
+    title = f"{name}, batch {batch}, {threads} threads, {torch.backends.cpu.get_cpu_capability()}"
+    Console(width=120).print(table(title, rows))
+    with (chosen.folder / "results.jsonl").open("a") as log:
+        log.write(json.dumps({"title": title, "rows": [asdict(row) for row in rows]}) + "\n")
 
 
 def main() -> None:
     """Reads the command line and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", help="mlp, encoder, or a classifier of torchvision.models")
+    parser.add_argument("models", nargs="+", help="mlp, encoder, bert, or a classifier of torchvision.models")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
-    parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--package", action="store_true", help="also compile ahead of time (a minute, needs g++)")
-    parser.add_argument("--peers", action="store_true", help="also torchao's flow (compiles)")
-    parser.add_argument("--autotune", action="store_true")
+    parser.add_argument("--seconds", type=float, default=15, help="of timing for each model")
+    parser.add_argument("--folder", type=Path, default=Path("out/x86"), help="where artefacts are kept")
+    parser.add_argument("--engines", nargs="+", default=[engine.name for engine in ENGINES])
+    parser.add_argument("--without", nargs="+", default=[], help="engines to leave out")
+    parser.add_argument("--compile", action="store_true", help="also torch.compile, which compiles when it is loaded")
+    parser.add_argument("--build", action="store_true", help="only build the artefacts")
     chosen = parser.parse_args()
-    for name in chosen.models:
-        for batch in chosen.batch:
-            for threads in chosen.threads:
-                compare(name, batch, threads, chosen)
+    warnings.filterwarnings("ignore")
+    for threads in chosen.threads:
+        torch.set_num_threads(threads)
+        for name in chosen.models:
+            for batch in chosen.batch:
+                compare(name, batch, chosen)
 
 
 if __name__ == "__main__":
