@@ -31,9 +31,12 @@ class Program(ABC):
 
     Attributes:
         ops: every compute operator with its placement.
+        has_kernels: whether the artefact runs on kernels of its own; a q/dq graph is for an engine to read, which
+            chooses them.
     """
 
     ops: tuple[LoweredOp, ...]
+    has_kernels: bool = True
 
     @abstractmethod
     def __call__(self, *inputs: Any) -> Any:

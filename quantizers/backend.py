@@ -17,6 +17,7 @@ from quantplug.core.dtypes import DTypeConfig
 from quantplug.core.errors import ConfigError
 from quantplug.core.fold import Permission
 from quantplug.lowering.program import Program
+from quantplug.lowering.reference import EmulatedProgram, KernelSet, emulate
 
 ConfigFactory: TypeAlias = Callable[..., QuantizationConfig]
 Lowering: TypeAlias = Callable[..., Program]
@@ -40,6 +41,8 @@ class Backend:
         summary: one line for `quantplug backends`.
         dtypes: the dtype configs that the kernels run, the preferred one first, for rows that declare none
             of their own; empty for no limits.
+        kernels: the kernel set that emulates its kernels bit for bit, or its name: "xnnpack", "x86" or
+            "package.module:SET"; None where there is no emulation. The conformance kit compares the two.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Backend:
     folds_batch_norm: bool | Permission = True
     summary: str = ""
     dtypes: tuple[DTypeConfig, ...] = ()
+    kernels: str | KernelSet | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -101,6 +105,10 @@ class Backend:
                 raise ConfigError(
                     f"The transforms of backend '{self.name}' hold {transform!r}; each is a function of a graph module."
                 )
+        if not isinstance(self.kernels, KernelSet | str | None):
+            raise ConfigError(
+                f"Backend '{self.name}' has the kernels {self.kernels!r}; give a KernelSet or its name, or None."
+            )
         if not callable(self.lowering) and not (isinstance(self.lowering, str) and ":" in self.lowering):
             raise ConfigError(
                 f"Backend '{self.name}' has the lowering {self.lowering!r}; give a function or its name "
@@ -148,6 +156,22 @@ class Backend:
         own_inputs = map_aggregate(example_inputs, lambda v: v.detach().clone() if isinstance(v, Tensor) else v)
         program: Program = function(converted, own_inputs, **options)
         return program
+
+    def emulate(self, converted: fx.GraphModule, example_inputs: tuple[Any, ...], **options: Any) -> EmulatedProgram:
+        """Returns a program that computes what this backend's integer kernels compute, on any machine.
+
+        Args:
+            converted: the q/dq graph that convert returned.
+            example_inputs: inputs of the shapes to emulate for.
+            options: as for `quantplug.lowering.reference.emulate`.
+
+        Raises:
+            ConfigError: the backend names no kernels.
+            LoweringError: the graph cannot be emulated.
+        """
+        if self.kernels is None:
+            raise ConfigError(f"Backend '{self.name}' names no kernels to emulate; declare kernels=KernelSet(...).")
+        return emulate(converted, example_inputs, self.kernels, **options)
 
 
 def derive(

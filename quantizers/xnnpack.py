@@ -18,11 +18,12 @@ from quantplug.annotators.pooling import pooling, resize
 from quantplug.annotators.presets import get_symmetric_quantization_config, get_xnnpack_quantization_config
 from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
 from quantplug.core.levels import Level
-from quantplug.lowering.xnnpack.rewrites import ALL
+from quantplug.core.pattern import Match
+from quantplug.lowering.xnnpack.rewrites import ALL, computes_state
 from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.quantizer import BackendQuantizer
 
-__all__ = ["WIDE_RANGES", "XNNPACK", "XNNPACKQuantizer", "get_symmetric_quantization_config"]
+__all__ = ["INTEGER_STATES", "WIDE_RANGES", "XNNPACK", "XNNPACKQuantizer", "get_symmetric_quantization_config"]
 
 # Kernels that exist, of functions that 256 steps of their input or output seldom do justice: a quotient by a
 # number near 0, a logarithm, a whole number that lies between two steps. A backend that wants them adds them:
@@ -31,6 +32,31 @@ WIDE_RANGES = (
     binary("div.Tensor", activations=()),
     own_range("exp", "log", "sqrt", "rsqrt", "square", "floor", "ceil", "sin", "cos"),
 )
+
+# All operators without weights. The backend leaves those float that carry the state of a recurrent layer. One that
+# wants them in integers too adds the rows as they are: derive(XNNPACK, "xnnpack_states", add=INTEGER_STATES).
+INTEGER_STATES = (
+    binary("add", CLAMPS),
+    binary("sub", CLAMPS),
+    binary("mul", CLAMPS),
+    binary("maximum", activations=()),
+    binary("minimum", activations=()),
+    concatenation("cat"),
+    # The max-pool kernel compares integers in one scale; the mean kernel rescales.
+    pooling("max_pool2d"),
+    resize().within(Level.APPROXIMATE),
+    pooling("adaptive_avg_pool2d", "mean", own_output=True),
+    known_range("sigmoid"),
+    known_range("tanh"),
+    own_range("hardswish", "gelu", "leaky_relu", "elu", "abs", "neg"),
+    clamps("relu", "relu6", "hardtanh", "clamp"),
+    movement((*VIEWS, *COPIES, "pad", "constant_pad_nd")),
+)
+
+
+def outside_of_states(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds outside of what carries the state of a recurrent layer from step to step."""
+    return "it carries the state of a recurrence, where roundings add up" if computes_state(match["op"]) else None
 
 
 def _dynamic(**options: Any) -> QuantizationConfig:
@@ -56,21 +82,7 @@ XNNPACK = Backend(
         convolution(dims=(1, 2)).where(whole_bytes),
         transposed_convolution(dims=(2,)).where(whole_bytes),
         linear().where(whole_groups),
-        binary("add", CLAMPS),
-        binary("sub", CLAMPS),
-        binary("mul", CLAMPS),
-        binary("maximum", activations=()),
-        binary("minimum", activations=()),
-        concatenation("cat"),
-        # The max-pool kernel compares integers in one scale; the mean kernel rescales.
-        pooling("max_pool2d"),
-        resize().within(Level.APPROXIMATE),
-        pooling("adaptive_avg_pool2d", "mean", own_output=True),
-        known_range("sigmoid"),
-        known_range("tanh"),
-        own_range("hardswish", "gelu", "leaky_relu", "elu", "abs", "neg"),
-        clamps("relu", "relu6", "hardtanh", "clamp"),
-        movement((*VIEWS, *COPIES, "pad", "constant_pad_nd")),
+        *(row.where(outside_of_states) for row in INTEGER_STATES),
     ),
     configs={
         "int8": get_xnnpack_quantization_config,
@@ -82,6 +94,7 @@ XNNPACK = Backend(
         "int4_weight_only": lambda **options: _weight_only(**_four_bits(**options)),
     },
     lowering="quantplug.lowering.xnnpack:lower",
+    kernels="xnnpack",
     transforms=ALL,
 )
 

@@ -39,12 +39,15 @@ class ReferenceProgram(Program):
 
     Attributes:
         ops: every operator with where it runs.
+        has_kernels: false for the q/dq graph itself.
     """
 
-    def __init__(self, exported: torch.export.ExportedProgram, ops: tuple[LoweredOp, ...]) -> None:
+    def __init__(
+        self, exported: torch.export.ExportedProgram, ops: tuple[LoweredOp, ...], *, has_kernels: bool = True
+    ) -> None:
         self._exported = exported
         self._module = exported.module()
-        self.ops = ops
+        self.ops, self.has_kernels = ops, has_kernels
 
     def __call__(self, *inputs: Any) -> Any:
         """Runs the graph without gradients."""
@@ -89,4 +92,4 @@ def lower(
         for node in compute_nodes(graph)
         if str(node.target).startswith("aten.")
     )
-    return ReferenceProgram(exported, ops)
+    return ReferenceProgram(exported, ops, has_kernels=False)

@@ -6,6 +6,7 @@ computes in float between dequantize and quantize, differs from the target by a 
 """
 
 import copy
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,11 @@ class Prepared:
     floats: Mapping[str, str] = field(default_factory=dict)
     integers: frozenset[str] = frozenset()
 
+
+_BUILT_IN = {
+    "xnnpack": "quantplug.lowering.reference.xnnpack_kernels:XNNPACK",
+    "x86": "quantplug.lowering.reference.onednn_kernels:ONEDNN",
+}
 
 Prepare = Callable[[fx.GraphModule, tuple[Any, ...]], Prepared]
 
@@ -134,7 +140,7 @@ def emulate(
     Args:
         converted: the graph module that `convert_pt2e` returned; it is not changed.
         example_inputs: positional inputs, as for `torch.export.export`.
-        kernels: "xnnpack", "x86", or a set of your own.
+        kernels: "xnnpack", "x86", or a set of your own or its name.
         dynamic_shapes: as for `torch.export.export`; needed to save a program of dynamic sizes.
 
     Raises:
@@ -157,22 +163,23 @@ def emulate(
 
 
 def kernel_set(kernels: str | KernelSet) -> KernelSet:
-    """Returns a kernel set by name, or the set itself.
+    """Returns a kernel set by name ("xnnpack", "x86" or "package.module:SET"), or the set itself.
 
     Raises:
         ConfigError: there is no set of that name.
     """
-    from quantplug.lowering.reference.onednn_kernels import ONEDNN
-    from quantplug.lowering.reference.xnnpack_kernels import XNNPACK
-
-    known = {found.name: found for found in (XNNPACK, ONEDNN)}
     if isinstance(kernels, KernelSet):
         return kernels
-    if kernels not in known:
+    try:
+        found = pkgutil.resolve_name(_BUILT_IN.get(kernels, kernels))
+    except (ImportError, AttributeError, ValueError):
+        found = None
+    if not isinstance(found, KernelSet):
         raise ConfigError(
-            f"There are no kernels '{kernels}' to emulate; choose one of {list(known)} or pass a KernelSet."
+            f"There are no kernels '{kernels}' to emulate; choose one of {list(_BUILT_IN)}, the name "
+            "'package.module:SET' of a KernelSet, or pass a KernelSet."
         )
-    return known[kernels]
+    return found
 
 
 def _working_copy(model: fx.GraphModule) -> fx.GraphModule:

@@ -5,6 +5,7 @@ command line: `pytest --quantplug-backend NAME`.
 """
 
 from collections.abc import Iterator
+from itertools import groupby
 
 from quantplug.conformance.checks import CHECKS, Verdict, judge
 from quantplug.conformance.trial import Trial, trials
@@ -20,7 +21,7 @@ def verdicts(backend: Backend, *rules: str) -> Iterator[tuple[str, str, Verdict]
         backend: the declaration.
         rules: labels of the rules to try; all of them if none is given.
     """
-    for trial in trials(backend, *rules):
-        for index in range(len(trial.forms)):
-            yield from ((trial.name(index), check, judge(trial, index, check)) for check in CHECKS)
-        trial.release()
+    for panel, together in groupby(trials(backend, *rules), key=lambda trial: trial.panel):
+        for trial in together:
+            yield from ((trial.name, check, judge(trial, check)) for check in CHECKS)
+        panel.release()

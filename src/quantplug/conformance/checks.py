@@ -1,10 +1,10 @@
 """What a backend has to keep of what it declares, one check for each promise.
 
-Before: a trial and the index of one of its forms. After: a `Verdict`. A check that is about something that an
-earlier check found missing is skipped, so that one wrong claim fails one check.
+Before: a trial. After: a `Verdict`. A check that is about something that an earlier check found missing is skipped,
+so that one wrong claim fails one check; what fails among other trials is sought by halves.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,10 +18,10 @@ from torchao.quantization.pt2e.quantizer import (
     SharedQuantizationSpec,
 )
 
-from quantplug.conformance.trial import Flow, Trial
+from quantplug.conformance.flow import Flow
+from quantplug.conformance.trial import Panel, Trial
 from quantplug.core.decision import decision
 from quantplug.core.errors import QuantplugError, first_line
-from quantplug.core.graph import module_path
 from quantplug.core.levels import Level
 from quantplug.core.plan import Plan, plan_of
 from quantplug.core.qdq import DEQUANTIZE_OPS
@@ -50,7 +50,7 @@ class Verdict:
     reason: str = ""
 
 
-Objection: TypeAlias = Callable[[Trial, int], str | None]
+Objection: TypeAlias = Callable[[Trial, Panel], str | None]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Check:
     """One promise.
 
     Attributes:
-        objection: returns what is wrong with a form, or None.
+        objection: returns what is wrong with a trial among the others of a panel, or None.
         needs: the checks that have to hold before.
     """
 
@@ -66,29 +66,30 @@ class Check:
     needs: tuple[str, ...] = ()
 
 
-def judge(trial: Trial, index: int, check: str) -> Verdict:
-    """Returns whether a form keeps a promise; what fails among other forms is judged again by itself."""
-    key = ("verdict", index, check)
-    known: dict[tuple[str, int, str], Verdict] = trial.__dict__.setdefault("verdicts", {})
-    if key not in known:
-        known[key] = _judge(trial, index, check)
-    return known[key]
-
-
-def _judge(trial: Trial, index: int, check: str) -> Verdict:
-    for needed in CHECKS[check].needs:
-        before = judge(trial, index, needed)
-        if before.status != "passed":
-            return Verdict("skipped", before.reason if before.status == "skipped" else f"not reached: {needed}")
-    verdict = _attempt(trial, index, check)
-    if verdict.status == "failed" and len(trial.forms) > 1:
-        return _attempt(trial.alone[index], 0, check)
+def judge(trial: Trial, check: str) -> Verdict:
+    """Returns whether a form of a rule keeps a promise."""
+    if check not in trial.verdicts:
+        trial.verdicts[check] = _judge(trial, check)
+    verdict: Verdict = trial.verdicts[check]
     return verdict
 
 
-def _attempt(trial: Trial, index: int, check: str) -> Verdict:
+def _judge(trial: Trial, check: str) -> Verdict:
+    for needed in CHECKS[check].needs:
+        before = judge(trial, needed)
+        if before.status != "passed":
+            return Verdict("skipped", before.reason if before.status == "skipped" else f"not reached: {needed}")
+    panel = trial.panel
+    verdict = _attempt(trial, panel, check)
+    while verdict.status == "failed" and len(panel) > 1:
+        panel = panel.half_with(trial)
+        verdict = _attempt(trial, panel, check)
+    return verdict
+
+
+def _attempt(trial: Trial, panel: Panel, check: str) -> Verdict:
     try:
-        reason = CHECKS[check].objection(trial, index)
+        reason = CHECKS[check].objection(trial, panel)
     except NotClaimedError as skipped:
         return Verdict("skipped", str(skipped))
     except QuantplugError as error:
@@ -98,41 +99,35 @@ def _attempt(trial: Trial, index: int, check: str) -> Verdict:
     return Verdict("failed", reason) if reason else Verdict()
 
 
-def _shown(trial: Trial, index: int) -> str | None:
-    return trial.forms[index].problem or None
+def _shown(trial: Trial, panel: Panel) -> str | None:
+    return trial.form.problem or None
 
 
-def _limits(trial: Trial, index: int) -> str | None:
+def _limits(trial: Trial, panel: Panel) -> str | None:
     """The backend's own config keeps the limits that its rows declare, before and after calibration."""
-    flow = trial.flow
-    names = {node.name for node in flow.operators(flow.annotated, index)}
+    flow = panel.flow(trial)
+    names = {node.name for node in flow.operators(flow.annotated, trial.placed)}
     return next((str(broken) for broken in flow.violations if broken.node in names), None)
 
 
-def _annotated(trial: Trial, index: int) -> str | None:
+def _annotated(trial: Trial, panel: Panel) -> str | None:
     """The rule that claims a form takes it."""
-    flow = trial.flow
-    if flow.takes(index) or flow.is_rewritten(index):
+    if panel.takes(trial) or panel.rewrites(trial):
         return None
-    decided = flow.decided(index)
+    decided = panel.flow(trial).decided(trial.placed)
     reason = (decided.reason or f"rule '{decided.rule}' took it") if decided else "nothing was decided about it"
-    if _is_taken_elsewhere(trial):
+    if any(claim.is_taken for claim in trial.claim.kin):
         raise NotClaimedError(f"the rule does not claim it: {reason}")
-    return f"no form of rule '{trial.label}' is taken under any config; here: {reason}"
+    return f"no form of rule '{trial.claim.label}' is taken under any config; here: {reason}"
 
 
-def _is_taken_elsewhere(trial: Trial) -> bool:
-    kin = [t for t in trial.kin if t.forms[0].placed is not None]
-    return any(t.flow.takes(i) or t.flow.is_rewritten(i) for t in kin for i in range(len(t.forms)))
-
-
-def _output(trial: Trial, index: int) -> str | None:
+def _output(trial: Trial, panel: Panel) -> str | None:
     """The output's scale comes from where the row says."""
-    flow = trial.flow
-    if not flow.takes(index):
+    if not panel.takes(trial):
         raise NotClaimedError("the backend's transforms replaced it by operators of other rows")
-    declared = trial.row.output if trial.mode == "static" else "float"
-    found = _kind_of(flow, flow.root(flow.annotated, index))
+    declared = trial.claim.row.output if trial.claim.mode == "static" else "float"
+    flow = panel.flow(trial)
+    found = _kind_of(flow, flow.root(flow.annotated, trial.placed))
     return None if found == declared else f"the row declares its output '{declared}', the annotation makes it '{found}'"
 
 
@@ -154,71 +149,75 @@ def _shares_with_input(model: fx.GraphModule, root: fx.Node) -> bool:
     return any(isinstance(point, tuple) for point in members)
 
 
-def _verified(trial: Trial, index: int) -> str | None:
+def _verified(trial: Trial, panel: Panel) -> str | None:
     """The annotations can be carried out, and the result is a reference quantized model."""
-    verify_annotations(trial.flow.annotated)
-    return next(iter(reference_defects(trial.flow.converted)), None)
+    flow = panel.flow(trial)
+    verify_annotations(flow.annotated)
+    return next(iter(reference_defects(flow.converted)), None)
 
 
-def _parity(trial: Trial, index: int) -> str | None:
+def _parity(trial: Trial, panel: Panel) -> str | None:
     """Training quantizes the same operators, computes what its q/dq graph computes, and ends where PTQ does."""
-    flow = trial.qat
+    flow = panel.qat
     if flow is None:
-        raise NotClaimedError(f"config '{trial.config_name}' has no form for training (is_qat)")
+        raise NotClaimedError(f"config '{trial.claim.config_name}' has no form for training (is_qat)")
     flow.prepared.apply(disable_observer)
-    simulated, expected = flow.results("prepared")[index], flow.results("converted")[index]
-    reason = _at_level(flow, index, Level.ONE_STEP, simulated, expected)
-    if reason or trial.is_qat:
+    simulated, expected = (flow.result(stage, trial.placed) for stage in ("prepared", "converted"))
+    reason = _at_level(flow, trial, Level.ONE_STEP, simulated, expected)
+    if reason or panel.is_qat(trial):
         return f"fake quantization against the q/dq graph: {reason}" if reason else None
-    if trial.ptq.takes(index) != flow.takes(index):
-        return f"the rule takes it {'after' if trial.ptq.takes(index) else 'in'} training only"
-    theirs = trial.ptq.results("converted")[index]
-    reason = Level.APPROXIMATE.objection(expected, theirs, decibels=_TRAINING_DECIBELS)
+    after, within = (panel.takes(trial, is_qat=is_qat) for is_qat in (False, True))
+    if after != within:
+        return f"the rule takes it {'after' if after else 'in'} training only"
+    calibrated = panel.ptq.result("converted", trial.placed)
+    reason = Level.APPROXIMATE.objection(expected, calibrated, decibels=_TRAINING_DECIBELS)
     return f"trained against calibrated: {reason}" if reason else None
 
 
-def _serialised(trial: Trial, index: int) -> str | None:
+def _serialised(trial: Trial, panel: Panel) -> str | None:
     """The q/dq graph and the plan survive being written and read."""
-    flow = trial.flow
+    flow = panel.flow(trial)
     plan = plan_of(flow.annotated)
     again = Plan.from_json(plan.json())
     if again != plan:
         return f"the plan read from JSON is another one: {plan.differences(again)[0]}"
-    same = torch.equal(flow.results("reloaded")[index], flow.results("converted")[index])
+    same = torch.equal(flow.result("reloaded", trial.placed), flow.result("converted", trial.placed))
     return None if same else "the q/dq graph that was saved and loaded yields other numbers"
 
 
-def _deterministic(trial: Trial, index: int) -> str | None:
+def _deterministic(trial: Trial, panel: Panel) -> str | None:
     """Two runs over one model give one plan, one q/dq graph and one result."""
-    flow = trial.flow
+    flow = panel.flow(trial)
     if flow.again:
         return f"a second run differs: {flow.again[0]}"
-    same = torch.equal(flow.results("converted", run=1)[index], flow.results("converted")[index])
+    same = torch.equal(flow.result("converted", trial.placed, run=1), flow.result("converted", trial.placed))
     return None if same else "run twice, two results"
 
 
-def _lowered(trial: Trial, index: int) -> str | None:
+def _lowered(trial: Trial, panel: Panel) -> str | None:
     """The lowering gives a program that runs, saves itself, and yields what the model's shape says."""
-    flow = trial.flow
-    found, expected = flow.results("program")[index], flow.results("converted")[index]
+    flow = panel.flow(trial)
+    found, expected = flow.result("program", trial.placed), flow.result("converted", trial.placed)
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return f"the program yields {found.dtype} {tuple(found.shape)}, not {expected.dtype} {tuple(expected.shape)}"
-    if not torch.equal(flow.results("program", run=1)[index], found):
+    if not torch.equal(flow.result("program", trial.placed, run=1), found):
         return "the program yields other numbers when it runs again"
     return None if flow.artefact_bytes else "the program wrote an empty file"
 
 
-def _delegated(trial: Trial, index: int) -> str | None:
+def _delegated(trial: Trial, panel: Panel) -> str | None:
     """What is claimed runs on integer kernels, and nothing else does."""
-    if trial.mode == "weight_only":
+    if trial.claim.mode == "weight_only":
         raise NotClaimedError("with integer weights only, the arithmetic is that of floats")
-    flow = trial.flow
+    flow = panel.flow(trial)
+    if not flow.program.has_kernels:
+        raise NotClaimedError("the artefact is the q/dq graph; which kernels run is up to the engine that reads it")
     placed = {op.node: op for op in flow.program.ops}
-    own = (n for n in flow.operators(flow.converted, index) if module_path(n) != f"branches.{index}.before")
+    own = (n for n in flow.operators(flow.converted, trial.placed) if not flow.is_before(n, trial.placed))
     for node in own:
         decided, op = decision(node), placed.get(node.name)
         claimed = decided is not None and decided.quantized
-        if claimed and trial.mode == "dynamic" and not _reads_integers(node):
+        if claimed and trial.claim.mode == "dynamic" and not _reads_integers(node):
             continue  # what follows the product is computed on its float result
         if op is None or claimed != (op.placement == "int8"):
             where = f"runs {op.placement}: {op.reason}" if op else "is not among the program's operators"
@@ -230,30 +229,53 @@ def _reads_integers(node: fx.Node) -> bool:
     return any(source.target in DEQUANTIZE_OPS for source in node.all_input_nodes)
 
 
-def _level(trial: Trial, index: int) -> str | None:
+def _level(trial: Trial, panel: Panel) -> str | None:
     """The kernels agree with the q/dq graph as closely as the row says, also beyond the calibrated range."""
-    flow = trial.flow
+    flow = panel.flow(trial)
+    return _compared(flow, trial, "converted", _declared(flow, trial))
+
+
+def _emulated(trial: Trial, panel: Panel) -> str | None:
+    """The kernels agree with their emulation as closely as the kernel set says, also beyond the calibrated range."""
+    if trial.claim.backend.kernels is None:
+        raise NotClaimedError("the backend names no kernels to emulate")
+    if trial.claim.mode != "static":
+        raise NotClaimedError("only kernels with parameters from calibration are emulated")
+    flow = panel.flow(trial)
+    placed = {op.node: op for op in flow.emulated.ops}
+    found = [placed[node.name] for node in flow.operators(flow.converted, trial.placed) if _is_quantized(node)]
+    if missing := next((op for op in found if op.placement == "float"), None):
+        raise NotClaimedError(f"'{missing.node}' is not emulated: {missing.reason}")
+    return _compared(flow, trial, "emulated", _loosest(flow.emulated.levels[op.node] for op in found))
+
+
+def _is_quantized(node: fx.Node) -> bool:
+    decided = decision(node)
+    return decided is not None and decided.quantized
+
+
+def _compared(flow: Flow, trial: Trial, stage: str, level: Level) -> str | None:
+    """Compares the program with another stage, inside and outside of the calibrated range."""
     for beyond in (False, True):
-        found, expected = (flow.results(stage, beyond=beyond)[index] for stage in ("program", "converted"))
-        reason = _at_level(flow, index, _declared(flow, index), found, expected)
-        if reason:
+        found, expected = (flow.result(name, trial.placed, beyond=beyond) for name in ("program", stage))
+        if reason := _at_level(flow, trial, level, found, expected):
             return reason
     return None
 
 
-_LOOSENESS = (Level.EXACT, Level.ONE_STEP, Level.APPROXIMATE)
-
-
-def _declared(flow: Flow, index: int) -> Level:
+def _declared(flow: Flow, trial: Trial) -> Level:
     """The loosest level of the rules that take part: a producer's step is a step of what shares its scale."""
-    rules = {d.rule for node in flow.operators(flow.annotated, index) if (d := decision(node))}
-    rows = [row for row in flow.trial.backend.rows for label, _ in row.patterns if label in rules]
-    return max((row.level for row in rows), key=_LOOSENESS.index)
+    rules = {d.rule for node in flow.operators(flow.annotated, trial.placed) if (d := decision(node))}
+    return _loosest(row.level for row in flow.backend.rows for label, _ in row.patterns if label in rules)
 
 
-def _at_level(flow: Flow, index: int, level: Level, found: Tensor, expected: Tensor) -> str | None:
+def _loosest(levels: Iterable[Level]) -> Level:
+    return max(levels, key=tuple(Level).index)  # declared from the tightest on
+
+
+def _at_level(flow: Flow, trial: Trial, level: Level, found: Tensor, expected: Tensor) -> str | None:
     """Compares at a level; a result that stays float has no step, so that one step is then approximate."""
-    output = flow.output(flow.converted, index)
+    output = flow.output(flow.converted, trial.placed)
     scale = output.args[1] if output.target in DEQUANTIZE_OPS else None
     if isinstance(scale, float):
         return level.objection(found, expected, step=scale)
@@ -272,4 +294,5 @@ CHECKS: Mapping[str, Check] = {
     "lowered": Check(_lowered, ("verified",)),
     "delegated": Check(_delegated, ("lowered",)),
     "level": Check(_level, ("lowered",)),
+    "emulated": Check(_emulated, ("lowered",)),
 }

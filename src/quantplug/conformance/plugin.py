@@ -5,7 +5,6 @@ Before: the name of an installed backend. After: one test for each rule, config,
 collected; `-k` selects among the tests as usual.
 """
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from quantplug.core.errors import QuantplugError
 
 if TYPE_CHECKING:
-    from quantplug.conformance.trial import Trial
+    from quantplug.conformance.trial import Panel, Trial
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,6 +40,13 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         items += BackendTests.from_parent(session, name=name, nodeid=f"quantplug-backend {name}").collect()
 
 
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Forgets the model that a trial is in where the next test is about another."""
+    panel = getattr(item, "panel", None)
+    if panel is not None and getattr(nextitem, "panel", None) is not panel:
+        panel.release()
+
+
 class BackendTests(pytest.Collector):
     """The tests of one backend."""
 
@@ -51,6 +57,7 @@ class BackendTests(pytest.Collector):
             pytest.UsageError: there is no such backend, or it is broken.
         """
         # torch is imported where it is needed: every pytest run of an environment loads its plugins.
+        from quantplug.conformance.checks import CHECKS
         from quantplug.conformance.trial import trials
         from quantplug.quantizers.registry import get_quantizer
 
@@ -58,31 +65,27 @@ class BackendTests(pytest.Collector):
             backend = get_quantizer(self.name).backend
         except QuantplugError as error:
             raise pytest.UsageError(str(error)) from error
-        return [item for trial in trials(backend) for item in self._of(trial)]
-
-    def _of(self, trial: "Trial") -> Iterator[pytest.Item]:
-        from quantplug.conformance.checks import CHECKS
-
-        for index in range(len(trial.forms)):
-            for check in CHECKS:
-                name = f"{trial.name(index)}-{check}"
-                yield ConformanceTest.from_parent(self, name=name, trial=trial, index=index, check=check)
+        made = trials(backend)
+        return [ConformanceTest.from_parent(self, name=f"{t.name}-{c}", trial=t, check=c) for t in made for c in CHECKS]
 
 
 class ConformanceTest(pytest.Item):
     """One check of one form of a rule."""
 
-    def __init__(self, *, trial: "Trial", index: int, check: str, **fields: Any) -> None:
+    def __init__(self, *, trial: "Trial", check: str, **fields: Any) -> None:
         super().__init__(**fields)
-        self.trial, self.index, self.check = trial, index, check
+        self.trial, self.check = trial, check
+
+    @property
+    def panel(self) -> "Panel":
+        """The trials that share a model with this one."""
+        return self.trial.panel
 
     def runtest(self) -> None:
         """Fails with the reason against the backend, or skips what it does not claim."""
-        from quantplug.conformance.checks import CHECKS, judge
+        from quantplug.conformance.checks import judge
 
-        verdict = judge(self.trial, self.index, self.check)
-        if (self.index, self.check) == (len(self.trial.forms) - 1, list(CHECKS)[-1]):
-            self.trial.release()
+        verdict = judge(self.trial, self.check)
         if verdict.status == "skipped":
             pytest.skip(verdict.reason)
         if verdict.status == "failed":

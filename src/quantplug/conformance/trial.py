@@ -1,62 +1,30 @@
-"""One rule of a backend under one config, through the whole flow.
+"""What a backend claims, laid out for the checks.
 
-Before: a backend's declaration. After: for each rule and config a `Trial`, whose stages (annotated, prepared,
-converted, lowered) are made when they are first asked for, once for all forms of the rule side by side.
+Before: a backend's declaration. After: for each rule, config and form of the rule a `Trial`. Trials of one config
+stand side by side in one model, a `Panel`, because exporting and lowering cost more by the model than by the piece.
 """
 
-import contextlib
-import io
-import tempfile
-from collections.abc import Iterator, Set
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
-from torchao.quantization.pt2e.quantizer import QuantizationConfig
-
-from quantplug.conformance.pieces import Batch, Piece, PieceError, Placed, neighbours
-from quantplug.conformance.recipes import SAMPLES
-from quantplug.conformance.spelling import Call, Operand, Spelling, spellings
+from quantplug.conformance.flow import Flow, Side
+from quantplug.conformance.forms import Form, Neighbours, Turn, forms_of
+from quantplug.conformance.pieces import Placed
 from quantplug.core.annotator import Annotator
-from quantplug.core.calibrated import qparam_violations
-from quantplug.core.constants import constant_nodes
-from quantplug.core.convert import convert_pt2e
-from quantplug.core.decision import Decision, decision
-from quantplug.core.errors import AnnotationError, ConfigError
-from quantplug.core.graph import compute_nodes
-from quantplug.core.limits import VIOLATIONS_KEY, Violation
+from quantplug.core.errors import ConfigError
 from quantplug.core.pattern import Pattern, Value
-from quantplug.core.plan import plan_of
-from quantplug.core.prepare import prepare_pt2e, prepare_qat_pt2e
-from quantplug.core.qdq import DEQUANTIZE_OPS, QUANTIZE_OPS
-from quantplug.core.reference import differences
-from quantplug.lowering.program import Program
 from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.capabilities import configs_of
-from quantplug.quantizers.quantizer import BackendQuantizer
+
+# Pieces in one model: above it a model gains little, and one piece that fails is sought among more.
+_PANEL = 32
 
 
-@dataclass(frozen=True)
-class Form:
-    """One way in which a rule's pattern occurs.
-
-    Attributes:
-        name: the overload that the rule is about, and a number where several forms share it.
-        placed: the module, or None where the kit could make none.
-        problem: why it could make none.
-    """
-
-    name: str
-    placed: Placed | None
-    problem: str = ""
-
-
-@dataclass
-class Trial:
+@dataclass(eq=False)
+class Claim:
     """A rule under a config.
 
     Attributes:
@@ -64,18 +32,18 @@ class Trial:
         row: the annotator.
         label: the rule.
         config_name: the config.
-        forms: the ways in which the rule's pattern occurs.
-        kin: the trials of the same rule under every config.
+        kin: the claims of the same rule under every config under which it differs.
+        trials: the forms of the rule.
     """
 
     backend: Backend
     row: Annotator
     label: str
     config_name: str
-    forms: tuple[Form, ...]
-    kin: list["Trial"] = field(default_factory=list, repr=False)
+    kin: list["Claim"] = field(repr=False)
+    trials: list["Trial"] = field(default_factory=list, repr=False)
 
-    @property
+    @cached_property
     def mode(self) -> str:
         """What the config is for: "static", "dynamic" or "weight_only"."""
         activation = self.backend.config(self.config_name).input_activation
@@ -83,233 +51,165 @@ class Trial:
             return "weight_only"
         return "dynamic" if activation.is_dynamic else "static"
 
-    def name(self, index: int) -> str:
-        """Returns the test name of one form, without the check."""
-        parts = (self.backend.name, self.config_name, self.label, self.forms[index].name, self.mode)
-        return "-".join(parts)
-
-    @cached_property
-    def is_qat(self) -> bool:
-        """Whether the rule is for training: nothing of it is taken without, something is with it."""
-        if any(self.ptq.takes(i) for i in range(len(self.forms))):
-            return False
-        return self.qat is not None and any(self.qat.takes(i) for i in range(len(self.forms)))
-
-    @cached_property
-    def ptq(self) -> "Flow":
-        """The flow after training."""
-        return Flow(self, self.backend.config(self.config_name), is_qat=False)
-
-    @cached_property
-    def qat(self) -> "Flow | None":
-        """The flow of quantization-aware training, None where the config has none."""
-        try:
-            return Flow(self, self.backend.config(self.config_name, is_qat=True), is_qat=True)
-        except ConfigError:
-            return None
-
     @property
-    def flow(self) -> "Flow":
-        """The flow in which the rule applies."""
-        return self.qat if self.is_qat and self.qat is not None else self.ptq
-
-    def release(self) -> None:
-        """Forgets the stages: hundreds of exported graphs at once would slow everything down."""
-        for made in ("ptq", "qat", "alone"):
-            self.__dict__.pop(made, None)
-
-    @cached_property
-    def alone(self) -> tuple["Trial", ...]:
-        """The same rule with each form by itself, to tell which of them something is about."""
-        return tuple(Trial(self.backend, self.row, self.label, self.config_name, (f,), self.kin) for f in self.forms)
+    def is_taken(self) -> bool:
+        """Whether the backend takes any form of the rule, in training or after it."""
+        trials = (trial for trial in self.trials if trial.form.placed is not None)
+        return any(trial.panel.takes(trial) or trial.panel.rewrites(trial) for trial in trials)
 
 
-class Flow:
-    """The stages of one trial, each made once.
+@dataclass(eq=False)
+class Trial:
+    """One form of a rule under a config.
 
     Attributes:
-        quantizer: a quantizer of the backend that reports broken limits instead of raising.
-        inputs: of the model of all forms.
+        claim: the rule under the config.
+        form: the form.
+        verdicts: what was found, by check.
     """
 
-    def __init__(self, trial: Trial, config: QuantizationConfig, *, is_qat: bool) -> None:
-        self.trial, self.is_qat, self.config = trial, is_qat, config
-        self.quantizer = quantizer_of(trial.backend, config)
-        self.batch = Batch([form.placed for form in trial.forms if form.placed is not None]).eval()
-        self.inputs = self.batch.inputs
-        self._results: dict[tuple[str, bool, int], list[Tensor]] = {}
-        self._constants: dict[fx.GraphModule, set[fx.Node]] = {}
+    claim: Claim
+    form: Form
+    verdicts: dict[str, Any] = field(default_factory=dict, repr=False)
+    _panel: "Panel | None" = field(default=None, repr=False)
 
-    def exported(self) -> fx.GraphModule:
-        """Returns a new export of the model."""
-        return torch.export.export(self.batch, self.inputs).module()
+    @property
+    def name(self) -> str:
+        """The test name, without the check."""
+        claim = self.claim
+        return "-".join((claim.backend.name, claim.config_name, claim.label, self.form.name, claim.mode))
 
-    @cached_property
-    def annotated(self) -> fx.GraphModule:
-        """The graph with annotations, nothing inserted."""
-        return self.annotate()
+    @property
+    def placed(self) -> Placed:
+        """The piece; only a trial that has one is in a panel."""
+        assert self.form.placed is not None
+        return self.form.placed
 
-    def annotate(self) -> fx.GraphModule:
-        """Returns a new annotated graph."""
-        return self.quantizer.annotate(self.quantizer.transform_for_annotation(self.exported()))
+    @property
+    def panel(self) -> "Panel":
+        """The trials that share a model with it; itself alone where the kit could make no piece."""
+        if self._panel is None:
+            self._panel = Panel([self])
+        return self._panel
 
-    @cached_property
-    def prepared(self) -> fx.GraphModule:
-        """The calibrated graph."""
-        return self.prepare()
+    @panel.setter
+    def panel(self, panel: "Panel") -> None:
+        self._panel = panel
 
-    def prepare(self) -> fx.GraphModule:
-        """Returns a new calibrated graph, in evaluation mode."""
-        prepare = prepare_qat_pt2e if self.is_qat else prepare_pt2e
-        prepared = prepare(self.exported(), self.quantizer)
-        prepared.eval()
-        with torch.no_grad():
-            prepared(*self.inputs)
-        return prepared
 
-    @cached_property
-    def converted(self) -> fx.GraphModule:
-        """The q/dq graph."""
-        return convert_pt2e(self.prepare())
+class Panel:
+    """Trials of one config that share a model.
 
-    @cached_property
-    def program(self) -> Program:
-        """The lowered model."""
-        return self.trial.backend.lower(self.converted, self.inputs)
+    Attributes:
+        trials: the trials.
+    """
 
-    @cached_property
-    def reloaded(self) -> Any:
-        """The q/dq graph after it was saved and loaded."""
-        written = io.BytesIO()
-        torch.export.save(torch.export.export(self.converted, self.inputs), written)
-        written.seek(0)
-        return torch.export.load(written).module()
+    def __init__(self, trials: Sequence[Trial]) -> None:
+        self.trials = tuple(trials)
+        self._taken: dict[tuple[Trial, bool], bool] = {}
+        self._rewritten: dict[Trial, bool] = {}
+
+    def __len__(self) -> int:
+        return len(self.trials)
 
     @cached_property
-    def artefact_bytes(self) -> int:
-        """Bytes of the file that the program writes."""
-        with tempfile.TemporaryDirectory() as folder:
-            return self.program.save(Path(folder) / "artefact.pt2").stat().st_size
+    def _side(self) -> Side:
+        return Side([trial.placed for trial in self.trials])
 
     @cached_property
-    def again(self) -> tuple[str, ...]:
-        """In what a second run over the same model differs from the first, in words."""
-        plans = plan_of(self.annotate()).differences(plan_of(self.annotated))
-        return (*plans, *differences(convert_pt2e(self.prepare()), self.converted))
+    def ptq(self) -> Flow:
+        """The flow after training."""
+        claim = self.trials[0].claim
+        return Flow(claim.backend, claim.backend.config(claim.config_name), self._side, is_qat=False)
 
     @cached_property
-    def violations(self) -> tuple[Violation, ...]:
-        """The declared limits that the config and the calibrated numbers break."""
-        early = self.annotated.meta.get(VIOLATIONS_KEY, ())
-        with contextlib.suppress(AnnotationError):  # what cannot be carried out has no numbers
-            return (*early, *(broken for broken, _ in qparam_violations(self.converted)))
-        return tuple(early)
+    def qat(self) -> Flow | None:
+        """The flow of quantization-aware training, None where the config has none."""
+        claim = self.trials[0].claim
+        try:
+            config = claim.backend.config(claim.config_name, is_qat=True)
+        except ConfigError:
+            return None
+        return Flow(claim.backend, config, self._side, is_qat=True)
 
-    def results(self, stage: str, *, beyond: bool = False, run: int = 0) -> list[Tensor]:
-        """Returns what each form yields at a stage, without what its neighbours make of it.
+    def flow(self, trial: Trial) -> Flow:
+        """Returns the flow in which a trial's rule applies."""
+        qat = self.qat
+        return qat if qat is not None and self.is_qat(trial) else self.ptq
 
-        Args:
-            stage: "prepared", "converted", "reloaded" or "program".
-            beyond: on inputs that leave the calibrated range instead of those that it was found on.
-            run: a stage is run once for each number.
-        """
-        key = (stage, beyond, run)
-        if key not in self._results:
-            inputs = tuple(x * 1.25 if beyond and x.is_floating_point() else x.clone() for x in self.inputs)
-            with torch.no_grad():
-                found = getattr(self, stage)(*inputs)
-            self._results[key] = [pytree.tree_leaves(result)[0] for result in found]
-        return self._results[key]
+    def is_qat(self, trial: Trial) -> bool:
+        """Tells whether a trial's rule is for training: it takes nothing without, and something with it."""
+        kin = [other for other in self.trials if other.claim is trial.claim]
+        takes = (any(self.takes(other, is_qat=is_qat) for other in kin) for is_qat in (False, True))
+        return not next(takes) and next(takes)
 
-    def root(self, model: fx.GraphModule, index: int) -> fx.Node:
-        """Returns the last operator of a form."""
-        return behind_conversions(self.output(model, index))
+    def takes(self, trial: Trial, *, is_qat: bool | None = None) -> bool:
+        """Tells whether the rule takes its form, in training, after it, or by default where the rule applies."""
+        is_qat = self.is_qat(trial) if is_qat is None else is_qat
+        key = (trial, is_qat)
+        if key not in self._taken:
+            flow = self.qat if is_qat else self.ptq
+            decided = flow.decided(trial.placed) if flow else None
+            self._taken[key] = decided is not None and decided.rule == trial.claim.label
+        return self._taken[key]
 
-    def output(self, model: fx.GraphModule, index: int) -> fx.Node:
-        """Returns the node that yields a form's result."""
-        sizes = [placed.results for placed in self.batch.placed]
-        leaves = pytree.tree_leaves(next(n for n in model.graph.nodes if n.op == "output").args)
-        found = leaves[sum(sizes[:index])]
-        assert isinstance(found, fx.Node)
-        return found
+    def rewrites(self, trial: Trial) -> bool:
+        """Tells whether the backend's transforms replace a form by operators of other rows."""
+        if trial not in self._rewritten:
+            self._rewritten[trial] = self.flow(trial).is_rewritten(trial.placed)
+        return self._rewritten[trial]
 
-    def operators(self, model: fx.GraphModule, index: int) -> list[fx.Node]:
-        """Returns the compute operators that a form's result depends on, without those on constants."""
-        if model not in self._constants:
-            self._constants[model] = constant_nodes(model.graph)
-        constants = self._constants[model]
-        return [node for node in _upstream(self.root(model, index), constants) if _computes(node)]
+    def half_with(self, trial: Trial) -> "Panel":
+        """Returns the half of the panel that a trial is in, to find out which one something is about."""
+        return self._halves[trial not in self._halves[0].trials]
 
-    def takes(self, index: int) -> bool:
-        """Tells whether the rule under trial takes a form."""
-        decided = self.decided(index)
-        return decided is not None and decided.rule == self.trial.label
+    @cached_property
+    def _halves(self) -> tuple["Panel", "Panel"]:
+        middle = len(self) // 2
+        return Panel(self.trials[:middle]), Panel(self.trials[middle:])
 
-    def decided(self, index: int) -> Decision | None:
-        """Returns what was decided about the last operator of a form."""
-        return decision(self.root(self.annotated, index))
-
-    def is_rewritten(self, index: int) -> bool:
-        """Tells whether the backend's own transforms replaced the form, and rules of it took what came."""
-        placed = self.batch.placed[index]
-        written = placed.piece.root.target if isinstance(placed.piece, Piece) else None
-        found = self.operators(self.annotated, index)
-        taken = all((decided := decision(node)) is not None and decided.quantized for node in found)
-        return written is not None and taken and all(node.target is not written for node in found)
+    def release(self) -> None:
+        """Forgets the stages, not what was taken: a hundred exported models at once would slow everything down."""
+        for made in ("ptq", "qat", "_side", "_halves"):
+            self.__dict__.pop(made, None)
 
 
-def behind_conversions(node: fx.Node) -> fx.Node:
-    """Returns what a quantize/dequantize pair was put behind."""
-    while node.target in (*QUANTIZE_OPS, *DEQUANTIZE_OPS):
-        node = node.all_input_nodes[0]
-    return node
+def trials(backend: Backend, *labels: str) -> list[Trial]:
+    """Returns the trials of a backend's rules, or of those named; those that share a model follow each other."""
+    found = list(_claims(backend, labels))
+    order = list(backend.configs)
+    for name in order:
+        _share_models([claim for claim in found if claim.config_name == name])
+    return [trial for claim in sorted(found, key=lambda c: order.index(c.config_name)) for trial in claim.trials]
 
 
-def _upstream(root: fx.Node, constants: Set[fx.Node]) -> dict[fx.Node, None]:
-    found: dict[fx.Node, None] = {}
-    pending = [root]
-    while pending:
-        node = pending.pop()
-        if node not in found and node not in constants:
-            found[node] = None
-            pending += node.all_input_nodes
-    return found
-
-
-def _computes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace != "quantized_decomposed"
-
-
-def quantizer_of(backend: Backend, config: QuantizationConfig | str | None = None) -> BackendQuantizer:
-    """Returns a quantizer of a declaration that reports broken limits instead of raising."""
-    made: BackendQuantizer = type(f"{backend.name}Quantizer", (BackendQuantizer,), {"backend": backend})(strict=False)
-    return made.set_global(config) if config is not None else made
-
-
-def trials(backend: Backend, *rules: str) -> list[Trial]:
-    """Returns a trial for each rule of a backend, or of those named, and each config under which it differs."""
+def _claims(backend: Backend, labels: Sequence[str]) -> Iterator[Claim]:
     choose = Neighbours(backend)
-    wanted = [(label, row) for row in backend.rows for label, _ in row.patterns if not rules or label in rules]
-    rows = {(label, id(row)): row for label, row in wanted}
-    return [trial for (label, _), row in rows.items() for trial in _of_rule(backend, row, label, choose)]
+    for row in backend.rows:
+        number = itertools.count()
+        for label in dict.fromkeys(label for label, _ in row.patterns if not labels or label in labels):
+            kin: list[Claim] = []
+            for name in _different_configs(backend, row, label):
+                claim, turn = Claim(backend, row, label, name, kin), Turn(next(number), not kin)
+                claim.trials = [Trial(claim, form) for form in forms_of(row, label, name, turn, choose)]
+                kin.append(claim)
+            yield from kin
 
 
-def _of_rule(backend: Backend, row: Annotator, label: str, choose: "Neighbours") -> list[Trial]:
-    found: list[Trial] = []
+def _different_configs(backend: Backend, row: Annotator, label: str) -> Iterator[str]:
     seen: list[Any] = []
     for name in configs_of(backend, row):
-        asked = _asked(backend.config(name), row, label)
+        config = backend.config(name)
+        # A rule without constants gives the same annotations for any weight spec.
+        weight = (config.weight, config.bias) if _is_weighted(row, label) else ()
+        asked = (config.input_activation, config.output_activation, *weight)
         if asked not in seen:
             seen.append(asked)
-            found.append(Trial(backend, row, label, name, _forms(row, label, name, choose), found))
-    return found
+            yield name
 
 
-def _asked(config: QuantizationConfig, row: Annotator, label: str) -> tuple[Any, ...]:
-    """What a rule reads of a config: one without constants gives the same annotations for any weight spec."""
-    weighted = any(_has_constant(pattern) for name, pattern in row.patterns if name == label)
-    weight = (config.weight, config.bias) if weighted else ()
-    return (config.input_activation, config.output_activation, *weight)
+def _is_weighted(row: Annotator, label: str) -> bool:
+    return any(_has_constant(pattern) for name, pattern in row.patterns if name == label)
 
 
 def _has_constant(pattern: Pattern) -> bool:
@@ -317,92 +217,18 @@ def _has_constant(pattern: Pattern) -> bool:
     return own or any(_has_constant(part) for part in pattern.parts)
 
 
-def _forms(row: Annotator, label: str, config: str, choose: "Neighbours") -> tuple[Form, ...]:
-    made = list(_shown(row)) or list(_written(row, label, config, choose))
-    good = [form for form in made if form.placed is not None]
-    if not good:
-        problem = next((form.problem for form in made), "it has no spelling")
-        return (Form("form", None, f"{problem}; show what the rule is about with .shown_by(function)."),)
-    names = [form.name for form in good]
-    return tuple(
-        Form(n if names.count(n) == 1 else f"{n}-{names[: i + 1].count(n)}", good[i].placed)
-        for i, n in enumerate(names)
-    )
+def _share_models(claims: Iterable[Claim]) -> None:
+    """Puts the trials of claims of one config into panels; a rule is not torn apart."""
+    waiting: list[Trial] = []
+    for claim in claims:
+        waiting += [trial for trial in claim.trials if trial.form.placed is not None]
+        if len(waiting) >= _PANEL:
+            _share_model(waiting)
+            waiting = []
+    _share_model(waiting)
 
 
-def _shown(row: Annotator) -> Iterator[Form]:
-    for example in row.examples:
-        module, inputs = example()
-        yield Form(getattr(example, "__name__", "example").strip("<>"), Placed(module, inputs, frozenset()))
-
-
-def _written(row: Annotator, label: str, config: str, choose: "Neighbours") -> Iterator[Form]:
-    for pattern in (pattern for name, pattern in row.patterns if name == label):
-        calls = [call for call in spellings(pattern) if isinstance(call, Call) and not _writes_input(call, row.follows)]
-        for number in range(max(2, len(calls)) if calls else 0):
-            call = calls[number % len(calls)]
-            try:
-                placed = _place(row, config, Piece(call, SAMPLES[number % len(SAMPLES)]), choose)
-            except PieceError as error:
-                yield Form(_operator(call), None, str(error).rstrip("."))
-            else:
-                yield Form(_operator(call), placed)
-
-
-def _writes_input(spelling: Spelling, follows: tuple[str, ...]) -> bool:
-    """Tells whether an operator changes an input of the model in place, which is the caller's tensor."""
-    if not isinstance(spelling, Call):
-        return False
-    schema = getattr(spelling.target, "_schema", None)
-    written = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write} if schema else set()
-    own = any(
-        name in written and isinstance(part, Operand) and part.kind == "a tensor" and part.name not in follows
-        for name, part in spelling.operands
-    )
-    return own or any(_writes_input(part, follows) for _, part in spelling.operands if part is not None)
-
-
-def _operator(call: Call) -> str:
-    """Returns the overload that the pattern binds to "op"."""
-    found = next((c for c in _calls(call) if c.name == "op"), call)
-    return str(found.target)
-
-
-def _calls(call: Call) -> Iterator[Call]:
-    yield call
-    for _, part in call.operands:
-        if isinstance(part, Call):
-            yield from _calls(part)
-
-
-def _place(row: Annotator, config: str, piece: Piece, choose: "Neighbours") -> Placed:
-    """Puts a piece between the neighbours that its rule asks for."""
-    followed = frozenset(piece.captures[name] for name in row.follows if name in piece.captures)
-    inputs = tuple(piece.inputs)
-    before = choose(config, inputs[min(followed)]) if followed else None
-    with torch.no_grad():
-        result = piece(*(x.clone() for x in inputs))
-    after = choose(config, result) if row.writes_float else None
-    return Placed(piece, inputs, followed, before, after)
-
-
-class Neighbours:
-    """Chooses modules that keep a shape and that a backend quantizes, input and output."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._known: dict[tuple[str, tuple[int, ...]], nn.Module | None] = {}
-
-    def __call__(self, config: str, x: Tensor) -> nn.Module | None:
-        """Returns a module for tensors like this one, None where the backend quantizes none that the kit knows."""
-        key = (config, tuple(x.shape))
-        if key not in self._known:
-            self._known[key] = next((m for m in neighbours(key[1]) if self._quantizes(config, m, x)), None)
-        return self._known[key]
-
-    def _quantizes(self, config: str, module: nn.Module, x: Tensor) -> bool:
-        pair = nn.Sequential(module, module)
-        model = torch.export.export(pair, (x,)).module()
-        quantizer_of(self._backend, config).annotate(model)
-        taken = [decision(node) for node in compute_nodes(model.graph)]
-        return all(decided is not None and decided.quantized for decided in taken)
+def _share_model(found: list[Trial]) -> None:
+    panel = Panel(found)
+    for trial in found:
+        trial.panel = panel

@@ -1,0 +1,252 @@
+"""Pieces side by side in one model, through the whole flow of a backend.
+
+Before: placed pieces and a config. After: the stages (annotated, prepared, converted, lowered, emulated), each made
+when it is first asked for and once for all pieces, and what each piece is at each of them.
+"""
+
+import contextlib
+import io
+import tempfile
+from collections.abc import Callable, Sequence, Set
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+from torchao.quantization.pt2e.quantizer import QuantizationConfig
+
+from quantplug.conformance.pieces import Batch, Piece, Placed
+from quantplug.core.calibrated import qparam_violations
+from quantplug.core.constants import constant_nodes
+from quantplug.core.convert import convert_pt2e
+from quantplug.core.decision import Decision, decision
+from quantplug.core.errors import AnnotationError
+from quantplug.core.graph import module_path
+from quantplug.core.limits import VIOLATIONS_KEY, Violation
+from quantplug.core.plan import plan_of
+from quantplug.core.prepare import prepare_pt2e, prepare_qat_pt2e
+from quantplug.core.qdq import DEQUANTIZE_OPS, QUANTIZE_OPS
+from quantplug.core.reference import differences
+from quantplug.lowering.program import Program
+from quantplug.lowering.reference import EmulatedProgram
+from quantplug.quantizers.backend import Backend
+from quantplug.quantizers.quantizer import BackendQuantizer
+
+Made = TypeVar("Made")
+
+
+def quantizer_of(backend: Backend, config: QuantizationConfig | str | None = None) -> BackendQuantizer:
+    """Returns a quantizer of a declaration that reports broken limits instead of raising."""
+    made: BackendQuantizer = type(f"{backend.name}Quantizer", (BackendQuantizer,), {"backend": backend})(strict=False)
+    return made.set_global(config) if config is not None else made
+
+
+class stage(Generic[Made]):  # noqa: N801, a decorator as `cached_property` is
+    """A property that is made once; what goes wrong is kept as well, and raised for everyone who asks."""
+
+    def __init__(self, make: Callable[[Any], Made]) -> None:
+        self._make, self.__doc__ = make, make.__doc__
+        self._kept = f"_{make.__name__}"
+
+    def __get__(self, flow: Any, owner: type) -> Made:
+        """Returns what was made.
+
+        Raises:
+            Exception: what making it raised.
+        """
+        if self._kept not in flow.__dict__:
+            flow.__dict__[self._kept] = self._attempt(flow)
+        made, error = flow.__dict__[self._kept]
+        if error is not None:
+            raise error.with_traceback(None)
+        found: Made = made
+        return found
+
+    def _attempt(self, flow: Any) -> tuple[Made | None, Exception | None]:
+        try:
+            return self._make(flow), None
+        except Exception as error:
+            return None, error
+
+
+class Side:
+    """Pieces side by side in a model that is exported once.
+
+    Attributes:
+        placed: the pieces.
+        inputs: of the model.
+    """
+
+    def __init__(self, placed: Sequence[Placed]) -> None:
+        self.placed = tuple(placed)
+        self._batch = Batch(list(placed)).eval()
+        self.inputs = self._batch.inputs
+        sizes = [one.results for one in placed]
+        self.places = {one: i for i, one in enumerate(placed)}
+        self.starts = {one: sum(sizes[:i]) for i, one in enumerate(placed)}
+
+    @cached_property
+    def _program(self) -> torch.export.ExportedProgram:
+        return torch.export.export(self._batch, self.inputs)
+
+    def exported(self) -> fx.GraphModule:
+        """Returns a new graph of the model."""
+        module = self._program.module()
+        assert isinstance(module, fx.GraphModule)
+        return module
+
+
+class Flow:
+    """The stages of one model, each made once.
+
+    Attributes:
+        backend: the declaration.
+        quantizer: a quantizer of it that reports broken limits instead of raising.
+        side: the pieces.
+    """
+
+    def __init__(self, backend: Backend, config: QuantizationConfig, side: Side, *, is_qat: bool) -> None:
+        self.backend, self.side, self.is_qat = backend, side, is_qat
+        self.quantizer = quantizer_of(backend, config)
+        self._results: dict[tuple[str, bool, int], list[Tensor]] = {}
+        self._constants: dict[fx.GraphModule, set[fx.Node]] = {}
+
+    @stage
+    def annotated(self) -> fx.GraphModule:
+        """The graph with annotations, nothing inserted."""
+        return self.annotate()
+
+    def annotate(self) -> fx.GraphModule:
+        """Returns a new annotated graph."""
+        return self.quantizer.annotate(self.quantizer.transform_for_annotation(self.side.exported()))
+
+    @stage
+    def prepared(self) -> fx.GraphModule:
+        """The calibrated graph."""
+        return self.prepare()
+
+    def prepare(self) -> fx.GraphModule:
+        """Returns a new calibrated graph, in evaluation mode."""
+        prepare = prepare_qat_pt2e if self.is_qat else prepare_pt2e
+        prepared = prepare(self.side.exported(), self.quantizer)
+        prepared.eval()
+        with torch.no_grad():
+            prepared(*self.side.inputs)
+        return prepared
+
+    @stage
+    def converted(self) -> fx.GraphModule:
+        """The q/dq graph."""
+        return convert_pt2e(self.prepare())
+
+    @stage
+    def program(self) -> Program:
+        """The lowered model."""
+        return self.backend.lower(self.converted, self.side.inputs)
+
+    @stage
+    def emulated(self) -> EmulatedProgram:
+        """The q/dq graph on the arithmetic of the backend's kernels."""
+        return self.backend.emulate(self.converted, self.side.inputs)
+
+    @stage
+    def reloaded(self) -> Any:
+        """The q/dq graph after it was saved and loaded."""
+        written = io.BytesIO()
+        torch.export.save(torch.export.export(self.converted, self.side.inputs), written)
+        written.seek(0)
+        return torch.export.load(written).module()
+
+    @stage
+    def artefact_bytes(self) -> int:
+        """Bytes of the file that the program writes."""
+        with tempfile.TemporaryDirectory() as folder:
+            return self.program.save(Path(folder) / "artefact.pt2").stat().st_size
+
+    @stage
+    def again(self) -> tuple[str, ...]:
+        """In what a second run over the same model differs from the first, in words."""
+        plans = plan_of(self.annotate()).differences(plan_of(self.annotated))
+        return (*plans, *differences(convert_pt2e(self.prepare()), self.converted))
+
+    @stage
+    def violations(self) -> tuple[Violation, ...]:
+        """The declared limits that the config and the calibrated numbers break."""
+        early = self.annotated.meta.get(VIOLATIONS_KEY, ())
+        with contextlib.suppress(AnnotationError):  # what cannot be carried out has no numbers
+            return (*early, *(broken for broken, _ in qparam_violations(self.converted)))
+        return tuple(early)
+
+    def result(self, stage: str, placed: Placed, *, beyond: bool = False, run: int = 0) -> Tensor:
+        """Returns what a piece yields at a stage, without what its neighbours make of it.
+
+        Args:
+            stage: "prepared", "converted", "reloaded", "program" or "emulated".
+            placed: the piece.
+            beyond: on inputs that leave the calibrated range instead of those that it was found on.
+            run: a stage is run once for each number.
+        """
+        key = (stage, beyond, run)
+        if key not in self._results:
+            inputs = tuple(x * 1.25 if beyond and x.is_floating_point() else x.clone() for x in self.side.inputs)
+            with torch.no_grad():
+                found = getattr(self, stage)(*inputs)
+            self._results[key] = [pytree.tree_leaves(result)[0] for result in found]
+        return self._results[key][self.side.places[placed]]
+
+    def root(self, model: fx.GraphModule, placed: Placed) -> fx.Node:
+        """Returns the last operator of a piece."""
+        return behind_conversions(self.output(model, placed))
+
+    def output(self, model: fx.GraphModule, placed: Placed) -> fx.Node:
+        """Returns the node that yields a piece's result."""
+        leaves = pytree.tree_leaves(model.graph.output_node().args)
+        found = leaves[self.side.starts[placed]]
+        assert isinstance(found, fx.Node)
+        return found
+
+    def operators(self, model: fx.GraphModule, placed: Placed) -> list[fx.Node]:
+        """Returns the compute operators that a piece's result depends on, without those on constants."""
+        if model not in self._constants:
+            self._constants[model] = constant_nodes(model.graph)
+        constants = self._constants[model]
+        return [node for node in _upstream(self.root(model, placed), constants) if _computes(node)]
+
+    def is_before(self, node: fx.Node, placed: Placed) -> bool:
+        """Tells whether a node belongs to the producer that was put before a piece."""
+        return module_path(node) == f"branches.{self.side.places[placed]}.before"
+
+    def decided(self, placed: Placed) -> Decision | None:
+        """Returns what was decided about the last operator of a piece."""
+        return decision(self.root(self.annotated, placed))
+
+    def is_rewritten(self, placed: Placed) -> bool:
+        """Tells whether the backend's own transforms replaced the piece, and rules of it took what came."""
+        written = placed.piece.root.target if isinstance(placed.piece, Piece) else None
+        found = self.operators(self.annotated, placed)
+        taken = all((decided := decision(node)) is not None and decided.quantized for node in found)
+        return written is not None and taken and all(node.target is not written for node in found)
+
+
+def behind_conversions(node: fx.Node) -> fx.Node:
+    """Returns what a quantize/dequantize pair was put behind."""
+    while node.target in (*QUANTIZE_OPS, *DEQUANTIZE_OPS):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _upstream(root: fx.Node, constants: Set[fx.Node]) -> dict[fx.Node, None]:
+    found: dict[fx.Node, None] = {}
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        if node not in found and node not in constants:
+            found[node] = None
+            pending += node.all_input_nodes
+    return found
+
+
+def _computes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace != "quantized_decomposed"
