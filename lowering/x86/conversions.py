@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from quantplug.core.pattern import Match, value
-from quantplug.lowering.qparams import dequantize, is_static, qparams, quantize
+from quantplug.lowering.qparams import QParams, dequantize, is_static, qparams, quantize
 from quantplug.lowering.rewriting import Rule, absorb, apply, call, replace
 
 aten = torch.ops.aten
@@ -21,17 +21,27 @@ def spell_out(graph: fx.Graph) -> None:
 
 def _quantize(match: Match) -> str | None:
     node, params = match.root, qparams(match.root)
+    if params.dtype == torch.uint8:
+        # ATen converts float to int8 in vectors, to uint8 one by one, which takes five times as long.
+        signed = params.shifted(-128, torch.int8)
+        view = call(node, aten.view.dtype, (_integers(match, signed), torch.uint8), node)
+        integers = call(node, aten.bitwise_xor_.Scalar, (view, 128), node)
+    else:
+        integers = _integers(match, params)
+    absorb(integers, node)
+    replace(node, integers)
+    return None
+
+
+def _integers(match: Match, params: QParams) -> fx.Node:
+    node = match.root
     assert isinstance(params.scale, float)
-    # a channels-last result needs no reorder in front of a convolution
     scaled = call(node, aten.mul.Tensor, (match["x"], 1.0 / params.scale), match["x"])
     step = call(node, aten.round_.default, (scaled,), scaled)
     if params.zero_point:
         step = call(node, aten.add_.Tensor, (step, params.zero_point), step)
     step = call(node, aten.clamp_.default, (step, params.qmin, params.qmax), step)
-    integers = call(node, aten.to.dtype, (step, params.dtype), node)
-    absorb(integers, node)
-    replace(node, integers)
-    return None
+    return call(node, aten.to.dtype, (step, params.dtype), node, params.dtype)
 
 
 def _dequantize(match: Match) -> str | None:

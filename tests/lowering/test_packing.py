@@ -1,9 +1,17 @@
-"""Weights of the x86 lowering are packed in the layout that the kernels want: none is reordered when a program runs."""
+"""What the x86 lowering does when a program is packed: weights in the kernels' layout, conversions spelled out."""
 
 import subprocess
 import sys
 
 import pytest
+import torch
+import torchao.quantization.pt2e  # noqa: F401  (registers the operators of quantized_decomposed)
+from torch import fx, nn
+
+from quantplug.lowering.x86.conversions import spell_out
+
+QD = torch.ops.quantized_decomposed
+RANGES = [(torch.uint8, 0, 255), (torch.uint8, 0, 127), (torch.int8, -128, 127), (torch.int8, -127, 127)]
 
 SCRIPT = """
 import torch
@@ -45,3 +53,29 @@ def test_no_weight_is_reordered_when_a_program_runs(tmp_path, batch, dynamic):
     for run in runs:
         assert run.count(",exec,cpu,convolution,") == 4
         assert ",exec,cpu,reorder," not in run
+
+
+class Quantize(nn.Module):
+    def __init__(self, *params):
+        super().__init__()
+        self.params = params
+
+    def forward(self, x):
+        return QD.quantize_per_tensor.default(x, *self.params)
+
+
+@pytest.mark.parametrize(("dtype", "qmin", "qmax"), RANGES)
+def test_a_spelled_out_quantization_yields_the_same_integers(dtype, qmin, qmax):
+    extremes = torch.tensor([float("inf"), -float("inf"), 1e30, -1e30])
+    ties = torch.arange(-600, 600) * 0.025
+    x = torch.cat([torch.randn(1000) * 5, extremes, ties])
+    for zero_point in (qmin, 3, (qmin + qmax + 1) // 2, qmax):
+        reference = Quantize(0.05, zero_point, qmin, qmax, dtype)
+        module = fx.symbolic_trace(reference)
+        for node in module.graph.nodes:
+            node.meta["val"] = torch.empty(1, dtype=torch.float32 if node.op == "placeholder" else dtype)
+        spell_out(module.graph)
+        module.recompile()
+        assert not any("quantized_decomposed" in str(node.target) for node in module.graph.nodes)
+        assert module(x).dtype == dtype
+        assert torch.equal(module(x), reference(x))
