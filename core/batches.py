@@ -163,7 +163,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         found.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
-        found.update(memoryview(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()))
+        found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

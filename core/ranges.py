@@ -10,22 +10,23 @@ Two things differ from torchao: the number of quantized values is that of the ob
 `quant_min..quant_max`, where torchao takes that of the dtype, and a tensor that never varied keeps its range.
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torchao.quantization.pt2e import HistogramObserver
+from torchao.quantization.pt2e import HistogramObserver, MinMaxObserver, PerChannelMinMaxObserver
 
-# The granularity of the quantiles, as in Caffe2 and torchao.
-_STEP = 1e-5
-# What repeated addition and subtraction of the step give, in the same order and so with the same rounding.
-_LOW_QUANTILES = np.cumsum(np.concatenate(([0.0], np.full(100_000, _STEP))))
-_HIGH_QUANTILES = np.cumsum(np.concatenate(([1.0], np.full(100_000, -_STEP))))
+from quantplug.core.observers.walk import visited_ranges
+
 # Ranges whose errors are computed at once; most searches stop early, and 32 x 2048 floats stay in cache.
 _FIRST_BATCH, _LARGEST_BATCH = 4, 32
+
+
+# Of these two and the classes that inherit from them.
+_OF_MIN_AND_MAX = (MinMaxObserver.calculate_qparams, PerChannelMinMaxObserver.calculate_qparams)
 
 
 def calculate_qparams(observer: nn.Module) -> tuple[Tensor, Tensor]:
@@ -39,6 +40,39 @@ def calculate_qparams(observer: nn.Module) -> tuple[Tensor, Tensor]:
     calculate: Any = observer.calculate_qparams
     scale, zero_point = calculate()
     return scale, zero_point
+
+
+def calculate_qparams_together(observers: Iterable[nn.Module]) -> dict[nn.Module, tuple[Tensor, Tensor]]:
+    """Returns scale and zero point of every observer that keeps a minimum and a maximum as torchao's do.
+
+    They are computed as if all observers of one configuration were the channels of one: the arithmetic is
+    elementwise, so the numbers are those of each alone. Observers of other kinds, and those of a group in
+    which one has seen NaN or nothing, are left out.
+    """
+    alike: defaultdict[Hashable, list[Any]] = defaultdict(list)
+    for observer in observers:
+        method: Any = getattr(type(observer), "calculate_qparams", None)
+        if method in _OF_MIN_AND_MAX and observer.min_val.numel():  # type: ignore[operator]
+            alike[_configuration(observer)].append(observer)
+    found: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+    for group in alike.values():
+        low, high = (torch.cat([getattr(o, name).reshape(-1) for o in group]) for name in ("min_val", "max_val"))
+        if bool((low <= high).all()):
+            sizes = [observer.min_val.numel() for observer in group]
+            scale, zero_point = (_parts(every, sizes) for every in group[0]._calculate_qparams(low, high))
+            found |= zip(group, zip(scale, zero_point, strict=True), strict=True)
+    return found
+
+
+def _parts(every: Tensor, sizes: list[int]) -> list[Tensor]:
+    # Copies, as a view would keep the numbers of all observers alive, and in the files, beside its own.
+    return [part.clone() for part in torch.split(every, sizes)]
+
+
+def _configuration(observer: Any) -> Hashable:
+    names = ("qscheme", "dtype", "quant_min", "quant_max", "has_customized_qrange")
+    own = (type(observer)._calculate_qparams, observer.min_val.device, observer.min_val.dtype, float(observer.eps))
+    return (*own, *(getattr(observer, name) for name in names))
 
 
 def histogram_range(observer: HistogramObserver) -> tuple[Tensor, Tensor]:
@@ -57,7 +91,7 @@ def _least_error(histogram: Tensor, spread: float, levels: int) -> tuple[int, in
     if spread == 0.0:
         return best
     least, size = float("inf"), _FIRST_BATCH
-    visited = _visited_ranges(histogram)
+    visited = visited_ranges(histogram)
     while batch := list(islice(visited, size)):
         for bins, error in zip(batch, _errors(histogram, spread / histogram.numel(), batch, levels), strict=True):
             if error > least:
@@ -65,36 +99,6 @@ def _least_error(histogram: Tensor, spread: float, levels: int) -> tuple[int, in
             least, best = error, bins
         size = min(2 * size, _LARGEST_BATCH)
     return best
-
-
-def _visited_ranges(histogram: Tensor) -> Iterator[tuple[int, int]]:
-    """Yields the (first, last) bins that the walk visits, each cutting a little more from the cheaper side.
-
-    The low quantile only moves when a bin is cut; the high one also moves in vain, which is skipped at once.
-    """
-    total = torch.sum(histogram).item()
-    # torchao compares float32 sums with quantiles rounded to float32; so do we, to visit the same bins.
-    sums = torch.cumsum(histogram, dim=0).cpu().numpy()
-    highs = (_HIGH_QUANTILES * total).astype(np.float32)
-    cut_low, cut_high = 0, 0
-    start, end = 0, len(sums) - 1
-    while start < end:
-        next_low = np.float32(_LOW_QUANTILES[cut_low + 1] * total)
-        left = start + int(np.searchsorted(sums[start:end], next_low, side="left"))
-        if left == start:
-            # Nothing to cut below, so the high quantile falls until it cuts the last bin off.
-            falls = len(highs) - int(np.searchsorted(highs[::-1], sums[end], side="left"))
-            cut_high = max(cut_high, falls - 1)
-        if cut_high + 1 >= len(highs) or _LOW_QUANTILES[cut_low] >= _HIGH_QUANTILES[cut_high]:
-            return
-        right = start + int(np.searchsorted(sums[start + 1 : end + 1], highs[cut_high + 1], side="right"))
-        if left - start > end - right:
-            cut_low, moved = cut_low + 1, (left, end)
-        else:
-            cut_high, moved = cut_high + 1, (start, right)
-        if moved != (start, end):
-            start, end = moved
-            yield moved
 
 
 def _errors(histogram: Tensor, width: float, ranges: list[tuple[int, int]], levels: int) -> list[float]:

@@ -2,7 +2,8 @@
 
 The histogram lies on a power-of-two grid (`grid.py`), so its memory is fixed, its counts are exact,
 and merging the histograms of several processes gives the histogram of all their data. What range is
-best is a question of the search (`search.py`): least squared error, a percentile, least divergence.
+best is a question of the search: norm minimization (`walk.py`), least squared error, a percentile or least
+divergence (`search.py`).
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantplug.core.errors import CalibrationError, ConfigError
-from quantplug.core.observers import grid, search
+from quantplug.core.observers import grid, search, walk
 from quantplug.core.observers.base import DataObserver, State
 from quantplug.core.observers.grid import GridHistogram
 
@@ -67,11 +68,11 @@ class GridObserver(DataObserver):
 
 
 class HistogramObserver(GridObserver):
-    """Range of least squared error among quantiles of the data (`search.quantile_range`)."""
+    """Range where a walk over the quantiles stops to lower the L2 error (`walk.norm_range`)."""
 
     def search(self, state: State) -> tuple[Tensor, Tensor]:
-        """Returns the range of least squared error among quantiles."""
-        return search.quantile_range(GridHistogram(*state), self.scheme)
+        """Returns the range where the walk ends."""
+        return walk.norm_range(GridHistogram(*state), self.scheme)
 
 
 class MSEObserver(GridObserver):
@@ -130,7 +131,7 @@ class EntropyObserver(GridObserver):
 
 
 class PerChannelHistogramObserver(HistogramObserver):
-    """Least squared error among quantiles, along one axis."""
+    """Norm minimization, along one axis."""
 
     per_channel = True
 

@@ -28,8 +28,6 @@ LOOKUPS = 1 << 17
 COARSE = tuple(2.0 ** (-i / 4) for i in range(40))
 # Then nine factors around the best one, in ever finer steps of an octave.
 FINE = (1 / 16, 1 / 64)
-# Shares of the values that one side may lose: none, then four per decade from 1e-6 to a tenth.
-TAILS = (0.0, *(10.0 ** (-6 + i / 4) for i in range(21)))
 # Rounding of a share, relative.
 ROUNDING = 2.0**-50
 # Bins of magnitudes that the entropy search looks at, as in TensorRT's notes.
@@ -81,11 +79,22 @@ def squared_error(table: Tables, scheme: Scheme, low: Tensor, high: Tensor) -> T
         float64 [rows, candidates], in squared units of the data.
     """
     scale, zero = scheme.qparams(low, high)
-    step = scale.double() / table.width[:, None]
-    start = table.start[:, None]
-    largest = (scheme.quant_max - zero) * step - start
-    level = torch.arange(scheme.quant_min, scheme.quant_max, device=low.device, dtype=torch.float64) + 0.5
-    middle = (level - zero[..., None]) * step[..., None] - start[..., None]
+    step = scale.double()
+    return levels_error(table, step, (scheme.quant_max - zero) * step, scheme.steps)
+
+
+def levels_error(table: Tables, step: Tensor, largest: Tensor, steps: int) -> Tensor:
+    """Returns the mean squared error of rounding to the nearest of the values `largest - i * step`, 0 <= i <= steps.
+
+    Args:
+        table: of `rows` histograms.
+        step: distances of the values, float64 [rows, candidates].
+        largest: largest values, float64 [rows, candidates].
+        steps: number of distances.
+    """
+    step, largest = step / table.width[:, None], largest / table.width[:, None] - table.start[:, None]
+    index = torch.arange(steps, device=step.device, dtype=torch.float64) + 0.5
+    middle = largest[..., None] - index * step[..., None]
     area = _integral(table, middle.flatten(1)).view(middle.shape).sum(2)
     number, first, second = (m[:, None] for m in table.moments.unbind(1))
     error = second - 2 * largest * first + largest * largest * number - 2 * step * area
@@ -213,36 +222,6 @@ def percentile_range(histogram: GridHistogram, scheme: Scheme, percentile: float
 
 def _known(end: Tensor, histogram: GridHistogram) -> Tensor:
     return torch.where(histogram.low <= histogram.high, end, torch.zeros_like(end))
-
-
-def quantile_range(histogram: GridHistogram, scheme: Scheme) -> Ranges:
-    """Finds the range of least squared error among ends that are quantiles of the data.
-
-    The objective is that of the norm minimization in Caffe2's quantization server (L2 norm, values
-    spread evenly within bins), which torchao's HistogramObserver follows; here with the integer levels
-    that the scheme really has, and a search over all of `TAILS` in place of a walk that stops at the
-    first rise: both sides lose the same share, then each its own. Where levels are finer than bins the
-    full range stays.
-    """
-    if scheme.steps >= histogram.counts.shape[1]:
-        return full_range(histogram)
-    return by_rows(lambda part: _quantile_rows(part, scheme), histogram, len(TAILS) * scheme.steps)
-
-
-def _quantile_rows(histogram: GridHistogram, scheme: Scheme) -> Ranges:
-    table = tables(histogram)
-    tails = torch.tensor(TAILS, dtype=torch.float64, device=histogram.low.device).expand(len(histogram.low), -1)
-    if scheme.symmetric:
-        highs = _known(quantile(magnitudes(histogram), 1 - tails).T, histogram).T
-        high = highs.gather(1, _pick(table, scheme, -highs, highs))[:, 0]
-        return -high, high
-    lows = _known(quantile(histogram, tails).T, histogram).T.clamp(max=0)
-    highs = _known(quantile(histogram, 1 - tails).T, histogram).T.clamp(min=0)
-    lows[:, 0], highs[:, 0] = full_range(histogram)
-    both = _pick(table, scheme, lows, highs)
-    low = lows.gather(1, _pick(table, scheme, lows, highs.gather(1, both).expand_as(lows)))
-    high = highs.gather(1, _pick(table, scheme, low.expand_as(highs), highs))
-    return low[:, 0], high[:, 0]
 
 
 def entropy_range(histogram: GridHistogram, scheme: Scheme, stride: int) -> Ranges:
