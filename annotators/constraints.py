@@ -54,6 +54,33 @@ def whole_windows(match: Match, config: QuantizationConfig) -> str | None:
     return None if dilation == {1} and not given["ceil_mode"] else "the pooling is dilated or rounds sizes up"
 
 
+def padding_counts(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds for averages over windows that are all divided by one number, also at a padded border."""
+    given = operands(match["op"])
+    counts = given["count_include_pad"] or not any(given["padding"])
+    return None if counts else "the average leaves the padding out, so that windows at the border count less"
+
+
+def equal_windows(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds for adaptive pooling of an image "x" whose windows all have one size that is known."""
+    image, wanted = _shape(match["x"])[-2:], operands(match["op"])["output_size"]
+    if len(image) == 2 and all(_divides(out, size) for size, out in zip(image, wanted, strict=True)):
+        return None
+    return f"an image of {image} has no equal windows for averages of {tuple(wanted)}"
+
+
+def _divides(number: object, size: object) -> bool:
+    return isinstance(size, int) and isinstance(number, int) and size % number == 0
+
+
+def known_number(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds for means of "x" over dimensions whose sizes are known."""
+    sizes = _shape(match["x"])
+    dims = operands(match["op"]).get("dim") or range(len(sizes))
+    found = tuple(sizes[dim] for dim in dims) if sizes else ("?",)
+    return None if all(isinstance(size, int) for size in found) else f"the mean is over {found} elements"
+
+
 def _shape(node: fx.Node) -> tuple[int, ...]:
     found = tensor_value(node)
     return () if found is None else tuple(found.shape)

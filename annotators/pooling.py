@@ -9,13 +9,14 @@ from quantplug.core.annotator import Annotations, Annotator
 from quantplug.core.pattern import Match, Pattern, item, op, value
 
 
-def pooling(*names: str, own_output: bool = False) -> Annotator:
+def pooling(*names: str, own_output: bool = False, follows: tuple[str, ...] = ()) -> Annotator:
     """Returns the annotator of pooling operators.
 
     Args:
         names: ATen operators, such as "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "mean".
         own_output: whether the kernel rescales, so that the output keeps its own, tighter range;
             otherwise input and output share one observer.
+        follows: ("x",) where pooling a float tensor is not worth quantizing it.
     """
 
     def decide(match: Match, config: QuantizationConfig) -> Annotations:
@@ -24,7 +25,8 @@ def pooling(*names: str, own_output: bool = False) -> Annotator:
         return annotate_piece(match, {source: spec}, get_output_act_qspec(config) if own_output else shared)
 
     patterns = tuple((name, pattern) for name in names for pattern in _forms(name))
-    return Annotator(names[0], patterns, decide, (static_only,), output="own" if own_output else "shared")
+    output = "own" if own_output else "shared"
+    return Annotator(names[0], patterns, decide, (static_only,), follows=follows, output=output)
 
 
 def resize() -> Annotator:

@@ -59,7 +59,7 @@ def _apply_at(node: fx.Node, rules: Sequence[Rule]) -> bool:
             reason = rule.rewrite(outcome)
             if reason is None:
                 return True
-            outcome = Miss(reason, len(outcome.nodes))
+            outcome = Miss(reason, len(outcome.nodes) + 1)  # the whole pattern was there: it came further than any miss
         furthest = max(furthest, outcome, key=lambda miss: miss.matched)
     if furthest.reason:
         node.meta[REASON] = furthest.reason

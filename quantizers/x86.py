@@ -4,15 +4,16 @@ Activations are uint8 with one scale, weights symmetric int8 with one scale for 
 """
 
 from quantplug.annotators.activation import clamps
-from quantplug.annotators.constraints import not_dynamic
+from quantplug.annotators.constraints import equal_windows, known_number, not_dynamic, padding_counts, whole_windows
 from quantplug.annotators.convolution import CLAMPS, convolution
-from quantplug.annotators.elementwise import binary
 from quantplug.annotators.embedding import embedding
 from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling
 from quantplug.annotators.presets import get_x86_quantization_config
 from quantplug.annotators.residual import residual
 from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
+from quantplug.core.levels import Level
+from quantplug.lowering.xnnpack.rewrites.movement import split_is_slices
 from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.quantizer import BackendQuantizer
 
@@ -24,19 +25,21 @@ X86 = Backend(
     annotators=(
         residual(convolution(dims=(2,))).writing_float(),
         residual(linear()).writing_float(),
-        # Which functions a convolution can end in depends on its dimensions; none takes scales of run time.
-        convolution(dims=(2,), activations=(*CLAMPS, "hardswish", "silu")).where(not_dynamic).writing_float(),
-        convolution(dims=(1,), activations=("relu",)).where(not_dynamic).writing_float(),
+        # None takes scales of run time.
+        convolution(dims=(1, 2), activations=(*CLAMPS, "hardswish", "silu")).where(not_dynamic).writing_float(),
+        # Over volumes a clamp is one of integers; what is read as float gets none.
         convolution(dims=(3,), activations=()).where(not_dynamic).writing_float(),
-        linear(activations=(*CLAMPS, "gelu", "leaky_relu", "tanh")).writing_float(),
-        binary("add"),
-        concatenation("cat"),
-        pooling("max_pool2d"),
-        pooling("avg_pool2d"),
-        pooling("adaptive_avg_pool2d", "mean", own_output=True),
-        embedding(),
-        clamps("relu", "relu6", "hardtanh", "clamp"),
-        movement((*VIEWS, *COPIES)).writing_float(),
+        convolution(dims=(3,), activations=CLAMPS).where(not_dynamic),
+        linear(activations=(*CLAMPS, "hardswish", "silu", "gelu", "leaky_relu", "tanh")).writing_float(),
+        concatenation("cat").within(Level.EXACT),
+        pooling("max_pool2d").within(Level.EXACT),
+        # Averages of float tensors stay float: to quantize the tensor takes longer than to average it.
+        pooling("avg_pool2d", own_output=True, follows=("x",)).where(whole_windows, padding_counts).writing_float(),
+        pooling("adaptive_avg_pool2d", own_output=True, follows=("x",)).where(equal_windows).writing_float(),
+        pooling("mean", own_output=True, follows=("x",)).where(known_number).writing_float(),
+        embedding().within(Level.EXACT),
+        clamps("relu", "relu6", "hardtanh", "clamp").within(Level.EXACT),
+        movement((*VIEWS, *COPIES)).writing_float().within(Level.EXACT),
     ),
     configs={
         "int8": get_x86_quantization_config,
@@ -44,6 +47,8 @@ X86 = Backend(
         "int8_weight_only": lambda **options: get_x86_quantization_config(is_weight_only=True, **options),
     },
     lowering="quantplug.lowering.x86:lower",
+    transforms=(split_is_slices,),
+    kernels="x86",
 )
 
 

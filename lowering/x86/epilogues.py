@@ -15,7 +15,9 @@ from quantplug.core.graph import operands, tensor_value
 from quantplug.core.pattern import Match, Op, Pattern, either, op, single_use, value
 from quantplug.lowering.qparams import QD, QParams, dequantize, qparams, quantize
 from quantplug.lowering.rewriting import Rule, absorb, apply, call, replace
+from quantplug.lowering.x86.clamps import clamp_rules
 from quantplug.lowering.x86.products import NO_SCALARS
+from quantplug.lowering.x86.signals import SIGNALS_AS_IMAGES
 
 onednn = torch.ops.onednn
 CONVOLUTION, LINEAR = "onednn::qconv_pointwise", "onednn::qlinear_pointwise"
@@ -24,9 +26,11 @@ SCALE, ZERO_POINT, DTYPE, UNARY, SCALARS, ALGORITHM = range(-6, 0)
 
 
 def fuse(graph: fx.Graph) -> None:
-    """Fuses unary functions and output quantization into the kernels; the graph stays functional."""
+    """Fuses unary functions, clamps and output quantization into the kernels; the graph stays functional."""
     apply(graph, UNARIES)
+    apply(graph, CLAMPS)
     apply(graph, OUTPUTS)
+    apply(graph, SIGNALS_AS_IMAGES)
 
 
 def fuse_sums(graph: fx.Graph) -> None:
@@ -79,15 +83,10 @@ def _unary(
     return Rule(function, rewrite)
 
 
-# torch's kernels check the function by the number of spatial dimensions; two take all of them.
-_UNARIES_OVER = {1: ("relu",), 3: ()}
-
-
 def _unary_objection(kernel: fx.Node, name: str) -> str | None:
-    dims = len(operands(kernel).get("stride", ()))
-    if name in _UNARIES_OVER.get(dims, (name,)):
-        return None
-    return f"the convolution kernel over {dims} dimensions does not end in {name}"
+    # The kernels check the function by the number of spatial dimensions; over three they take none.
+    over_volumes = len(operands(kernel).get("stride", ())) == 3
+    return f"the convolution kernel over 3 dimensions does not end in {name}" if over_volumes else None
 
 
 def _nothing(given: dict[str, Any]) -> list[Any]:
@@ -163,7 +162,7 @@ def _fuse_integer_sum(match: Match) -> str | None:
     theirs, ours = qparams(match["dequantize"]), qparams(match.root)
     if not (theirs.is_static and ours.is_static) or theirs.dtype != ours.dtype:
         return "the sum's other input is not quantized as its output is"
-    reason = _shape_objection(match["add"], match["integers"])
+    reason = _shape_objection(match, match["integers"])
     if reason is None:
         _replace_by_sum(match, match["integers"], theirs, ours)
     return reason
@@ -173,16 +172,18 @@ def _fuse_float_sum(match: Match) -> str | None:
     other = tensor_value(match["other"])
     if other is None or other.dtype != torch.float32:
         return "the sum's other input is not torch.float32"
-    reason = _shape_objection(match["add"], match["other"])
+    reason = _shape_objection(match, match["other"])
     if reason is None:
         _replace_by_sum(match, match["other"], FLOAT, FLOAT)
     return reason
 
 
-def _shape_objection(add: fx.Node, other: fx.Node) -> str | None:
-    total, part = tensor_value(add), tensor_value(other)
+def _shape_objection(match: Match, other: fx.Node) -> str | None:
+    total, part = tensor_value(match["add"]), tensor_value(other)
     if total is None or part is None or total.shape != part.shape:
         return "the sum broadcasts"
+    if match["kernel"].target not in LINEARS and total.dim() != 4:
+        return "convolution kernels add onto images only"
     return None
 
 
@@ -195,6 +196,7 @@ def _replace_by_sum(match: Match, other: fx.Node, theirs: QParams, ours: QParams
         target = onednn.qlinear_pointwise.binary if is_static else onednn.qlinear_pointwise.binary_tensor
         # "add" reads a float tensor of any owner; "sum" accumulates in place
         how = "add" if ours is FLOAT else "sum"
+        other = _contiguous(match.root, other) if how == "add" else other
         args = (*product.args[:6], other, product.args[6], *scales, how, 1.0, *unary)
     else:
         target = onednn.qconv2d_pointwise.binary
@@ -204,6 +206,13 @@ def _replace_by_sum(match: Match, other: fx.Node, theirs: QParams, ours: QParams
     replace(match.root, _clamped(new, ours))
     if "sum" in args:
         _give_own_memory(new, other)
+
+
+def _contiguous(before: fx.Node, other: fx.Node) -> fx.Node:
+    """The kernels take the memory of a transposed summand for that of a contiguous one."""
+    if other.target in CONTIGUOUS:
+        return other
+    return call(before, torch.ops.aten.contiguous.default, (other,), other)
 
 
 # operators whose result is new memory, and that read their inputs without keeping a view of them
@@ -224,24 +233,25 @@ FRESH = frozenset(
 
 
 CHANNELS_LAST = frozenset((onednn.qconv_pointwise.default, onednn.qconv2d_pointwise.binary))
+CONTIGUOUS = frozenset((*LINEARS, onednn.qlinear_pointwise.binary, onednn.qlinear_pointwise.binary_tensor))
 
 
 def _give_own_memory(kernel: fx.Node, accumulator: fx.Node) -> None:
     """Copies what a kernel adds onto, unless nobody else can read that memory from then on.
 
-    Convolutions add onto channels-last memory only; where the producer may have another layout it is changed.
+    Convolutions add onto channels-last memory only, linears onto contiguous; where the producer may have another
+    layout it is changed.
     """
     order = {node: position for position, node in enumerate(kernel.graph.nodes)}
     others = [user for user in accumulator.users if user is not kernel]
     is_free = accumulator.target in FRESH and accumulator is not kernel.args[0]
     is_free = is_free and all(user.target in FRESH and order[user] < order[kernel] for user in others)
-    is_ready = kernel.target is not onednn.qconv2d_pointwise.binary or accumulator.target in CHANNELS_LAST
-    if is_free and is_ready:
+    is_image = kernel.target is onednn.qconv2d_pointwise.binary
+    if is_free and accumulator.target in (CHANNELS_LAST if is_image else CONTIGUOUS):
         return
     target = torch.ops.aten.contiguous.default if is_free else torch.ops.aten.clone.default
     own = call(kernel, target, (accumulator,), accumulator)
-    if kernel.target is onednn.qconv2d_pointwise.binary:
-        own.kwargs = {"memory_format": torch.channels_last}
+    own.kwargs = {"memory_format": torch.channels_last if is_image else torch.contiguous_format}
     kernel.args = tuple(
         own if found is accumulator and position > 0 else found for position, found in enumerate(kernel.args)
     )
@@ -306,6 +316,7 @@ def _with_sum(overload: str) -> Op:
     return op(f"{LINEAR}.{overload}", name="kernel", output_dtype=torch.float32, binary_post_op="add")
 
 
+CLAMPS = tuple(rule for name in (CONVOLUTION, LINEAR) for rule in clamp_rules(single_use(kernel(name, None))))
 OUTPUTS = tuple(Rule(quantize(input=single_use(kernel(name, None))), _fuse_output) for name in (CONVOLUTION, LINEAR))
 SUM_OUTPUTS = tuple(
     Rule(quantize(input=single_use(_with_sum(overload))), _fuse_sum_output) for overload in ("binary", "binary_tensor")

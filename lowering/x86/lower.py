@@ -15,10 +15,13 @@ from quantplug.lowering.qparams import QD, qparams
 from quantplug.lowering.rewriting import apply, drop_unread_attributes
 from quantplug.lowering.x86.autotune import always_integer, measured
 from quantplug.lowering.x86.cleaning import clean
+from quantplug.lowering.x86.embedding import EMBEDDINGS
 from quantplug.lowering.x86.epilogues import fuse
 from quantplug.lowering.x86.movement import move
+from quantplug.lowering.x86.pooling import AVERAGES
 from quantplug.lowering.x86.products import products
 from quantplug.lowering.x86.program import X86Program
+from quantplug.lowering.x86.weight_only import WEIGHT_ONLY
 
 
 def lower(
@@ -47,7 +50,7 @@ def lower(
     qmax = _highest_integer(module.graph)
     move(module.graph)
     choose = measured(module, example_inputs) if autotune else always_integer
-    apply(module.graph, products(choose))
+    apply(module.graph, (*products(choose), *WEIGHT_ONLY, *AVERAGES, *EMBEDDINGS))
     fuse(module.graph)
     _finish(module)
     program = X86Program(module, example_inputs, dynamic_shapes, qmax=qmax)

@@ -14,6 +14,7 @@ from quantplug.core.graph import operands, tensor_value
 from quantplug.core.pattern import Match, each, item, op, single_use, value
 from quantplug.lowering.qparams import QD, QParams, dequantize, is_static, qparams, quantize
 from quantplug.lowering.rewriting import Rule, absorb, apply, call, replace
+from quantplug.lowering.x86.clamps import clamp_rules
 
 MOVES = (
     *("view", "reshape", "_unsafe_view", "flatten.using_ints", "unflatten.int", "contiguous", "clone"),
@@ -151,6 +152,7 @@ SINK = (
     *(Rule(op(name, self=STATIC_DEQUANTIZE), _sink) for name in MOVES),
     Rule(op("cat", "stack", tensors=each(dequantize(), "sources")), _sink_join),
     Rule(op("relu", self=single_use(STATIC_DEQUANTIZE)), _sink_relu),
+    *clamp_rules(STATIC_DEQUANTIZE),
     Rule(op("constant_pad_nd", self=STATIC_DEQUANTIZE), _sink_pad),
     Rule(op("pad", self=STATIC_DEQUANTIZE, mode="constant"), _sink_pad),
     SINK_MAX_POOL,

@@ -1,0 +1,68 @@
+"""Clamps on integers.
+
+Before: `relu|hardtanh|clamp -> quantize`. After: the quantization, then a clamp of its integers, or none where
+the integers end at the bounds anyway, as behind a relu. Quantization is monotone, so both orders give the
+same integers.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from quantplug.core.graph import operands
+from quantplug.core.pattern import Match, Pattern, op, single_use
+from quantplug.lowering.qparams import QParams, is_static, qparams, quantize
+from quantplug.lowering.rewriting import Rule, absorb, call, replace
+
+aten = torch.ops.aten
+# operator -> its lower and upper bound, each a number or the name of the operand that holds it
+_BOUNDS: dict[str, tuple[float | str | None, float | str | None]] = {
+    "relu": (0.0, None),
+    "relu6": (0.0, 6.0),
+    "hardtanh": ("min_val", "max_val"),
+    "clamp.default": ("min", "max"),
+}
+
+
+def clamp_rules(source: Pattern) -> tuple[Rule, ...]:
+    """Returns the rules that quantize before a clamp.
+
+    Args:
+        source: what the clamp reads.
+    """
+    return tuple(_rule(name, source) for name in _BOUNDS)
+
+
+def _rule(name: str, source: Pattern) -> Rule:
+    def rewrite(match: Match) -> str | None:
+        clamp, params = match["clamp"], qparams(match.root)
+        given = operands(clamp)
+        bounds = [given.get(bound) if isinstance(bound, str) else bound for bound in _BOUNDS[name]]
+        if params.dtype not in (torch.uint8, torch.int8) or any(isinstance(bound, fx.Node) for bound in bounds):
+            return "its bounds are tensors or its integers wider than a byte"
+        _clamp_integers(match, params, bounds)
+        return None
+
+    pattern = quantize(input=single_use(op(name, self=source, name="clamp")))
+    return Rule(pattern.where(lambda match: is_static(match.root)), rewrite)
+
+
+def _clamp_integers(match: Match, params: QParams, bounds: list[Any]) -> None:
+    node, clamp = match.root, match["clamp"]
+    source = clamp.args[0]
+    low, high = (_integer(bound, params) for bound in bounds)
+    low, high = params.qmin if low is None else low, params.qmax if high is None else high
+    integers = call(clamp, node.target, (source, *params.args()), source, params.dtype)
+    if (low, high) != (params.qmin, params.qmax):
+        integers = call(clamp, aten.clamp.default, (integers, low, high), node)
+    absorb(integers, clamp, node)
+    replace(node, integers)
+
+
+def _integer(bound: float | None, params: QParams) -> int | None:
+    """Returns what a bound is quantized to, by the operator that quantizes the rest."""
+    if bound is None:
+        return None
+    quantized: Tensor = torch.ops.quantized_decomposed.quantize_per_tensor(torch.tensor(float(bound)), *params.args())
+    return int(quantized)
