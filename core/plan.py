@@ -3,31 +3,48 @@
 Before: an annotated or prepared graph, by whichever quantizer. After: nodes by stable identity with their
 specs, owner and reason, the sharing groups, the dependencies of derived specs and the transforms that were
 asked for. A plan can be written as JSON, compared with another, and replayed on a re-export of the model.
-
-A node's identity is the module it was traced in, its operator, and its count among the same two, such as
-"layer1.0.conv1:aten.conv2d.default#0"; inputs are named by their operand in the schema. Neither depends
-on node names, which change when a model grows.
 """
 
 import json
-import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import fx
 from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, QuantizationAnnotation, Quantizer
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
+from quantplug.core.confined_transform import transform_without
 from quantplug.core.decision import Decision, decision, record
 from quantplug.core.errors import AnnotationError, ArtefactError
-from quantplug.core.graph import module_path, operands, require_graph_module
-from quantplug.core.observation import observer_of
-from quantplug.core.sharing import Point, annotated_specs, annotation_of, sharing_groups
-from quantplug.core.specs import SpecValue, spec_of, spec_value
-from quantplug.core.stage import FOLDS_KEY, TRANSFORMS_KEY
+from quantplug.core.fold import BATCH_NORMS, Folding, Permission
+from quantplug.core.graph import module_path, require_graph_module
+from quantplug.core.identity import Names, operand_of, source_of
+from quantplug.core.limits import LIMITS_KEY
+from quantplug.core.sharing import annotated_specs, annotation_of, sharing_groups
+from quantplug.core.specs import SpecValue, named_value, plain_value, spec_of, spec_value
+from quantplug.core.stage import FOLDINGS_KEY, FOLDS_KEY, TRANSFORMS_KEY
 
-VERSION = 1
+VERSION = 2
+
+
+@dataclass(frozen=True)
+class Transforms:
+    """Graph rewrites that ran before annotation, one after the other.
+
+    Attributes:
+        functions: the rewrites, as "module:function".
+        outside: the stable names of the nodes that they did not see.
+    """
+
+    functions: tuple[str, ...]
+    outside: tuple[str, ...] = ()
+
+
+def function_name(function: Any) -> str:
+    """Returns "module:function"; what is no function of a module has a name that no replay finds."""
+    return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', repr(function))}"
 
 
 @dataclass(frozen=True)
@@ -41,6 +58,7 @@ class PlannedNode:
         output: spec of the output, or None.
         annotated: whether a quantizer claimed the node.
         allow_implicit_sharing: torchao's flag of the annotation.
+        limits: what its kernel asks of the calibrated numbers, as a JSON value, or None.
     """
 
     node: str
@@ -49,6 +67,7 @@ class PlannedNode:
     output: SpecValue | None
     annotated: bool
     allow_implicit_sharing: bool = True
+    limits: Any = None
 
 
 @dataclass(frozen=True)
@@ -60,15 +79,18 @@ class Plan:
         groups: points of the graph that use one observer, groups of one left out; an output is named by
             its node, an input "node<-operand".
         derived: for each point with a derived spec, the points that it is derived from.
-        transforms: the graph rewrites that ran before annotation, as "module:function".
+        transforms: the graph rewrites that ran before annotation; a composition's quantizers have theirs each.
         folds_batch_norm: whether batch norms were folded.
+        unfolded: the batch norms that were not, although others were; a module path, and a count among the calls
+            of that module.
     """
 
     nodes: tuple[PlannedNode, ...]
     groups: tuple[tuple[str, ...], ...]
     derived: dict[str, tuple[str, ...]]
-    transforms: tuple[str, ...] = ()
+    transforms: tuple[Transforms, ...] = ()
     folds_batch_norm: bool = True
+    unfolded: tuple[str, ...] = ()
 
     def json(self) -> str:
         """Returns the plan as JSON."""
@@ -90,7 +112,8 @@ class Plan:
             nodes = tuple(_planned(**node) for node in read["nodes"])
             groups = tuple(tuple(group) for group in read["groups"])
             derived = {point: tuple(sources) for point, sources in read["derived"].items()}
-            return Plan(nodes, groups, derived, tuple(read["transforms"]), read["folds_batch_norm"])
+            transforms = tuple(Transforms(*(tuple(part) for part in asked.values())) for asked in read["transforms"])
+            return Plan(nodes, groups, derived, transforms, read["folds_batch_norm"], tuple(read["unfolded"]))
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ArtefactError(
                 f"The text is no plan ({type(error).__name__}: {error}); write one with Plan.json."
@@ -102,7 +125,7 @@ class Plan:
         found = [f"{name} is only in the first plan" for name in mine if name not in theirs]
         found += [f"{name} is only in the second plan" for name in theirs if name not in mine]
         found += [text for name in mine if name in theirs for text in _node_differences(mine[name], theirs[name])]
-        for name in ("groups", "derived", "transforms", "folds_batch_norm"):
+        for name in ("groups", "derived", "transforms", "folds_batch_norm", "unfolded"):
             if getattr(self, name) != getattr(other, name):
                 found.append(f"{name} differ: {_first_difference(getattr(self, name), getattr(other, name))}")
         return found
@@ -117,7 +140,7 @@ def _planned(decided: dict[str, Any] | None, **fields: Any) -> PlannedNode:
 
 
 def _node_differences(one: PlannedNode, other: PlannedNode) -> Iterator[str]:
-    for name in ("inputs", "output", "decided", "annotated", "allow_implicit_sharing"):
+    for name in ("inputs", "output", "decided", "annotated", "allow_implicit_sharing", "limits"):
         before, after = getattr(one, name), getattr(other, name)
         if before != after:
             yield f"{one.node}: {name} is {before}, in the second plan {after}"
@@ -141,8 +164,9 @@ def plan_of(model: fx.GraphModule) -> Plan:
         AnnotationError: a spec holds something that has no name, or refers to a point without annotation.
     """
     graph = require_graph_module(model, "plan_of").graph
-    names = _Names(graph)
-    nodes = tuple(_plan_node(node, names) for node in names.nodes)
+    names = Names(graph)
+    known = (n for n in names.nodes if annotation_of(n) is not None or decision(n) is not None)
+    nodes = tuple(_plan_node(node, names) for node in known)
     sharing = sharing_groups(graph)
     groups = tuple(tuple(map(names.point, group.members)) for group in sharing.groups if len(group.members) > 1)
     derived = {
@@ -151,79 +175,27 @@ def plan_of(model: fx.GraphModule) -> Plan:
         if isinstance(spec, DerivedQuantizationSpec)
     }
     transforms = tuple(model.meta.get(TRANSFORMS_KEY, ()))
-    return Plan(nodes, groups, derived, transforms, bool(model.meta.get(FOLDS_KEY, True)))
+    folds = bool(model.meta.get(FOLDS_KEY, True))
+    return Plan(nodes, groups, derived, transforms, folds, _unfolded(model.meta.get(FOLDINGS_KEY, ())) if folds else ())
 
 
-class _Names:
-    """Stable names of the nodes of one graph, and back."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self._name: dict[fx.Node, str] = {}
-        counts: dict[str, int] = {}
-        for node in graph.nodes:
-            if observer_of(node) is not None or node.op == "output":
-                continue
-            base = f"{module_path(node)}:{node.target}"
-            counts[base] = counts.get(base, -1) + 1
-            self._name[node] = f"{base}#{counts[base]}"
-        self._node = {name: node for node, name in self._name.items()}
-        self._identity = {node.name: name for node, name in self._name.items()}
-        self.nodes = [n for n in self._name if annotation_of(n) is not None or decision(n) is not None]
-
-    def name(self, node: fx.Node) -> str:
-        return self._name[node]
-
-    def identity(self, node_name: str) -> str | None:
-        return self._identity.get(node_name)
-
-    def point(self, point: Point) -> str:
-        if isinstance(point, fx.Node):
-            return self._name[point]
-        source, user = point
-        return f"{self._name[user]}<-{_operand_of(source, user)}"
-
-    def find_node(self, name: str) -> fx.Node | None:
-        return self._node.get(name)
-
-    def find_point(self, text: str) -> Point:
-        name, _, operand = text.partition("<-")
-        node = self._node[name]
-        return (_source(node, operand), node) if operand else node
+def _unfolded(foldings: Iterable[Folding]) -> tuple[str, ...]:
+    found = list(foldings)
+    names = _counted(folding.module_path for folding in found)
+    return tuple(name for name, folding in zip(names, found, strict=True) if not folding.folded)
 
 
-def _operand_nodes(node: fx.Node) -> Iterator[tuple[str, fx.Node]]:
-    for name, found in operands(node).items():
-        many = found if isinstance(found, list | tuple) else None
-        for position, value in enumerate(many if many is not None else (found,)):
-            if isinstance(value, fx.Node):
-                yield (f"{name}[{position}]" if many is not None else name), _behind_observers(value)
+def _counted(paths: Iterable[str]) -> Iterator[str]:
+    counts: dict[str, int] = {}
+    for path in paths:
+        counts[path] = counts.get(path, -1) + 1
+        yield f"{path}#{counts[path]}"
 
 
-def _behind_observers(node: fx.Node) -> fx.Node:
-    while observer_of(node) is not None:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node = source
-    return node
-
-
-def _operand_of(source: fx.Node, user: fx.Node) -> str:
-    return next(name for name, node in _operand_nodes(user) if node is source)
-
-
-def _source(node: fx.Node, operand: str) -> fx.Node:
-    found = dict(_operand_nodes(node)).get(operand)
-    if found is None:
-        raise AnnotationError(
-            f"The plan quantizes operand '{operand}' of '{node.name}', which has none here; plan again."
-        )
-    return found
-
-
-def _plan_node(node: fx.Node, names: _Names) -> PlannedNode:
+def _plan_node(node: fx.Node, names: Names) -> PlannedNode:
     annotation = annotation_of(node)
     specs = (annotation.input_qspec_map or {}) if annotation else {}
-    inputs = {_operand_of(source, node): spec_value(s, names.point) for source, s in specs.items() if s is not None}
+    inputs = {operand_of(source, node): spec_value(s, names.point) for source, s in specs.items() if s is not None}
     output = annotation.output_qspec if annotation else None
     decided = decision(node)
     return PlannedNode(
@@ -233,10 +205,11 @@ def _plan_node(node: fx.Node, names: _Names) -> PlannedNode:
         output=spec_value(output, names.point) if output is not None else None,
         annotated=bool(annotation and annotation._annotated),
         allow_implicit_sharing=annotation.allow_implicit_sharing if annotation else True,
+        limits=plain_value(node.meta.get(LIMITS_KEY)),
     )
 
 
-def _without_node_names(decided: Decision, node: fx.Node, names: _Names) -> Decision:
+def _without_node_names(decided: Decision, node: fx.Node, names: Names) -> Decision:
     return replace(decided, root=names.identity(decided.root) or names.name(node))
 
 
@@ -248,17 +221,19 @@ class _Replay(Quantizer):
         self.plan = plan
 
     @property
-    def folds_batch_norm(self) -> bool:
-        return self.plan.folds_batch_norm
+    def folds_batch_norm(self) -> bool | Permission:
+        return _OnlyFolded(self.plan.unfolded) if self.plan.unfolded else self.plan.folds_batch_norm
 
     def transform_for_annotation(self, model: fx.GraphModule) -> fx.GraphModule:
-        for transform in self.plan.transforms:
-            model = pkgutil.resolve_name(transform)(model)
+        for asked in self.plan.transforms:
+            names = Names(model.graph)
+            outside = [node for name in asked.outside if (node := names.find_node(name)) is not None]
+            model = transform_without(model, outside, partial(_one_by_one, asked.functions))
         model.meta[TRANSFORMS_KEY] = self.plan.transforms
         return model
 
     def annotate(self, model: fx.GraphModule) -> fx.GraphModule:
-        names = _Names(model.graph)
+        names = Names(model.graph)
         missing = [planned.node for planned in self.plan.nodes if names.find_node(planned.node) is None]
         if missing:
             raise AnnotationError(
@@ -270,6 +245,8 @@ class _Replay(Quantizer):
             assert node is not None
             if annotation is not None:
                 node.meta[Q_ANNOTATION_KEY] = annotation
+            if planned.limits is not None:
+                node.meta[LIMITS_KEY] = named_value(planned.limits)
             if planned.decided is not None:
                 root = names.find_node(planned.decided.root)
                 record(node, replace(planned.decided, root=root.name if root else node.name))
@@ -279,13 +256,34 @@ class _Replay(Quantizer):
         """Accepts the graph: the plan was checked when it was made."""
 
 
-def _annotation(planned: PlannedNode, names: _Names) -> QuantizationAnnotation | None:
+def _one_by_one(functions: Iterable[str], model: fx.GraphModule) -> fx.GraphModule:
+    for function in functions:
+        model = named_value({"name": function})(model)
+    return model
+
+
+class _OnlyFolded:
+    """Allows to fold the batch norms that a plan folded."""
+
+    def __init__(self, unfolded: tuple[str, ...]) -> None:
+        self._unfolded = unfolded
+        self._left: set[fx.Node] | None = None
+
+    def __call__(self, producer: fx.Node, batch_norm: fx.Node) -> str | None:
+        if self._left is None:  # asked for the first time: every batch norm is still there
+            nodes = [node for node in batch_norm.graph.nodes if node.target in BATCH_NORMS]
+            names = _counted(map(module_path, nodes))
+            self._left = {node for node, name in zip(nodes, names, strict=True) if name in self._unfolded}
+        return "the plan leaves it" if batch_norm in self._left else None
+
+
+def _annotation(planned: PlannedNode, names: Names) -> QuantizationAnnotation | None:
     if not (planned.annotated or planned.inputs or planned.output):
         return None
     node = names.find_node(planned.node)
     assert node is not None
     return QuantizationAnnotation(
-        input_qspec_map={_source(node, o): spec_of(s, names.find_point) for o, s in planned.inputs.items()},
+        input_qspec_map={source_of(node, o): spec_of(s, names.find_point) for o, s in planned.inputs.items()},
         output_qspec=spec_of(planned.output, names.find_point) if planned.output else None,
         allow_implicit_sharing=planned.allow_implicit_sharing,
         _annotated=planned.annotated,

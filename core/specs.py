@@ -7,6 +7,7 @@ functions are named "module:qualified name", so a spec can be read back only whe
 
 import pkgutil
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -49,12 +50,12 @@ def spec_value(spec: QuantizationSpecBase, name_point: Callable[[Any], str]) -> 
             f"A plan has no place for specs of type {type(spec).__name__}; use one of torchao's four."
         )
     value: SpecValue = {"kind": kind}
-    value |= {name: _plain(getattr(spec, name)) for name in _FIELDS if getattr(spec, name, None) is not None}
+    value |= {name: plain_value(getattr(spec, name)) for name in _FIELDS if getattr(spec, name, None) is not None}
     if isinstance(spec, QuantizationSpec):
-        value["observer"] = _plain(spec.observer_or_fake_quant_ctr)
+        value["observer"] = plain_value(spec.observer_or_fake_quant_ctr)
     if isinstance(spec, DerivedQuantizationSpec):
         value["from"] = [name_point(point) for point in spec.derived_from]
-        value["function"] = _plain(spec.derive_qparams_fn)
+        value["function"] = plain_value(spec.derive_qparams_fn)
     return value
 
 
@@ -70,37 +71,57 @@ def spec_of(value: SpecValue, find_point: Callable[[str], Any]) -> QuantizationS
     """
     if value["kind"] == "shared":
         return SharedQuantizationSpec(find_point(value["with"]))
-    arguments = {name: _object(found) for name, found in value.items() if name in _FIELDS}
+    arguments = {name: named_value(found) for name, found in value.items() if name in _FIELDS}
     if value["kind"] == "own":
-        arguments["observer_or_fake_quant_ctr"] = _object(value["observer"])
+        arguments["observer_or_fake_quant_ctr"] = named_value(value["observer"])
     if value["kind"] == "derived":
         arguments["derived_from"] = [find_point(point) for point in value["from"]]
-        arguments["derive_qparams_fn"] = _object(value["function"])
+        arguments["derive_qparams_fn"] = named_value(value["function"])
     return _KINDS[value["kind"]](**arguments)
 
 
-def _plain(found: Any) -> Any:
+def plain_value(found: Any) -> Any:
+    """Returns numbers, types, functions, tuples and dataclasses of such as a JSON value.
+
+    Raises:
+        AnnotationError: something in it has no name to find it by.
+    """
     if found is None or isinstance(found, bool | int | float | str):
         return found
     if isinstance(found, torch.dtype | torch.qscheme):
         return {"torch": str(found).removeprefix("torch.")}
+    if isinstance(found, tuple):
+        return {"tuple": [plain_value(element) for element in found]}
+    if is_dataclass(found) and not isinstance(found, type):
+        values = {field.name: plain_value(getattr(found, field.name)) for field in fields(found)}
+        return {"make": plain_value(type(found)), "with": values}
     inner = getattr(found, "p", found)
     if isinstance(inner, partial):
-        return {"call": _plain(inner.func), "with": {name: _plain(v) for name, v in sorted(inner.keywords.items())}}
+        values = {name: plain_value(value) for name, value in sorted(inner.keywords.items())}
+        return {"call": plain_value(inner.func), "with": values}
     module, name = getattr(inner, "__module__", None), getattr(inner, "__qualname__", "<nothing>")
     if module is None or "<" in name:
         raise AnnotationError(f"A plan cannot name {found!r}; give it as a function or class of a module.")
     return {"name": f"{module}:{name}"}
 
 
-def _object(value: Any) -> Any:
+def named_value(value: Any) -> Any:
+    """Returns what `plain_value` wrote.
+
+    Raises:
+        AnnotationError: a class or function that the value names does not exist here.
+    """
     if not isinstance(value, dict):
         return value
     if "torch" in value:
         return getattr(torch, value["torch"])
+    if "tuple" in value:
+        return tuple(map(named_value, value["tuple"]))
+    if "make" in value:
+        return named_value(value["make"])(**{name: named_value(v) for name, v in value["with"].items()})
     if "call" in value:
-        made = _object(value["call"])
-        return made.with_args(**{name: _object(v) for name, v in value["with"].items()})
+        made = named_value(value["call"])
+        return made.with_args(**{name: named_value(v) for name, v in value["with"].items()})
     try:
         return pkgutil.resolve_name(value["name"])
     except (ImportError, AttributeError, ValueError) as error:

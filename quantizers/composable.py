@@ -5,6 +5,7 @@ graph on which each node's decision names the quantizer that took it. It works i
 """
 
 from collections.abc import Iterable, MutableMapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import fx
@@ -12,13 +13,16 @@ from torchao.quantization.pt2e.quantizer import ComposableQuantizer as TorchaoCo
 from torchao.quantization.pt2e.quantizer import Quantizer
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
+from quantplug.core.confined_transform import transform_without
 from quantplug.core.decision import decision
 from quantplug.core.errors import AnnotationError, ConfigError, QuantplugError, first_line
 from quantplug.core.fold import Permission
 from quantplug.core.graph import describe, require_graph_module
-from quantplug.core.stage import REGION_KEY, TRANSFORMS_KEY
+from quantplug.core.identity import Names
+from quantplug.core.plan import Transforms
+from quantplug.core.stage import REGION_KEY, TRANSFORMS_KEY, UNMATCHED_KEY
 from quantplug.quantizers.composition import compose
-from quantplug.quantizers.precedence import Member, places, ranked
+from quantplug.quantizers.precedence import Member, draw_borders, erase_borders, places, ranked, territory
 from quantplug.quantizers.quantizer import BackendQuantizer
 from quantplug.quantizers.region import Region
 
@@ -37,7 +41,7 @@ class ComposableQuantizer(Quantizer):
     Where regions overlap, the quantizer with the greater precedence annotates first, and what it leaves float is
     open to the others. Without declared precedence the one that was added first wins, as in torchao.
 
-    Transforms see the whole graph. Each quantizer's `validate` and callback see its own annotations only.
+    Transforms see their quantizer's region only; `validate` and callback see its own annotations only.
 
     Attributes:
         strict: whether a region that covers nothing, and a quantizer that changes another's annotation, are errors;
@@ -121,13 +125,20 @@ class ComposableQuantizer(Quantizer):
         return None if declared or responsible is None else f"'{responsible.name}' does not fold batch norms"
 
     def transform_for_annotation(self, model: fx.GraphModule) -> fx.GraphModule:
-        """Runs the transforms of every quantizer on the whole graph, the greatest precedence first."""
-        carried_out: tuple[str, ...] = ()
-        for member in self.members:
-            model.meta.pop(TRANSFORMS_KEY, None)
-            model = member.quantizer.transform_for_annotation(model)
-            carried_out += tuple(model.meta.get(TRANSFORMS_KEY, ()))
-        model.meta[TRANSFORMS_KEY] = carried_out
+        """Runs the transforms of every quantizer in its region, the greatest precedence first.
+
+        Raises:
+            ConfigError: there are no quantizers; if strict, a region covers nothing.
+            ModelError: a transform returns no graph module.
+        """
+        unmatched, members, carried_out = self._unmatched(model), self.members, tuple[Transforms, ...]()
+        erase_borders(model)
+        draw_borders(model, members)
+        for member in members:
+            model, own = _transformed(model, member)
+            draw_borders(model, members, member)
+            carried_out += own
+        model.meta |= {TRANSFORMS_KEY: carried_out, UNMATCHED_KEY: unmatched}
         return model
 
     def annotate(self, model: fx.GraphModule) -> fx.GraphModule:
@@ -140,8 +151,10 @@ class ComposableQuantizer(Quantizer):
             ModelError: the model is not an exported graph.
         """
         require_graph_module(model, "ComposableQuantizer")
-        notes = self._unmatched(model)
+        known = model.meta.pop(UNMATCHED_KEY, None)
+        notes = self._unmatched(model) if known is None else known
         compose(model, places(model, self.members), self.strict, notes)
+        erase_borders(model)
         return model
 
     def _unmatched(self, model: fx.GraphModule) -> list[str]:
@@ -184,6 +197,17 @@ class ComposableQuantizer(Quantizer):
             before = dict(own)
             member.quantizer.prepare_obs_or_fq_callback(model, own)
             _take_over(member, before, own, edge_or_node_to_obs_or_fq)
+
+
+def _transformed(model: fx.GraphModule, member: Member) -> tuple[fx.GraphModule, tuple[Transforms, ...]]:
+    """Runs a quantizer's transforms in its territory; returns the graph and what a plan has to replay."""
+    inside = territory(model, member)
+    names = Names(model.graph)
+    outside = [node for node in names.nodes if node.op == "call_function" and node not in inside]
+    hidden = tuple(map(names.name, outside))
+    model.meta.pop(TRANSFORMS_KEY, None)
+    model = transform_without(model, outside, member.quantizer.transform_for_annotation)
+    return model, tuple(replace(asked, outside=hidden) for asked in model.meta.get(TRANSFORMS_KEY, ()))
 
 
 def _annotated(graph: fx.Graph) -> list[fx.Node]:

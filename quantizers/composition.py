@@ -14,6 +14,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from quantplug.core.decision import DECISION_KEY, Decision, decision
 from quantplug.core.errors import AnnotationError
 from quantplug.core.graph import compute_nodes, describe
+from quantplug.core.limits import LIMITS_KEY, VIOLATIONS_KEY
 from quantplug.core.sharing import annotation_of
 from quantplug.core.stage import NOTES_KEY, REGION_KEY
 from quantplug.quantizers.confinement import Annotations, Claim, Outcome, annotate_inside
@@ -58,9 +59,9 @@ class _Work:
 
     def __post_init__(self) -> None:
         for node in self.model.graph.nodes:
-            annotation, decided = annotation_of(node), decision(node)
+            annotation, decided, limits = annotation_of(node), decision(node), node.meta.pop(LIMITS_KEY, None)
             if annotation is not None:
-                self.claims[node] = Claim(decided.owner if decided else "an earlier quantizer", annotation)
+                self.claims[node] = Claim(decided.owner if decided else "an earlier quantizer", annotation, limits)
                 if decided:
                     self.taken[node] = decided
             node.meta.pop(Q_ANNOTATION_KEY, None)
@@ -82,7 +83,7 @@ class _Work:
         quantized = any(map(_quantizes, piece.values()))
         for node, annotation in piece.items():
             told = Decision(member.name, "annotated", root) if quantized else _float(member, outcome, node)
-            self.claims[node] = Claim(member.name, annotation)
+            self.claims[node] = Claim(member.name, annotation, outcome.limits.get(node))
             self.taken[node] = _in_region(outcome.decisions.get(node, told), member)
 
     def _report(self, member: Member, outcome: Outcome) -> None:
@@ -106,11 +107,17 @@ class _Work:
         """Writes everything to the graph."""
         for node, claim in self.claims.items():
             node.meta[Q_ANNOTATION_KEY] = claim.annotation
+            if claim.limits is not None:
+                node.meta[LIMITS_KEY] = claim.limits
         for node, decided in self.taken.items():
             node.meta[DECISION_KEY] = decided
         for node in compute_nodes(self.model.graph):
             if node not in self.claims:
                 node.meta[DECISION_KEY] = _together(node, self.left.get(node, []))
+        taken = {node.name for node in self.claims}
+        violations = tuple(v for v in self.model.meta.get(VIOLATIONS_KEY, ()) if v.node not in taken)
+        if violations or VIOLATIONS_KEY in self.model.meta:
+            self.model.meta[VIOLATIONS_KEY] = violations
         self.model.meta[NOTES_KEY] = (*self.model.meta.get(NOTES_KEY, ()), *self.notes)
 
 

@@ -23,6 +23,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.decision import DECISION_KEY, Decision, decision
 from quantplug.core.graph import describe, is_constant
+from quantplug.core.limits import LIMITS_KEY, Limits
 from quantplug.core.stage import CLAIM_KEY
 from quantplug.core.union_find import UnionFind
 from quantplug.quantizers.quantizer import BackendQuantizer
@@ -32,10 +33,11 @@ Annotations: TypeAlias = dict[fx.Node, QuantizationAnnotation]
 
 @dataclass(frozen=True)
 class Claim:
-    """A node's annotation and the name of the quantizer that made it."""
+    """A node's annotation, the name of the quantizer that made it, and what its kernel asks of the numbers."""
 
     owner: str
     annotation: QuantizationAnnotation
+    limits: Limits | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Outcome:
     Attributes:
         pieces: the annotations that it wrote there, one mapping for each fused piece.
         decisions: what it says about the nodes there.
+        limits: what its kernels ask of the numbers of the nodes that it annotated.
         refused: nodes of pieces that it wrote across the border of its part, each with the reason.
         overlaps: nodes of other quantizers in its part that it annotated as well.
         tampered: nodes of other quantizers whose annotation it changed or removed.
@@ -52,6 +55,7 @@ class Outcome:
 
     pieces: tuple[Annotations, ...]
     decisions: Mapping[fx.Node, Decision]
+    limits: Mapping[fx.Node, Limits]
     refused: Mapping[fx.Node, str]
     overlaps: tuple[fx.Node, ...]
     tampered: tuple[fx.Node, ...]
@@ -109,6 +113,7 @@ class _Attempt:
 
     written: Annotations
     decisions: dict[fx.Node, Decision]
+    limits: dict[fx.Node, Limits]
     stand_ins: Mapping[fx.Node, _StandIn]
     changed: tuple[fx.Node, ...]
 
@@ -117,6 +122,7 @@ class _Attempt:
         return Outcome(
             pieces=tuple({node: self.written[node] for node in piece} for piece in kept),
             decisions={n: d for n, d in self.decisions.items() if n not in self.stand_ins},
+            limits=self.limits,
             refused={n: text for n, text in refused.items() if n not in self.stand_ins},
             overlaps=tuple(n for n in self.written if n in claims and n in inside),
             tampered=tuple(n for n in self.changed if n in claims),
@@ -130,6 +136,7 @@ def _attempt(quantizer: Quantizer, model: fx.GraphModule, stand_ins: Mapping[fx.
     quantizer.annotate(model)
     written: Annotations = {}
     changed: list[fx.Node] = []
+    limits = {node: node.meta.pop(LIMITS_KEY) for node in model.graph.nodes if LIMITS_KEY in node.meta}
     decisions = {node: found for node in model.graph.nodes if (found := decision(node)) is not None}
     for node in model.graph.nodes:
         found, stand_in = node.meta.pop(Q_ANNOTATION_KEY, None), stand_ins.get(node)
@@ -140,7 +147,7 @@ def _attempt(quantizer: Quantizer, model: fx.GraphModule, stand_ins: Mapping[fx.
                 changed.append(node)
         elif found is not None:
             written[node] = found
-    return _Attempt(written, decisions, stand_ins, tuple(changed))
+    return _Attempt(written, decisions, limits, stand_ins, tuple(changed))
 
 
 def _pieces(written: Annotations) -> list[list[fx.Node]]:

@@ -4,7 +4,7 @@ Before: quantizers with their regions and precedence. After: the same, each with
 annotate, in an order that does not depend on the order in which they were added.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
@@ -13,6 +13,7 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 
 from quantplug.core.errors import ConfigError
 from quantplug.core.graph import compute_nodes, describe
+from quantplug.core.stage import TERRITORY_KEY
 from quantplug.quantizers.region import Region
 
 
@@ -91,9 +92,42 @@ def places(model: fx.GraphModule, members: Iterable[Member]) -> list[Place]:
 
 
 def _place(model: fx.GraphModule, member: Member, position: Mapping[fx.Node, int]) -> Place:
-    inside = member.region.nodes(model.graph)
+    inside = territory(model, member)
     operators = inside & position.keys()
     return Place(member, inside, operators, min(map(position.__getitem__, operators), default=len(position)))
+
+
+def territory(model: fx.GraphModule, member: Member) -> set[fx.Node]:
+    """Returns the nodes of a graph that a member may change and annotate.
+
+    A region is held against the graph before anything was rewritten, where `draw_borders` noted it: what takes an
+    operator's place may have another name.
+    """
+    noted = {node: node.meta[TERRITORY_KEY] for node in model.graph.nodes if TERRITORY_KEY in node.meta}
+    if not noted:
+        return member.region.nodes(model.graph)
+    return {node for node, names in noted.items() if member.name in names}
+
+
+def draw_borders(model: fx.GraphModule, members: Sequence[Member], maker: Member | None = None) -> None:
+    """Notes for each node that has no note yet in whose territory it lies.
+
+    Args:
+        model: the graph.
+        members: the members of a composition.
+        maker: the member whose rewrites made the nodes without a note; they are its own, if in nobody's region.
+    """
+    new = [node for node in model.graph.nodes if TERRITORY_KEY not in node.meta]
+    regions = {member.name: member.region.nodes(model.graph) for member in members} if new else {}
+    for node in new:
+        names = tuple(name for name, inside in regions.items() if node in inside)
+        node.meta[TERRITORY_KEY] = names or ((maker.name,) if maker else ())
+
+
+def erase_borders(model: fx.GraphModule) -> None:
+    """Takes back what `draw_borders` noted."""
+    for node in model.graph.nodes:
+        node.meta.pop(TERRITORY_KEY, None)
 
 
 def _check_precedence(node: fx.Node, members: list[Member]) -> None:

@@ -12,6 +12,7 @@ from quantplug.core.boundary_dtypes import BOUNDARY_KEY, BoundaryDTypes
 from quantplug.core.errors import ConfigError
 from quantplug.core.fold import Permission
 from quantplug.core.graph import require_graph_module
+from quantplug.core.plan import Transforms, function_name
 from quantplug.core.stage import REGION_KEY, TRANSFORMS_KEY
 from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.capabilities import Capability, capabilities
@@ -137,7 +138,8 @@ class BackendQuantizer(Quantizer):
             model = transform(model)
         if not model.meta.get(REGION_KEY):
             model.meta[BOUNDARY_KEY] = self._boundaries
-        model.meta[TRANSFORMS_KEY] = tuple(f"{t.__module__}:{t.__qualname__}" for t in self.backend.transforms)
+        functions = tuple(map(function_name, self.backend.transforms))
+        model.meta[TRANSFORMS_KEY] = (Transforms(functions),) if functions else ()
         return model
 
     def annotate(self, model: fx.GraphModule) -> fx.GraphModule:
