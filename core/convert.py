@@ -40,6 +40,7 @@ from quantplug.core.qdq import (
     output_dtype,
     static_quantization,
 )
+from quantplug.core.ranges import calculate_qparams_together
 from quantplug.core.regions import lift_constants, region_targets
 from quantplug.core.sharing import annotation_of
 from quantplug.core.stage import CONVERTED, PREPARED, STAGE_KEY, stage_of
@@ -125,6 +126,7 @@ class _Conversion:
         self._calls = {n: found for n in model.graph.nodes if (found := observer_of(n)) is not None}
         self._values = self._observe_constants()
         find_ranges(o for o in dict.fromkeys(self._calls.values()) if isinstance(o, DataObserver))
+        self._qparams: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self._quantizations: dict[nn.Module, Quantization] = {}
         self._integers: dict[Any, Tensor] = {}
         # What consumers read instead of an observer's call.
@@ -133,6 +135,7 @@ class _Conversion:
     def run(self) -> None:
         """Replaces every call of an observer."""
         self._require_data()
+        self._qparams = calculate_qparams_together(dict.fromkeys(self._calls.values()))
         self._skip_repeated()
         for call, observer in list(self._calls.items()):
             with self._graph.inserting_before(call):
@@ -229,7 +232,8 @@ class _Conversion:
 
     def _quantization(self, call: fx.Node, observer: nn.Module) -> Quantization:
         if observer not in self._quantizations:
-            self._quantizations[observer] = static_quantization(observer, f"'{_origin(call).name}' ({call.target})")
+            where = f"'{_origin(call).name}' ({call.target})"
+            self._quantizations[observer] = static_quantization(observer, where, self._qparams.get(observer))
         return self._quantizations[observer]
 
     def _number(self, number: Any, name: str) -> Any:

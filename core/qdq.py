@@ -144,18 +144,19 @@ def kind_of(observer: nn.Module) -> str:
     )
 
 
-def static_quantization(observer: nn.Module, where: str) -> Quantization:
+def static_quantization(observer: nn.Module, where: str, qparams: tuple[Tensor, Tensor] | None = None) -> Quantization:
     """Returns an observer's quantization parameters.
 
     Args:
         observer: a static observer or fake quantize that has seen data.
         where: how errors name what it observes.
+        qparams: its scale and zero point where they are known; None asks the observer.
 
     Raises:
         CalibrationError: a scale is not finite and positive (the data held Inf or NaN).
     """
     try:
-        scale, zero_point = calculate_qparams(observer)
+        scale, zero_point = qparams or calculate_qparams(observer)
     except AssertionError as error:  # so torchao's observers answer to NaN
         raise CalibrationError(
             f"What was observed of {where} has no range ({error}); remove Inf and NaN from the calibration data or "
