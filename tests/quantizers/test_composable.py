@@ -19,6 +19,8 @@ from compositions import (
     overwrite,
     owners,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models import exported
 from torch import nn
 from torchao.quantization.pt2e import FixedQParamsObserver
@@ -56,6 +58,41 @@ def test_declared_precedence_makes_the_order_of_adding_irrelevant():
     assert found["backbone.3"] == "xnnpack 2"
     assert found["head.1"] == "x86"
     assert found["backbone.1"] == "Toy"
+
+
+REGIONS = (
+    None,
+    HEAD,
+    BACKBONE,
+    Region(operator="linear"),
+    Region(operator=("conv2d", "max_pool2d")),
+    Region(module="*.1"),
+    Region(filter=lambda node: "relu" in node.name or "conv" in node.name),
+)
+CHILDREN = (
+    lambda: get_quantizer("x86"),
+    lambda: get_quantizer("xnnpack"),
+    lambda: get_quantizer("xnnpack").set_global("int8_dynamic"),
+    lambda: get_quantizer("xnnpack").set_operator_type("linear", None),
+    lambda: Toy(overwrite(torch.ops.aten.linear.default, torch.ops.aten.relu.default)),
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    members=st.lists(st.tuples(st.sampled_from(CHILDREN), st.sampled_from(REGIONS)), min_size=2, max_size=4),
+    data=st.data(),
+)
+def test_any_composition_with_declared_precedence_is_the_same_in_any_order(members, data):
+    parts = [(make, region, rank) for rank, (make, region) in enumerate(members)]
+    found = []
+    for order in (parts, data.draw(st.permutations(parts))):
+        quantizer = ComposableQuantizer()
+        for make, region, rank in order:
+            quantizer.add(make(), region, precedence=rank, name=f"member {rank}")
+        prepared = quantplug.prepare_pt2e(exported(Images().eval(), X), quantizer)
+        found.append((plan_of(prepared), explain(prepared).notes))
+    assert found[0] == found[1]
 
 
 def test_without_declared_precedence_the_first_wins():
