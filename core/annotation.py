@@ -104,7 +104,8 @@ class _Decisions:
     annotations: Annotations = field(default_factory=dict)
     rejected: dict[fx.Node, NearMiss] = field(default_factory=dict)
     chosen: dict[fx.Node, Choice] = field(default_factory=dict)
-    selected: dict[tuple[fx.Node, str, int], Selection] = field(default_factory=dict)
+    decided: dict[Found[Annotator], Annotations] = field(default_factory=dict)
+    selected: dict[Found[Annotator], Selection] = field(default_factory=dict)
     violations: dict[fx.Node, Violation] = field(default_factory=dict)
     taken_by: dict[fx.Node, DTypeConfig] = field(default_factory=dict)
 
@@ -134,11 +135,16 @@ class _Decisions:
         """Chooses the first dtype config of the rule that its specs fit; returns why none does, or None."""
         if not found.owner.dtypes:
             return None
-        decided = found.owner.decide(found.match, config)
-        asked = asked_ports(decided, self.constants.__contains__, lambda spec: spec)
+        asked = asked_ports(self._decide(found, config), self.constants.__contains__, lambda spec: spec)
         selection = select_dtypes(found.owner.dtypes, found.match["op"], asked, self.owner)
-        self.selected[_key(found)] = selection
+        self.selected[found] = selection
         return self._refusal(found, selection.violation) or selection.reason or None
+
+    def _decide(self, found: Found[Annotator], config: QuantizationConfig) -> Annotations:
+        """Returns what a rule decides about a match; it is asked once."""
+        if found not in self.decided:
+            self.decided[found] = found.owner.decide(found.match, config)
+        return self.decided[found]
 
     def _refusal(self, found: Found[Annotator], violation: Violation | None) -> str | None:
         if violation is None:
@@ -160,7 +166,7 @@ class _Decisions:
 
     def selection_of(self, found: Found[Annotator]) -> Selection:
         """Returns which dtype config was chosen for a piece, and which were passed over."""
-        return self.selected.get(_key(found), Selection())
+        return self.selected.get(found, Selection())
 
     def unresolved_violations(self) -> list[Violation]:
         """Returns what kept operators float that no other rule took."""
@@ -207,7 +213,7 @@ class _Decisions:
         config = self._choice(found.match["op"]).config
         assert config is not None  # accept() refused every match without one
         reason = self._float_producer(found)
-        decided = {} if reason else found.owner.decide(found.match, config)
+        decided = {} if reason else self._decide(found, config)
         _require_inside(found, decided)
         reason = reason or _quantizes_nothing(decided) or _not_float32(decided) or self._shared_refusal(found, decided)
         if reason:
@@ -297,11 +303,6 @@ class _Decisions:
 
     def _annotation(self, node: fx.Node, decided: Annotations) -> QuantizationAnnotation | None:
         return decided.get(node) or self.annotations.get(node) or node.meta.get(Q_ANNOTATION_KEY)
-
-
-def _key(found: Found[Annotator]) -> tuple[fx.Node, str, int]:
-    """Two rules of a backend can have one label: a derived backend puts its own before those of the base."""
-    return found.match.root, found.label, id(found.owner)
 
 
 def _shared_inputs(node: fx.Node, specs: Mapping[fx.Node, QuantizationSpecBase | None]) -> set[fx.Node]:

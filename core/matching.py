@@ -18,9 +18,9 @@ from quantplug.core.pattern import Match, Miss, Pattern, Target
 Owner = TypeVar("Owner")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Found(Generic[Owner]):
-    """A match together with who declared its pattern and under which label."""
+    """A match together with who declared its pattern and under which label; each is one of its own."""
 
     match: Match
     owner: Owner

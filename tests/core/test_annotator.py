@@ -1,5 +1,7 @@
 """The engine: what it writes, what it refuses and why, and that an error leaves the graph as it was."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from models import Function, ResNet18, exported, node, observed, operators, reference
@@ -15,11 +17,13 @@ from torchao.quantization.pt2e.quantizer import (
 from quantplug import XNNPACKQuantizer, convert_pt2e, explain, get_quantizer, prepare_pt2e
 from quantplug.annotators.convolution import convolution
 from quantplug.annotators.elementwise import binary
+from quantplug.annotators.linear import linear
 from quantplug.annotators.presets import get_symmetric_quantization_config
 from quantplug.core.annotation import annotate
 from quantplug.core.annotator import Annotator, Choice
 from quantplug.core.compare import sqnr
 from quantplug.core.decision import decision
+from quantplug.core.dtypes import DTypeConfig
 from quantplug.core.errors import AnnotationError, PatternError
 from quantplug.core.pattern import op, value
 
@@ -276,3 +280,16 @@ def test_constraints_are_reasons():
     model = exported(Function(lambda m, x, y: x + y), X, X.clone())
     annotate(model, (refuse,), everything(), "toy")
     assert decision(node(model, "add")).reason == "no kernel for add"
+
+
+def test_a_rule_is_asked_once_about_a_match_even_if_dtypes_are_chosen_by_its_specs():
+    asked = []
+    row = linear().accepting(DTypeConfig("int8", input=torch.int8, output=torch.int8, weight=torch.int8))
+
+    def decide(match, config):
+        asked.append(match.root.name)
+        return row.decide(match, config)
+
+    model = torch.export.export(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(2, 4),)).module()
+    replace(row, decide=decide)(model, get_symmetric_quantization_config())
+    assert asked == ["linear", "linear_1"]
