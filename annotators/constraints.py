@@ -1,5 +1,9 @@
 """Constraints that several operator families share: predicates that return None or the reason in words."""
 
+import math
+from collections.abc import Callable
+
+import torch
 from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
@@ -17,6 +21,33 @@ def not_dynamic(match: Match | None, config: QuantizationConfig) -> str | None:
     """Holds for configs whose activations are float or have scales that calibration fixes."""
     spec = config.input_activation
     return "the config quantizes activations dynamically" if spec is not None and spec.is_dynamic else None
+
+
+def enough_work(products: int) -> Callable[[Match, QuantizationConfig], str | None]:
+    """Returns what holds for convolutions that multiply each input number often enough, if its scale is of run time.
+
+    Args:
+        products: least number of products with one input number, for which finding its range and quantizing it
+            at run time is worth it.
+    """
+
+    def check(match: Match, config: QuantizationConfig) -> str | None:
+        if not_dynamic(match, config) is None:
+            return None
+        given, weight = operands(match["op"]), _shape(match["w"])
+        window = math.prod(weight[2:]) // math.prod(given["stride"])
+        found = weight[0] // given["groups"] * window
+        return None if found >= products else f"{found} products with each number, too few to quantize it at run time"
+
+    return check
+
+
+def unsigned_if_dynamic(match: Match | None, config: QuantizationConfig) -> str | None:
+    """Holds unless activations of run time are signed, for kernels of uint8: scales known before can be shifted."""
+    spec = config.input_activation
+    if not_dynamic(match, config) is None or spec is None or spec.dtype == torch.uint8:
+        return None
+    return f"the config quantizes activations to {spec.dtype} at run time, the kernel takes torch.uint8"
 
 
 def quantizes_weight(match: Match | None, config: QuantizationConfig) -> str | None:
@@ -87,4 +118,4 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 # Those that look at the config alone: they tell under which configs a rule can apply at all.
-OF_CONFIG = (static_only, not_dynamic, quantizes_weight)
+OF_CONFIG = (static_only, not_dynamic, unsigned_if_dynamic, quantizes_weight)

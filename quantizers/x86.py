@@ -4,7 +4,15 @@ Activations are uint8 with one scale, weights symmetric int8 with one scale for 
 """
 
 from quantplug.annotators.activation import clamps
-from quantplug.annotators.constraints import equal_windows, known_number, not_dynamic, padding_counts, whole_windows
+from quantplug.annotators.constraints import (
+    enough_work,
+    equal_windows,
+    known_number,
+    not_dynamic,
+    padding_counts,
+    unsigned_if_dynamic,
+    whole_windows,
+)
 from quantplug.annotators.convolution import CLAMPS, convolution
 from quantplug.annotators.embedding import embedding
 from quantplug.annotators.linear import linear
@@ -19,16 +27,18 @@ from quantplug.quantizers.quantizer import BackendQuantizer
 
 __all__ = ["X86", "X86Quantizer", "get_x86_quantization_config"]
 
+# Measured: from here on a convolution gains more than it takes to find the range of its input and to quantize it.
+AT_RUN_TIME = (unsigned_if_dynamic, enough_work(256))
+
 X86 = Backend(
     name="x86",
     summary="oneDNN kernels through torch, eager or compiled (VNNI, AMX)",
     annotators=(
         residual(convolution(dims=(2,))).writing_float(),
         residual(linear()).writing_float(),
-        # None takes scales of run time.
-        convolution(dims=(1, 2), activations=(*CLAMPS, "hardswish", "silu")).where(not_dynamic).writing_float(),
+        convolution(dims=(1, 2), activations=(*CLAMPS, "hardswish", "silu")).where(*AT_RUN_TIME).writing_float(),
         # Over volumes a clamp is one of integers; what is read as float gets none.
-        convolution(dims=(3,), activations=()).where(not_dynamic).writing_float(),
+        convolution(dims=(3,), activations=()).where(*AT_RUN_TIME).writing_float(),
         convolution(dims=(3,), activations=CLAMPS).where(not_dynamic),
         linear(activations=(*CLAMPS, "hardswish", "silu", "gelu", "leaky_relu", "tanh")).writing_float(),
         concatenation("cat").within(Level.EXACT),

@@ -145,6 +145,8 @@ UNARIES = (*_unaries(CONVOLUTION), *_unaries(LINEAR))
 
 FLOAT = QParams(1.0, 0, 0, 0, torch.float32)
 LINEARS = (onednn.qlinear_pointwise.default, onednn.qlinear_pointwise.tensor)
+STATIC = (onednn.qlinear_pointwise.default, onednn.qconv_pointwise.default)
+IMAGE_SUMS = (onednn.qconv2d_pointwise.binary, onednn.qconv2d_pointwise.binary_tensor)
 
 
 def _sum(name: str, other: Pattern) -> Op:
@@ -191,15 +193,15 @@ def _replace_by_sum(match: Match, other: fx.Node, theirs: QParams, ours: QParams
     product: fx.Node = match["kernel"]
     scales = (ours.scale, ours.zero_point, ours.dtype, theirs.scale, theirs.zero_point)
     unary = ("relu" if "relu" in match else "none", NO_SCALARS, "")
+    is_static = product.target in STATIC
     if product.target in LINEARS:
-        is_static = product.target is onednn.qlinear_pointwise.default
         target = onednn.qlinear_pointwise.binary if is_static else onednn.qlinear_pointwise.binary_tensor
         # "add" reads a float tensor of any owner; "sum" accumulates in place
         how = "add" if ours is FLOAT else "sum"
         other = _contiguous(match.root, other) if how == "add" else other
         args = (*product.args[:6], other, product.args[6], *scales, how, 1.0, *unary)
     else:
-        target = onednn.qconv2d_pointwise.binary
+        target = IMAGE_SUMS[not is_static]
         args = (*product.args[:6], other, *product.args[6:11], *scales, "sum", 1.0, *unary)
     new = call(match.root, target, args, match.root, ours.dtype)
     absorb(new, product, *match.nodes)
@@ -219,7 +221,8 @@ def _contiguous(before: fx.Node, other: fx.Node) -> fx.Node:
 FRESH = frozenset(
     (
         onednn.qconv_pointwise.default,
-        onednn.qconv2d_pointwise.binary,
+        onednn.qconv_pointwise.tensor,
+        *IMAGE_SUMS,
         onednn.qlinear_pointwise.default,
         onednn.qlinear_pointwise.tensor,
         onednn.qlinear_pointwise.binary,
@@ -232,7 +235,7 @@ FRESH = frozenset(
 )
 
 
-CHANNELS_LAST = frozenset((onednn.qconv_pointwise.default, onednn.qconv2d_pointwise.binary))
+CHANNELS_LAST = frozenset((onednn.qconv_pointwise.default, onednn.qconv_pointwise.tensor, *IMAGE_SUMS))
 CONTIGUOUS = frozenset((*LINEARS, onednn.qlinear_pointwise.binary, onednn.qlinear_pointwise.binary_tensor))
 
 
@@ -246,7 +249,7 @@ def _give_own_memory(kernel: fx.Node, accumulator: fx.Node) -> None:
     others = [user for user in accumulator.users if user is not kernel]
     is_free = accumulator.target in FRESH and accumulator is not kernel.args[0]
     is_free = is_free and all(user.target in FRESH and order[user] < order[kernel] for user in others)
-    is_image = kernel.target is onednn.qconv2d_pointwise.binary
+    is_image = kernel.target in IMAGE_SUMS
     if is_free and accumulator.target in (CHANNELS_LAST if is_image else CONTIGUOUS):
         return
     target = torch.ops.aten.contiguous.default if is_free else torch.ops.aten.clone.default

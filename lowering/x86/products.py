@@ -84,11 +84,14 @@ def convolve(match: Match, weight: IntegerWeight, geometry: Geometry) -> None:
     node, params = match.root, qparams(match["dequantize"])
     values, scales, zeros = _constants(node, weight, node.name)
     scale, zero_point = params.scale, params.zero_point
-    settings = (scale, zero_point, *geometry, _sizes(match["integers"]))
+    # The layout of the weight is the same for any scale of the activation, so that one of run time needs no other.
+    known = (scale, zero_point) if params.is_static else (1.0, 0)
+    settings = (*known, *geometry, _sizes(match["integers"]))
     packed = call(node, onednn.qconv_prepack.default, (values, scales, *settings), node)
     packed.meta["val"] = values.meta["val"]
+    kernel_of = onednn.qconv_pointwise.default if params.is_static else onednn.qconv_pointwise.tensor
     args = (match["integers"], scale, zero_point, packed, scales, zeros, match.get("bias"), *geometry)
-    kernel = call(node, onednn.qconv_pointwise.default, (*args, *NO_OUTPUT_QPARAMS, *NO_UNARY), node)
+    kernel = call(node, kernel_of, (*args, *NO_OUTPUT_QPARAMS, *NO_UNARY), node)
     absorb(kernel, node)
     replace(node, kernel)
 
@@ -111,8 +114,6 @@ def _measured_convolution(choose: Choice, match: Match, weight: IntegerWeight, g
 
 def activation_objection(params: QParams, *, conv: bool) -> str | None:
     """Returns why a convolution (or a linear) cannot take an activation with these parameters, or None."""
-    if conv and not params.is_static:
-        return "convolutions with activation parameters of run time have no kernel here"
     if params.dtype not in (torch.uint8, torch.int8) or (conv and params.dtype != torch.uint8):
         return f"its activation is {params.dtype}, the kernel wants torch.uint8"
     return range_objection(params.qmax if params.dtype == torch.uint8 else params.qmax + 128)

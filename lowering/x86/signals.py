@@ -48,4 +48,4 @@ def _over_two(given: dict[str, Any]) -> dict[str, list[int]]:
     return {"stride": [1, *given["stride"]], "padding": [0, *given["padding"]], "dilation": [1, *given["dilation"]]}
 
 
-SIGNALS_AS_IMAGES = (Rule(op("onednn::qconv_pointwise.default"), _as_image),)
+SIGNALS_AS_IMAGES = (Rule(op("onednn::qconv_pointwise.default", "onednn::qconv_pointwise.tensor"), _as_image),)

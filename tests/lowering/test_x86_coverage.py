@@ -270,3 +270,50 @@ def test_pieces_of_a_chunk_stay_integers():
     assert {op.placement for op in program.ops} == {"int8"}
     x = torch.randn(IMAGE)
     assert Level.APPROXIMATE.objection(program(x), reference(x), decibels=45) is None
+
+
+class Images(nn.Module):
+    """A heavy convolution, one with a residual sum, a depthwise one, and one over one dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3, padding=1)
+        self.depthwise, self.signal = nn.Conv2d(64, 64, 3, groups=64), nn.Conv1d(64, 64, 5)
+
+    def forward(self, x):
+        y = F.hardswish(self.one(x))
+        y = self.depthwise(F.relu(self.two(y) + y))
+        return F.silu(self.signal(y.flatten(2)))
+
+
+def test_dynamic_convolutions_choose_their_parameters_at_run_time():
+    reference, program = quantized(Images(), torch.randn(2, 3, 10, 10), config="int8_dynamic")
+    assert [op.placement for op in program.ops if "conv" in op.target] == ["int8", "int8", "float", "int8"]
+    for x in (torch.randn(2, 3, 10, 10), torch.randn(2, 3, 10, 10) * 50):
+        assert Level.APPROXIMATE.objection(program(x), reference(x), decibels=45) is None
+
+
+def test_a_dynamic_convolution_with_little_to_do_is_not_claimed():
+    model = torch.export.export(Images().eval(), (torch.randn(2, 3, 10, 10),)).module()
+    quantizer = quantplug.get_quantizer("x86").set_global("int8_dynamic")
+    rows = quantplug.explain(quantplug.prepare_pt2e(model, quantizer)).rows
+    (reason,) = [row.reason for row in rows if row.operator == "conv2d" and not row.quantized]
+    assert reason == "nearest rule 'conv': 9 products with each number, too few to quantize it at run time"
+
+
+@pytest.mark.parametrize("options", [{"reduce_range": True}, {"symmetric": True}, {"symmetric": True, "is_qat": True}])
+def test_every_range_of_activations_runs_on_the_same_kernels(options):
+    config = quantplug.get_quantizer("x86").backend.config("int8", **options)
+    model = Between(lambda y: F.max_pool2d(y, 2))
+    x = torch.randn(IMAGE)
+    torch.manual_seed(0)
+    exported = torch.export.export(model.eval(), (x,)).module()
+    prepare = quantplug.prepare_qat_pt2e if options.get("is_qat") else quantplug.prepare_pt2e
+    quantizer = quantplug.get_quantizer("x86").set_global(config)
+    prepared = prepare(exported, quantizer)
+    prepared(x)
+    reference = quantplug.convert_pt2e(prepared)
+    program = quantizer.backend.lower(reference, (x,))
+    assert {op.placement for op in program.ops} == {"int8"}
+    assert program.qmax == (127 if "reduce_range" in options else 255)
+    assert Level.APPROXIMATE.objection(program(x), reference(x), decibels=45) is None
