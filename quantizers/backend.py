@@ -2,7 +2,7 @@
 
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -14,7 +14,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig
 from quantplug.annotators.presets import config_for
 from quantplug.core.annotator import Annotator
 from quantplug.core.dtypes import DTypeConfig
-from quantplug.core.errors import ConfigError
+from quantplug.core.errors import ConfigError, first_line
 from quantplug.core.fold import Permission
 from quantplug.lowering.program import Program
 from quantplug.lowering.reference import EmulatedProgram, KernelSet, emulate
@@ -150,12 +150,25 @@ class Backend:
 
         Raises:
             LoweringError: the graph cannot be lowered.
+            ConfigError: the lowering's name leads nowhere.
         """
-        function = pkgutil.resolve_name(self.lowering) if isinstance(self.lowering, str) else self.lowering
+        function = self._lowering()
         # A slice of a data set would take the whole data set along into a saved program.
         own_inputs = map_aggregate(example_inputs, lambda v: v.detach().clone() if isinstance(v, Tensor) else v)
         program: Program = function(converted, own_inputs, **options)
         return program
+
+    def _lowering(self) -> Lowering:
+        if not isinstance(self.lowering, str):
+            return self.lowering
+        try:
+            found: Lowering = pkgutil.resolve_name(self.lowering)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"The lowering '{self.lowering}' of backend '{self.name}' is not there ({first_line(error)}); "
+                "correct the name 'package.module:function', or install what it imports."
+            ) from error
+        return found
 
     def emulate(self, converted: fx.GraphModule, example_inputs: tuple[Any, ...], **options: Any) -> EmulatedProgram:
         """Returns a program that computes what this backend's integer kernels compute, on any machine.
@@ -184,7 +197,8 @@ def derive(
         name: the name of the new one.
         add: annotators that come before those of the base, so that they win where pieces are equally large.
         remove: names of annotators to leave out, or labels of single patterns such as "conv_relu".
-        changes: other attributes of `Backend` to replace, such as `lowering` or `dtypes`.
+        changes: other attributes of `Backend` to replace, such as `lowering` or `dtypes`. Another lowering has
+            other kernels: `kernels` are those of the base only if the lowering is.
 
     Raises:
         ConfigError: `remove` names nothing of the base, `changes` no attribute, or the result is no backend.
@@ -193,12 +207,17 @@ def derive(
     unknown = [wanted for wanted in remove if wanted not in known]
     if unknown:
         raise ConfigError(f"Backend '{base.name}' has no rule {unknown[0]!r} to remove; it has {sorted(known)}.")
+    changeable = [found.name for found in fields(Backend) if found.name not in ("name", "annotators")]
+    strange = next((attribute for attribute in changes if attribute not in changeable), None)
+    if strange is not None:
+        raise ConfigError(
+            f"Backend '{name}' cannot be derived from '{base.name}' with '{strange}'; change rows by add and remove, "
+            f"or one of {changeable}."
+        )
     kept = [_without(a, remove) for a in base.annotators if a.name not in remove]
     rows = (*add, *(a for a in kept if a.patterns))
-    try:
-        return replace(base, name=name, annotators=rows, **changes)
-    except TypeError as error:
-        raise ConfigError(f"Backend '{name}' cannot be derived from '{base.name}': {error}.") from None
+    kernels = {"kernels": None} if "lowering" in changes else {}
+    return replace(base, name=name, annotators=rows, **{**kernels, **changes})
 
 
 def union(name: str, *bases: Backend, **changes: Any) -> Backend:

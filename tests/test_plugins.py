@@ -150,8 +150,8 @@ def test_an_interrupted_new_backend_leaves_nothing(tmp_path, monkeypatch):
 def test_r10_r11_the_capability_table_has_modes_dtypes_and_levels():
     rows = {row.rule: row for row in quantplug.capabilities("x86")}
     assert rows["linear"].modes == ("static", "dynamic", "weight_only")
-    assert rows["conv"].modes == ("static", "weight_only"), "oneDNN has no dynamic convolution"
-    assert rows["add"].modes == ("static",)
+    assert rows["conv"].modes == ("static", "dynamic", "weight_only")
+    assert rows["cat"].modes == ("static",)
     assert rows["linear"].dtypes == ("uint8", "int8")
     assert rows["linear"].level in ("exact", "one step", "approximate")
     reduced = quantplug.get_x86_quantization_config(reduce_range=True).input_activation

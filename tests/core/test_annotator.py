@@ -14,7 +14,15 @@ from torchao.quantization.pt2e.quantizer import (
     SharedQuantizationSpec,
 )
 
-from quantplug import XNNPACKQuantizer, convert_pt2e, explain, get_quantizer, prepare_pt2e
+from quantplug import (
+    ComposableQuantizer,
+    EmbeddingQuantizer,
+    XNNPACKQuantizer,
+    convert_pt2e,
+    explain,
+    get_quantizer,
+    prepare_pt2e,
+)
 from quantplug.annotators.convolution import convolution
 from quantplug.annotators.elementwise import binary
 from quantplug.annotators.linear import linear
@@ -181,7 +189,8 @@ def test_other_float_types_stay_float_with_the_reason(dtype):
 
 def test_integer_arithmetic_stays_integer():
     model = Function(lambda m, i: m.table(i + i), table=nn.Embedding(10, 4))
-    converted = reference(model, get_quantizer("x86"), torch.tensor([1, 2]))
+    quantizer = ComposableQuantizer([EmbeddingQuantizer(), get_quantizer("xnnpack")])
+    converted = reference(model, quantizer, torch.tensor([1, 2]))
     report = explain(converted)
     assert "is torch.int64, not torch.float32" in report.row("add").reason
     assert report.row("embedding").quantized

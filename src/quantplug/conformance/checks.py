@@ -220,8 +220,10 @@ def _delegated(trial: Trial, panel: Panel) -> str | None:
         if claimed and trial.claim.mode == "dynamic" and not _reads_integers(node):
             continue  # what follows the product is computed on its float result
         if op is None or claimed != (op.placement == "int8"):
-            where = f"runs {op.placement}: {op.reason}" if op else "is not among the program's operators"
-            return f"'{node.name}' is {'claimed' if claimed else 'not claimed'} and {where}"
+            where = f"runs {op.placement}: {op.reason}".rstrip(": ") if op else "is not among the program's operators"
+            if claimed:
+                return f"'{node.name}' is claimed and {where}; lower it, or let the row refuse it with where(...)"
+            return f"'{node.name}' is not claimed and {where}; claim it by a row"
     return None
 
 
@@ -259,7 +261,9 @@ def _compared(flow: Flow, trial: Trial, stage: str, level: Level) -> str | None:
     for beyond in (False, True):
         found, expected = (flow.result(name, trial.placed, beyond=beyond) for name in ("program", stage))
         if reason := _at_level(flow, trial, level, found, expected):
-            return reason
+            reference = "emulation" if stage == "emulated" else "q/dq graph"
+            data = "on inputs beyond the calibrated range" if beyond else "on the calibration data"
+            return f"the program against the {reference}, {data}: {reason}"
     return None
 
 
