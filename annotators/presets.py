@@ -11,11 +11,8 @@ import torch
 from torchao.quantization.pt2e import (
     FakeQuantize,
     FusedMovingAvgObsFakeQuantize,
-    HistogramObserver,
-    MinMaxObserver,
     MovingAverageMinMaxObserver,
     MovingAveragePerChannelMinMaxObserver,
-    PerChannelMinMaxObserver,
     PlaceholderObserver,
 )
 from torchao.quantization.pt2e.quantizer import FixedQParamsQuantizationSpec, QuantizationConfig, QuantizationSpec
@@ -28,13 +25,6 @@ from quantplug.core.observers import observer as make_observer
 MODES = ("static", "dynamic", "weight_only")
 # Scales below 2**-12 underflow in kernels that multiply s_in * s_w / s_out in fixed point.
 SMALLEST_SCALE = 2**-12
-
-# torchao's histogram is the default: with it scales equal those of ExecuTorch's and torchao's quantizers.
-_TORCHAO = {
-    ("histogram", False): HistogramObserver,
-    ("minmax", False): MinMaxObserver,
-    ("minmax", True): PerChannelMinMaxObserver,
-}
 
 
 @cache
@@ -86,15 +76,7 @@ def _activation_observer(dynamic: bool, observer: str, is_qat: bool, eps: float)
         return FusedMovingAvgObsFakeQuantize.with_args(eps=eps)
     if dynamic:
         return PlaceholderObserver.with_args(eps=eps)
-    return _observer(observer, per_channel=False, eps=eps)
-
-
-def _observer(name: str, per_channel: bool, eps: float) -> Any:
-    _known("observer", name, OBSERVERS)
-    torchao = _TORCHAO.get((name, per_channel))
-    if torchao is not None:
-        return torchao.with_args(eps=eps)
-    return make_observer(name, per_channel=per_channel, eps=eps)
+    return make_observer(observer, eps=eps)
 
 
 @cache
@@ -126,7 +108,7 @@ def weight_spec(
     constructor = (
         # torch's fused operator rounds symmetric scales otherwise than its observers, and takes channels on
         # axis 0 only: what was trained would not be what is converted.
-        FakeQuantize.with_args(observer=moving, eps=eps) if is_qat else _observer(observer, per_channel, eps)
+        FakeQuantize.with_args(observer=moving, eps=eps) if is_qat else make_observer(observer, per_channel, eps=eps)
     )
     return QuantizationSpec(
         dtype=dtype,
@@ -213,16 +195,20 @@ def get_x86_quantization_config(
     reduce_range: bool = False,
     *,
     is_weight_only: bool = False,
+    symmetric: bool = False,
     observer: str = "histogram",
+    weight_observer: str = "minmax",
 ) -> QuantizationConfig:
     """Returns the int8 config of oneDNN kernels: uint8 activations, per-channel int8 weights.
 
     Args:
         is_qat: for quantization-aware training.
         is_dynamic: activation scales are computed at run time.
-        reduce_range: activations in 0..127, for machines without VNNI, whose 16-bit sums of products saturate.
+        reduce_range: activations of 7 bits, for machines without VNNI, whose 16-bit sums of products saturate.
         is_weight_only: activations stay float.
+        symmetric: int8 activations around 0; the kernels take them as uint8 around 128, which is as fast.
         observer: how calibration finds activation ranges, a name of `OBSERVERS`.
+        weight_observer: how the range of weights is found, a name of `OBSERVERS`.
 
     Raises:
         ConfigError: both dynamic and weight-only, or an unknown observer.
@@ -231,8 +217,11 @@ def get_x86_quantization_config(
         raise ConfigError("A config is dynamic or weight-only, found both; dynamic quantizes activations at run time.")
     mode = "dynamic" if is_dynamic else "weight_only" if is_weight_only else "static"
     top = 127 if reduce_range else 255
-    activation = activation_spec(torch.uint8, 0, top, mode=mode, observer=observer, is_qat=is_qat)
-    weight = weight_spec(-128, 127, per_channel=True, is_qat=is_qat)
+    dtype, low = (torch.int8, -(top + 1) // 2) if symmetric else (torch.uint8, 0)
+    activation = activation_spec(
+        dtype, low, low + top, symmetric=symmetric, mode=mode, observer=observer, is_qat=is_qat
+    )
+    weight = weight_spec(-128, 127, per_channel=True, is_qat=is_qat, observer=weight_observer)
     return QuantizationConfig(activation, None if is_dynamic else activation, weight, None, is_qat)
 
 

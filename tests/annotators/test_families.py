@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from models import Function, SampleModel, exported, node, observed, operators, reference
 from torch import nn
 from torch.fx.passes.utils.source_matcher_utils import get_source_partitions
-from torchao.quantization.pt2e import HistogramObserver
 from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e as torchao_prepare
 from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, Quantizer, SharedQuantizationSpec
 
@@ -18,6 +17,7 @@ from quantplug.annotators.presets import get_symmetric_quantization_config
 from quantplug.core.annotation import annotate
 from quantplug.core.annotator import Choice
 from quantplug.core.compare import sqnr
+from quantplug.core.observers import HistogramObserver
 
 CONFIG = get_symmetric_quantization_config(True)
 X = torch.randn(1, 3, 8, 8)

@@ -1,5 +1,7 @@
 """Q02: our XNNPACKQuantizer against ExecuTorch's, on the same graphs through the same core."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -70,14 +72,21 @@ def plain(model, argument):
     return argument
 
 
+def with_observers_of(theirs, ours):
+    """Our config with their observers: other observers find other ranges."""
+    ports = ("input_activation", "output_activation", "weight")
+    taken = {port: getattr(theirs, port).observer_or_fake_quant_ctr for port in ports}
+    return replace(ours, **{p: replace(getattr(ours, p), observer_or_fake_quant_ctr=taken[p]) for p in ports})
+
+
 @pytest.mark.parametrize("per_channel", [True, False], ids=["per_channel", "per_tensor"])
 @pytest.mark.parametrize("case", CASES)
 def test_q02_same_structure_dtypes_and_scales_where_both_annotate(case, per_channel):
     model, x = CASES[case]()
-    theirs = executorch.XNNPACKQuantizer().set_global(
-        executorch.get_symmetric_quantization_config(is_per_channel=per_channel)
-    )
-    ours = OnTheSameGraph().set_global(get_symmetric_quantization_config(per_channel))
+    config = executorch.get_symmetric_quantization_config(is_per_channel=per_channel)
+    theirs = executorch.XNNPACKQuantizer().set_global(config)
+    same_observers = with_observers_of(config, get_symmetric_quantization_config(per_channel))
+    ours = OnTheSameGraph().set_global(same_observers)
     expected, found = (around(reference(model, quantizer, x)) for quantizer in (theirs, ours))
     assert found.keys() == expected.keys()
     both = [(name, e, o) for name, by in expected.items() for e, o in zip(by, found[name], strict=True) if e and o]
