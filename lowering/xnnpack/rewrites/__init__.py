@@ -39,7 +39,9 @@ from quantplug.lowering.xnnpack.rewrites.pooling import (
     global_pooling_is_mean,
     spatial_mean_keeps_dims,
 )
-from quantplug.lowering.xnnpack.rewrites.recurrence import cells_are_layers, recurrence_is_unrolled
+from quantplug.lowering.xnnpack.rewrites.recurrence import cells_are_layers, computes_state, recurrence_is_unrolled
+
+__all__ = ["ALL", "AT_LOWERING", "Rewrite", "computes_state", "rewrite_for_xnnpack"]
 
 Rewrite = Callable[[fx.GraphModule], fx.GraphModule]
 

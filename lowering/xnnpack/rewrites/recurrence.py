@@ -1,5 +1,6 @@
 """Recurrent layers as their cells, step by step."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,25 @@ from quantplug.lowering.xnnpack.conversions import operator_name
 from quantplug.lowering.xnnpack.rewrites.writing import Writer, done, index_of, is_getitem, matching, value_of
 
 _ATEN = torch.ops.aten
+_STATE_KEY = "quantplug_state"
+
+
+def computes_state(node: fx.Node) -> bool:
+    """Tells whether a node is part of an unrolled recurrence, other than its linear layers and its input.
+
+    These carry the state from step to step, so that the roundings of all steps add up in them.
+    """
+    return bool(node.meta.get(_STATE_KEY))
+
+
+class _StateWriter(Writer):
+    """Marks what it writes, but for linear layers, as what carries the state of a recurrence."""
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Creates an operator call before the node."""
+        created = super().call(target, *args, **kwargs)
+        created.meta[_STATE_KEY] = target is not _ATEN.linear.default
+        return created
 
 
 def recurrence_is_unrolled(model: fx.GraphModule) -> fx.GraphModule:
@@ -23,7 +43,7 @@ def recurrence_is_unrolled(model: fx.GraphModule) -> fx.GraphModule:
         sequence = tensor_value(values.get("input"))
         if sequence is None or not _can_unroll(node, values, sequence):
             continue
-        write = Writer(model, node)
+        write = _StateWriter(model, node)
         _replace_results(node, _Recurrence(write, values, _Cell(write, operator_name(node))).run())
     return done(model)
 
@@ -31,7 +51,7 @@ def recurrence_is_unrolled(model: fx.GraphModule) -> fx.GraphModule:
 def cells_are_layers(model: fx.GraphModule) -> fx.GraphModule:
     """Writes LSTMCell, GRUCell and RNNCell as linear layers, activations, products and sums."""
     for node, values in matching(model, "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"):
-        write = Writer(model, node)
+        write = _StateWriter(model, node)
         cell = _Cell(write, operator_name(node).removesuffix("_cell"))
         states = tuple(values["hx"]) if cell.kind == "lstm" else (values["hx"],)
         now = write.call(_ATEN.linear.default, values["input"], values["w_ih"], values["b_ih"])
@@ -72,8 +92,7 @@ class _Recurrence:
 
     def run(self) -> list[fx.Node]:
         """Returns the nodes of the operator's results: output, last hidden states and, for LSTM, cell states."""
-        layer = self._in_time(self.values["input"])
-        layer = self._view(layer, [self.steps * self.batch, -1])
+        layer = self._rows_of_input()
         last: list[tuple[fx.Node, ...]] = []
         for index in range(self.values["num_layers"]):
             directions = [False, True] if self.values["bidirectional"] else [False]
@@ -84,6 +103,12 @@ class _Recurrence:
             layer = self._joined([rows for rows, _ in ran], -1)
         output = self._in_time(self._view(layer, [self.steps, self.batch, -1]))
         return [output, *(self._stacked(list(states)) for states in zip(*last, strict=True))]
+
+    def _rows_of_input(self) -> fx.Node:
+        moved, source = Writer(self.write.model, self.write.node), self.values["input"]
+        if self.batch_first:
+            source = moved.call(_ATEN.transpose.int, source, 0, 1)
+        return moved.call(_ATEN.reshape.default, source, [self.steps * self.batch, -1])
 
     def _in_time(self, node: fx.Node) -> fx.Node:
         return self.write.call(_ATEN.transpose.int, node, 0, 1) if self.batch_first else node

@@ -1,0 +1,81 @@
+"""Whether a program computes what its q/dq graph computes.
+
+Before: what both return for the example inputs. After: decibels between them, or the error that tells where the
+program is wrong. A graph that one step of a few integers changes beyond recognition, as deep networks of random
+weights are, is no yardstick: its program may differ from it as much as the graph differs from itself.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from quantplug.core.compare import sqnr
+from quantplug.core.errors import LoweringError
+from quantplug.lowering.xnnpack.conversions import is_quantize
+
+# Kernels that sum in another order give another integer for less than this share of the elements.
+_SHARE = 2.0**-10
+# Decibels by which two such runs of one graph differ from each other.
+_MARGIN = 3.0
+
+
+def agreement(found: Any, expected: Any, graph: fx.GraphModule, inputs: tuple[Any, ...], minimum_sqnr: float) -> float:
+    """Returns the worst signal-to-noise ratio over the outputs in decibels.
+
+    Args:
+        found: what the program returned.
+        expected: what the q/dq graph returned.
+        graph: the q/dq graph.
+        inputs: what both were run on.
+        minimum_sqnr: decibels that the program must keep, or fewer where the graph does not keep them of itself.
+
+    Raises:
+        LoweringError: an output has another shape, is not finite where the reference is, or is below the minimum.
+    """
+    ratios = _ratios(found, expected)
+    if not all(ratio >= minimum_sqnr for ratio in ratios):
+        own = _ratios(_Unsettled(graph).run(*inputs), expected)
+        for index, (ratio, kept) in enumerate(zip(ratios, own, strict=True)):
+            _require(index, ratio, min(minimum_sqnr, kept - _MARGIN))
+    return min(ratios, default=float("inf"))
+
+
+def _ratios(found: Any, expected: Any) -> list[float]:
+    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
+    return [_ratio(i, *pair) for i, pair in enumerate(pairs) if isinstance(pair[1], Tensor)]
+
+
+def _ratio(index: int, value: Tensor, reference: Tensor) -> float:
+    if value.shape != reference.shape:
+        raise LoweringError(
+            f"Output {index} of the program has shape {tuple(value.shape)}, the q/dq graph's has "
+            f"{tuple(reference.shape)}; report the model."
+        )
+    finite = reference.isfinite()
+    return sqnr(value[finite], reference[finite])
+
+
+def _require(index: int, decibels: float, minimum_sqnr: float) -> None:
+    if not decibels >= minimum_sqnr:  # NaN is refused too
+        raise LoweringError(
+            f"Output {index} of the program keeps {decibels:.1f} dB of the q/dq graph on the example inputs, "
+            f"less than {minimum_sqnr:.1f} dB; keep the operators before it float."
+        )
+
+
+class _Unsettled(fx.Interpreter):
+    """Runs a q/dq graph of which a few integers, the same ones every time, are one step higher."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self._generator = torch.Generator().manual_seed(0)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs a node and moves some of the integers that it yields."""
+        value = super().run_node(n)
+        if not is_quantize(n):
+            return value
+        moved = torch.rand(value.shape, generator=self._generator) < _SHARE
+        return torch.where(moved & (value < torch.iinfo(value.dtype).max), value + 1, value)

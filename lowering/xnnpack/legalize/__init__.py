@@ -1,0 +1,96 @@
+"""Makes a q/dq graph say only what XNNPACK's integer kernels can carry out.
+
+Before: any q/dq graph. After: a graph that computes the same numbers, in which every operator is either
+one that the serializer writes correctly or one that is marked to stay float, with the reason. ExecuTorch's
+own partitioner takes many of these constructs and writes programs that do not load or are wrong.
+"""
+
+from collections.abc import Callable
+
+from torch import fx
+
+from quantplug.core.errors import LoweringError
+from quantplug.core.graph import describe, operands
+from quantplug.lowering.xnnpack.conversions import folded, operator_name, quantized_output
+from quantplug.lowering.xnnpack.legalize.activations import clamps_as_fusable_activations, narrow_ranges_as_clamps
+from quantplug.lowering.xnnpack.legalize.integers import one_dequantize_per_use, quantize_scalars, signed_integers
+from quantplug.lowering.xnnpack.legalize.legalized import Legalized
+from quantplug.lowering.xnnpack.legalize.movement import (
+    concatenations_share_qparams,
+    moves_keep_qparams,
+    pads_stay_quantized,
+    spell_out_pooling,
+)
+from quantplug.lowering.xnnpack.legalize.operators import GEMMS, after_activation, calls, replace_operand
+from quantplug.lowering.xnnpack.legalize.products import (
+    fold_constant_biases,
+    fold_weights_without_integer_kernel,
+    own_constants_per_use,
+    separate_weight_only_biases,
+)
+from quantplug.lowering.xnnpack.legalize.ratios import find_scale_ratios_out_of_range
+from quantplug.lowering.xnnpack.legalize.rows import dynamic_linears_over_rows, softmax_over_rows
+from quantplug.lowering.xnnpack.rewrites import AT_LOWERING
+
+__all__ = ["Legalized", "legalize", "runs_alone"]
+
+
+def legalize(working: fx.GraphModule) -> Legalized:
+    """Rewrites a q/dq graph in place for XNNPACK.
+
+    Args:
+        working: a private copy; nodes and buffers are added to it, operators keep their names.
+
+    Returns:
+        The operators that XNNPACK cannot take as they stand, with the reason.
+
+    Raises:
+        LoweringError: an operator has no kernel in XNNPACK and none in the runtime's portable library.
+    """
+    steps: tuple[Callable[[fx.GraphModule], None], ...] = (
+        _operators_of_the_runtime,
+        signed_integers,
+        one_dequantize_per_use,
+        fold_constant_biases,
+        spell_out_pooling,
+        clamps_as_fusable_activations,
+        narrow_ranges_as_clamps,
+        quantize_scalars,
+        moves_keep_qparams,
+        concatenations_share_qparams,
+        pads_stay_quantized,
+        softmax_over_rows,
+        dynamic_linears_over_rows,
+    )
+    for step in steps:
+        step(working)
+    found = Legalized()
+    separate_weight_only_biases(working, found)
+    fold_weights_without_integer_kernel(working, found)
+    own_constants_per_use(working)
+    find_scale_ratios_out_of_range(working, found)
+    working.graph.eliminate_dead_code()
+    working.graph.lint()
+    working.recompile()
+    return found
+
+
+def runs_alone(node: fx.Node) -> bool:
+    """Tells whether an operator can be taken out of the integer domain by conversions around it alone."""
+    return operator_name(node) not in GEMMS and quantized_output(after_activation(node)) is not None
+
+
+def _operators_of_the_runtime(working: fx.GraphModule) -> None:
+    """Operators that the runtime does not have at all become those that it has, in float."""
+    for node in calls(working, ("aten::conv3d",)):
+        for operand in (operands(node)["weight"], operands(node)["bias"]):
+            value = folded(operand) if isinstance(operand, fx.Node) else None
+            if value is not None:
+                replace_operand(working, node, operand, value, "volume")
+    for rewrite in AT_LOWERING:
+        rewrite(working)
+    for node in calls(working, ("aten::conv3d", "aten::conv_transpose3d")):
+        raise LoweringError(
+            f"{describe(node)} has no kernel in XNNPACK and none in ExecuTorch's portable library, "
+            "which convolve over one or two dimensions; replace the layer or use another backend."
+        )

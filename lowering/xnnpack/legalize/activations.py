@@ -1,0 +1,78 @@
+"""Clamps and narrow ranges as the activations that XNNPACK fuses.
+
+Before: clamps behind kernels, and integers of fewer than 256 values. After: hardtanh, and the whole of int8.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from quantplug.core.graph import operands
+from quantplug.lowering.xnnpack.conversions import (
+    INT8,
+    QParams,
+    call,
+    is_dequantize,
+    is_quantize,
+    operator_name,
+    qparams,
+    quantized_output,
+    requantize,
+)
+from quantplug.lowering.xnnpack.legalize.operators import ACTIVATIONS, FUSING, calls, first_input
+
+_ATEN = torch.ops.aten
+_CLAMPS = {"aten::clamp", "aten::clamp_", "aten::clamp_min", "aten::clamp_max"}
+
+
+def clamps_as_fusable_activations(working: fx.GraphModule) -> None:
+    """XNNPACK fuses relu and hardtanh into the kernel before them, but the serializer drops a clamp."""
+    for node in calls(working, _CLAMPS):
+        values = operands(node)
+        low, high = values.get("min"), values.get("max")
+        output = quantized_output(node)
+        producer = values["self"]
+        if output is None or operator_name(producer) not in FUSING or len(producer.users) != 1:
+            continue
+        if isinstance(low, fx.Node) or isinstance(high, fx.Node):
+            continue
+        bounds = (_lowest(output) if low is None else low, _highest(output) if high is None else high)
+        if bounds[0] <= bounds[1]:
+            node.target, node.args, node.kwargs = _ATEN.hardtanh.default, (producer, *map(float, bounds)), {}
+
+
+def _lowest(params: QParams) -> float:
+    return (params.quant_min - params.zero_point) * params.scale
+
+
+def _highest(params: QParams) -> float:
+    return (params.quant_max - params.zero_point) * params.scale
+
+
+def narrow_ranges_as_clamps(working: fx.GraphModule) -> None:
+    """XNNPACK's kernels saturate to the whole of int8; a narrower range becomes a clamp and the whole range."""
+    for node in [n for n in working.graph.nodes if is_quantize(n)]:
+        params = qparams(node)
+        if params is not None and params.dtype == torch.int8 and not params.is_int8:
+            _bound(working, node, params)
+    for node in [n for n in working.graph.nodes if is_dequantize(n)]:
+        params = qparams(node)
+        if params is not None and params.dtype == torch.int8 and first_input(node).op != "get_attr":
+            node.args = (node.args[0], params.scale, params.zero_point, *INT8)  # reading needs no range
+
+
+def _bound(working: fx.GraphModule, quantize: fx.Node, params: QParams) -> None:
+    value, low, high = first_input(quantize), _lowest(params), _highest(params)
+    quantize.args = (value, params.scale, params.zero_point, *INT8)
+    activation = operands(value) if operator_name(value) in ACTIVATIONS and len(value.users) == 1 else None
+    if activation is not None:
+        low = max(low, float(activation.get("min_val", 0.0)))
+        top = 6.0 if operator_name(value) == "aten::relu6" else activation.get("max_val", high)
+        value.target, value.args, value.kwargs = _ATEN.hardtanh.default, (value.args[0], low, min(high, top)), {}
+        return
+    with working.graph.inserting_before(quantize):
+        # Behind a kernel that takes no bounds the clamp works on the integers; rounding commutes with it.
+        fused = operator_name(value) in FUSING and len(value.users) == 1
+        source = value if fused else requantize(working.graph, value, replace(params, quant_min=-128, quant_max=127))
+        quantize.replace_input_with(value, call(working.graph, value, _ATEN.hardtanh.default, source, low, high))

@@ -1,0 +1,94 @@
+"""Operators that move integers, in one scale from input to output.
+
+Before: moves, pools, pads and concatenations whose qparams differ. After: the same numbers, rescaled beside them.
+"""
+
+from typing import Any
+
+from torch import fx
+
+from quantplug.core.graph import operands
+from quantplug.lowering.xnnpack.conversions import (
+    QParams,
+    is_dequantize,
+    operator_name,
+    qparams,
+    quantized_output,
+    requantize,
+)
+from quantplug.lowering.xnnpack.legalize.integers import one_dequantize_per_use
+from quantplug.lowering.xnnpack.legalize.operators import calls, first_input
+
+# Kernels that move or mix integers of one scale: their output has the quantization parameters of their input.
+_MOVES = {
+    "aten::max_pool2d", "aten::permute", "aten::transpose", "aten::t", "aten::view", "aten::reshape",
+    "aten::flatten", "aten::unflatten", "aten::unsqueeze", "aten::squeeze", "aten::slice", "aten::select",
+    "aten::pad", "aten::constant_pad_nd", "aten::clone", "aten::contiguous", "aten::expand",
+    "aten::pixel_shuffle", "aten::pixel_unshuffle", "aten::channel_shuffle", "aten::dropout", "aten::alias",
+    "aten::detach", "aten::movedim", "aten::swapaxes", "aten::upsample_bilinear2d",
+}  # fmt: skip
+_PADS = {"aten::pad", "aten::constant_pad_nd"}
+
+
+def spell_out_pooling(working: fx.GraphModule) -> None:
+    """The partitioner reads stride and kernel by position and as pairs: an omitted stride crashes it."""
+    for node in calls(working, ("aten::max_pool2d", "aten::avg_pool2d")):
+        values = operands(node)
+        values["kernel_size"] = _pair(values["kernel_size"])
+        values["stride"] = _pair(values["stride"]) or values["kernel_size"]
+        values["padding"] = _pair(values["padding"])
+        if "dilation" in values:
+            values["dilation"] = _pair(values["dilation"])
+        node.args, node.kwargs = tuple(values.values()), {}
+
+
+def _pair(value: Any) -> list[int]:
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    return values * 2 if len(values) == 1 else values
+
+
+def moves_keep_qparams(working: fx.GraphModule) -> None:
+    """dq(a) - move - q(b) becomes dq(a) - move - q(a) - dq(a) - q(b): moving integers changes no number."""
+    for node in calls(working, _MOVES):
+        source, output = first_input(node), quantized_output(node)
+        entered = qparams(source) if is_dequantize(source) else None
+        if entered is None or output is None or entered == output or not entered.is_int8:
+            continue
+        if operator_name(node) in _PADS and not _pads_with_zero(node, entered):
+            continue
+        quantize = next(iter(node.users))
+        with working.graph.inserting_before(quantize):
+            quantize.replace_input_with(node, requantize(working.graph, node, entered))
+
+
+def _pads_with_zero(node: fx.Node, entered: QParams) -> bool:
+    values = operands(node)
+    constant_mode = values.get("mode", "constant") == "constant"
+    return constant_mode and not values.get("value") and -128 <= entered.zero_point <= 127
+
+
+def concatenations_share_qparams(working: fx.GraphModule) -> None:
+    """Inputs of a quantized concatenation are converted to its output's parameters before it."""
+    for node in calls(working, ("aten::cat", "aten::stack")):
+        output = quantized_output(node)
+        values: Any = node.args[0]
+        if output is None or not output.is_int8 or not all(is_dequantize(v) and qparams(v) for v in values):
+            continue
+        with working.graph.inserting_before(node):
+            shared = [v if qparams(v) == output else requantize(working.graph, v, output) for v in values]
+        node.args = (shared, *node.args[1:])
+
+
+def pads_stay_quantized(working: fx.GraphModule) -> None:
+    """A zero pad behind a dequantize is always serialized as integers, so it gets a quantized output."""
+    for node in calls(working, _PADS):
+        source = first_input(node)
+        entered = qparams(source) if is_dequantize(source) else None
+        if entered is None or quantized_output(node) is not None or not _pads_with_zero(node, entered):
+            continue
+        users = list(node.users)
+        with working.graph.inserting_before(node.next):
+            kept = requantize(working.graph, node, entered)
+        for user in users:
+            user.replace_input_with(node, kept)
+    one_dequantize_per_use(working)

@@ -1,0 +1,199 @@
+"""Convolutions and linear layers: weights and biases as XNNPACK's kernels take them, or float with the reason.
+
+Before: products with quantized weights. After: each has an integer kernel, or float weights and a reason.
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from quantplug.core.graph import constant_value, operands, tensor_value
+from quantplug.lowering.xnnpack.conversions import (
+    add_constant,
+    call,
+    folded,
+    is_dequantize,
+    is_dynamic,
+    is_quantize,
+    operator_name,
+    qparams,
+    quantized_output,
+)
+from quantplug.lowering.xnnpack.legalize.legalized import Legalized
+from quantplug.lowering.xnnpack.legalize.operators import (
+    GEMMS,
+    TRANSPOSED,
+    after_activation,
+    calls,
+    first_input,
+    replace_operand,
+)
+from quantplug.lowering.xnnpack.legalize.ratios import RATIOS
+
+_ATEN = torch.ops.aten
+_Q = torch.ops.quantized_decomposed
+
+
+def fold_constant_biases(working: fx.GraphModule) -> None:
+    """XNNPACK's serializer quantizes biases itself, from float, with the very scale of a derived bias."""
+    for node in calls(working, GEMMS | {"aten::conv3d"}):
+        bias = operands(node).get("bias")
+        value = folded(bias) if isinstance(bias, fx.Node) else None
+        if value is not None:
+            replace_operand(working, node, bias, value, "bias")
+
+
+def separate_weight_only_biases(working: fx.GraphModule, found: Legalized) -> None:
+    """XNNPACK multiplies float activations with int8 or int4 weights; the serializer cannot write their bias."""
+    for node in calls(working, ("aten::linear",)):
+        values = operands(node)
+        weight, bias = values["weight"], values.get("bias")
+        if not is_dequantize(weight) or is_dequantize(values["input"]) or folded(weight) is None:
+            continue
+        if qparams(weight) is not None:
+            _per_channel(working, weight)
+        if operands(weight).get("axis") != 0 or _has_zero_points(weight):
+            continue
+        found.weight_only.add(node.name)
+        found.floats[node.name] = "its weights are integers, its input is not quantized"
+        if bias is not None:
+            node.args, node.kwargs = (values["input"], weight), {}
+            users = list(node.users)
+            with working.graph.inserting_before(node.next):
+                biased = call(working.graph, node, _ATEN.add.Tensor, node, bias)
+            for user in users:
+                user.replace_input_with(node, biased)
+
+
+def _has_zero_points(weight: fx.Node) -> bool:
+    values = operands(weight)
+    zero_points = values.get("zero_points", values.get("zero_point"))
+    if isinstance(zero_points, fx.Node):
+        stored = constant_value(zero_points)
+        return stored is None or bool(stored.any())
+    return bool(zero_points)
+
+
+def fold_weights_without_integer_kernel(working: fx.GraphModule, found: Legalized) -> None:
+    """Weights of a convolution or linear that no integer kernel computes become float constants."""
+    for node in calls(working, GEMMS):
+        weight = operands(node).get("weight")
+        if not is_dequantize(weight) or node.name in found.weight_only:
+            continue
+        reason = _why_no_integer_gemm(working, node, weight)
+        value = folded(weight) if reason else None
+        if reason:
+            found.floats[node.name] = reason
+        if value is not None:
+            replace_operand(working, node, weight, value, "weight")
+            _drop_dynamic_quantization(node)
+
+
+def _drop_dynamic_quantization(node: fx.Node) -> None:
+    """A float kernel gains nothing from an input that is rounded to int8 just before it."""
+    source = first_input(node)
+    quantized = first_input(source) if is_dynamic(source) else None
+    if is_quantize(quantized):
+        node.replace_input_with(source, first_input(quantized))
+
+
+def _why_no_integer_gemm(working: fx.GraphModule, node: fx.Node, weight: fx.Node) -> str | None:
+    """Returns why XNNPACK has no integer kernel for a convolution or linear with quantized weights."""
+    if folded(weight) is None:
+        return "its weight is computed at run time"
+    if _has_zero_points(weight):
+        return "its weights have zero points other than 0"
+    reason = _why_not_by_axis(node, weight)
+    source = first_input(node)
+    if reason is not None:
+        return reason
+    if is_dynamic(source):
+        return _why_no_dynamic_gemm(working, node, weight)
+    entered = qparams(source)
+    if entered is None:
+        return "its input is not quantized"
+    output = quantized_output(after_activation(node))
+    if not is_dequantize(source) or not entered.is_int8:
+        return f"its input is {entered.dtype} and XNNPACK takes int8"
+    if output is None or not output.is_int8:
+        return "its output is not quantized to int8"
+    largest = _largest_scale(weight) * entered.scale / output.scale
+    if largest >= RATIOS["gemm"][1]:
+        return f"the ratio {largest:.3g} of its scales is not below XNNPACK's {RATIOS['gemm'][1]:.3g}"
+    _widen_weight_range(weight)
+    return None
+
+
+def _largest_scale(weight: fx.Node) -> float:
+    values = operands(weight)
+    scales = values.get("scales", values.get("scale"))
+    stored = constant_value(scales) if isinstance(scales, fx.Node) else torch.tensor(scales)
+    return 0.0 if stored is None else float(stored.max())
+
+
+def _why_not_by_axis(node: fx.Node, weight: fx.Node) -> str | None:
+    axis = operands(weight).get("axis")
+    if axis is None:
+        return None
+    transposed = operator_name(node) in TRANSPOSED
+    if axis != (1 if transposed else 0):
+        return f"its weights are quantized along axis {axis}, XNNPACK reads them along the output channels"
+    if transposed and operands(node).get("groups", 1) != 1:
+        return "XNNPACK has no per-channel transposed convolution with groups"
+    return None
+
+
+def _widen_weight_range(weight: fx.Node) -> None:
+    """Only linear has int4 kernels: elsewhere a 4-bit range would select a packing that nothing computes."""
+    values = operands(weight)
+    if (values.get("quant_min"), values.get("quant_max")) == (-8, 7):
+        weight.args = tuple(-128 if a == -8 else 127 if a == 7 else a for a in weight.args)
+
+
+def _why_no_dynamic_gemm(working: fx.GraphModule, node: fx.Node, weight: fx.Node) -> str | None:
+    name = operator_name(node)
+    if name not in ("aten::linear", "aten::conv2d"):
+        return "XNNPACK quantizes activations at run time for linear and 2-D convolutions only"
+    values = operands(node)
+    kernel = tensor_value(weight) if tensor_value(weight) is not None else folded(weight)
+    if name == "aten::conv2d" and kernel is not None and values["groups"] > 1 and kernel.shape[1] == 1:
+        return "XNNPACK has no depthwise convolution with activations quantized at run time"
+    if name == "aten::conv2d":
+        _widen_weight_range(weight)
+    if qparams(weight) is not None:
+        _per_channel(working, weight)
+    return None
+
+
+def _per_channel(working: fx.GraphModule, weight: fx.Node) -> None:
+    """One scale for all becomes the same scale for each channel, the only form of the qd8 kernels."""
+    params = qparams(weight)
+    integers: Any = weight.args[0]
+    stored = constant_value(integers)
+    if params is None or stored is None:
+        return
+    channels = stored.shape[0]
+    with working.graph.inserting_before(weight):
+        scales = add_constant(working, working.graph, torch.full((channels,), params.scale), "scales")
+        zeros = add_constant(working, working.graph, torch.zeros(channels, dtype=torch.int64), "zero_points")
+    weight.target = _Q.dequantize_per_channel.default
+    weight.args = (integers, scales, zeros, 0, params.quant_min, params.quant_max, params.dtype)
+
+
+def own_constants_per_use(working: fx.GraphModule) -> None:
+    """Each operator gets weights and biases of its own; the file stores equal bytes once.
+
+    The serializer keeps one tensor for a constant. A bias that two inputs' scales quantize differently,
+    or a weight that is read in two layouts, would be right for its first use only.
+    """
+    seen: set[str] = set()
+    for node in calls(working, GEMMS):
+        for operand in (operands(node).get("weight"), operands(node).get("bias")):
+            user, held = (operand, operand.args[0]) if is_dequantize(operand) else (node, operand)
+            value = constant_value(held) if isinstance(held, fx.Node) else None
+            if value is None or not isinstance(held, fx.Node):
+                continue
+            if str(held.target) in seen:
+                replace_operand(working, user, held, value, "constant")
+            seen.add(str(held.target))
