@@ -28,7 +28,7 @@ from quantplug.quantizers.quantizer import BackendQuantizer
 __all__ = ["X86", "X86Quantizer", "get_x86_quantization_config"]
 
 # Measured: from here on a convolution gains more than it takes to find the range of its input and to quantize it.
-AT_RUN_TIME = (unsigned_if_dynamic, enough_work(256))
+AT_RUN_TIME = (unsigned_if_dynamic, enough_work(512))
 
 X86 = Backend(
     name="x86",

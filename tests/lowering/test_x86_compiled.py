@@ -117,6 +117,21 @@ for qmax, integer in ((127, 3), (255, 0)):
     with torch.no_grad():
         noise, signal = (program(*inputs) - graph(*inputs)).pow(2).sum(), graph(*inputs).pow(2).sum()
     assert 10 * torch.log10(signal / noise.clamp_min(1e-30)) > 35, (signal, noise)
+
+# our own quantizer: with the full range every product says what to do, with 7 bits none is left
+import quantplug
+from torch import nn
+layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 4)
+model, inputs = nn.Sequential(*layers).eval(), (torch.randn(2, 3, 8, 8),)
+for reduced in (False, True):
+    config = quantplug.get_x86_quantization_config(reduce_range=reduced)
+    artefact = quantplug.quantize(model, inputs, "x86", [inputs], config, progress=False)
+    products = [o for o in artefact.program.ops if o.target.split(".")[1] in ("conv2d", "linear", "avg_pool2d")]
+    assert len(products) == 4, artefact.program.ops
+    assert {o.placement for o in products} == {"int8" if reduced else "float"}, products
+    assert reduced or all(o.reason.endswith("quantize with reduce_range=True") for o in products), products
+    found, true = artefact(*inputs), model(*inputs).detach()
+    assert 10 * torch.log10(true.pow(2).sum() / (found - true).pow(2).sum()) > 25
 try:
     X86Program.load(sys.argv[2])
 except ArtefactError as error:
@@ -126,10 +141,11 @@ else:
 """
 
 
-def test_a_processor_without_vnni_gets_right_numbers_and_is_told_what_that_costs(lowered, tmp_path):
+@pytest.mark.parametrize("instructions", ["AVX2", "AVX512_CORE"])
+def test_a_processor_without_vnni_gets_right_numbers_and_is_told_what_that_costs(instructions, lowered, tmp_path):
     path = lowered[2].save(tmp_path / "full_range.pt2")
     script = [sys.executable, "-c", WITHOUT_VNNI, str(Path(__file__).parent), str(path)]
-    subprocess.run(script, check=True, env={"ONEDNN_MAX_CPU_ISA": "AVX2", "PATH": "/usr/bin:/bin"})
+    subprocess.run(script, check=True, env={"ONEDNN_MAX_CPU_ISA": instructions, "PATH": "/usr/bin:/bin"})
 
 
 @pytest.mark.parametrize(("qmin", "qmax"), [(-128, 127), (-64, 63)])
