@@ -278,7 +278,7 @@ class Images(nn.Module):
     def __init__(self):
         super().__init__()
         self.one, self.two = nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3, padding=1)
-        self.depthwise, self.signal = nn.Conv2d(64, 64, 3, groups=64), nn.Conv1d(64, 64, 5)
+        self.depthwise, self.signal = nn.Conv2d(64, 64, 3, groups=64), nn.Conv1d(64, 128, 5)
 
     def forward(self, x):
         y = F.hardswish(self.one(x))
