@@ -189,10 +189,12 @@ def peers() -> dict[tuple[str, str], Peer]:
     return found
 
 
-def table(folder: Any, name: str, title: str, rows: dict[tuple[str, str], Peer], settings: list[str]) -> Table:
-    """Returns the table of one model."""
+def table(
+    folder: Any, name: str, title: str, rows: dict[tuple[str, str], Peer], settings: list[str], count: int | None
+) -> Table:
+    """Returns the table of one model, from at most `count` test inputs."""
     model, (calibration, inputs, labels) = folder.load(name), folder.data(name)
-    (calibration,), (inputs, labels) = whole_batches(calibration), whole_batches(inputs, labels)
+    (calibration,), (inputs, labels) = whole_batches(calibration), whole_batches(inputs[:count], labels[:count])
     expected = logits(model, inputs)
     title = f"{name}, {title}: float top-1 {measured(expected, expected, labels)[0]} (top-1 %, agreement %, SQNR dB)"
     found = Table("activations", "weights", *settings, title=title)
@@ -213,6 +215,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["resnet20", "resnet32", "kws_dscnn"])
     parser.add_argument("--backends", nargs="*", default=["xnnpack", "x86"])
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--inputs", type=int, help="at most so many test inputs")
+    parser.add_argument("--no-peers", action="store_true", help="leave out ONNX Runtime and NNCF")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -224,9 +228,10 @@ def main() -> None:
     for name in arguments.models:
         for backend in arguments.backends:
             rows = {row: ours(backend, row) for row in ROWS}
-            Console(width=200).print(table(folder, name, backend, rows, arguments.settings))
-        if found := peers():
-            Console(width=200).print(table(folder, name, "peers", found, arguments.settings))
+            Console(width=200).print(table(folder, name, backend, rows, arguments.settings, arguments.inputs))
+        found = {} if arguments.no_peers else peers()
+        if found:
+            Console(width=200).print(table(folder, name, "peers", found, arguments.settings, arguments.inputs))
 
 
 if __name__ == "__main__":

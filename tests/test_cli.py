@@ -47,7 +47,8 @@ def run(monkeypatch, capsys, files):
 
 
 def test_quantize_writes_a_program_that_loads_and_a_report(run, files):
-    code, out, _ = run("quantize model.pt2 --calibration data.npz --out model.pte --report report.json")
+    observers = "--observer mse --weight-observer mse --correct-bias"
+    code, out, _ = run(f"quantize model.pt2 --calibration data.npz --out model.pte --report report.json {observers}")
     assert code == 0
     assert "4 of 4 operators quantized" in out
     assert "Wrote model.pte" in out

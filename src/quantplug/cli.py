@@ -80,6 +80,11 @@ def quantize(
     observer: Annotated[
         str | None, typer.Option(help="How ranges are found: histogram, minmax, percentile, mse, entropy.")
     ] = None,
+    weight_observer: Annotated[str | None, typer.Option(help="The same of weights; minmax by default.")] = None,
+    correct_bias: Annotated[
+        bool,
+        typer.Option("--correct-bias", help="Let biases undo the mean error of rounding."),
+    ] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many calibration batches.")] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Samples of a batch; that of the export by default.")
@@ -92,14 +97,17 @@ def quantize(
     from quantplug.quantizers.registry import get_quantizer
 
     # Names are checked before files are read.
-    options = {"observer": observer} if observer else {}
+    named = {"observer": observer, "weight_observer": weight_observer}
+    options = {name: value for name, value in named.items() if value}
     chosen = get_quantizer(backend).backend.config(config, **options)
     for path in filter(None, (out, report)):
         require_writable(path)
     _require_report_kind(report)
     program = load_exported(model)
     batches = load_batches(calibration, program, batch_size) if calibration else None
-    artefact = quantize_model(program, example_inputs(program), backend, batches, chosen, limit=limit)
+    artefact = quantize_model(
+        program, example_inputs(program), backend, batches, chosen, limit=limit, correct_bias=correct_bias
+    )
     artefact.save(out)
     _write_report(artefact.report, report, model.name)
     console.print(artefact.report.table())

@@ -5,7 +5,7 @@ runs in the real runtime, with its reference q/dq graph and its report.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
+from quantplug.core.bias_correction import correct_biases
 from quantplug.core.boundary_dtypes import quantized_inputs
 from quantplug.core.calibrate import calibrate
 from quantplug.core.convert import convert_pt2e
@@ -72,6 +73,7 @@ def quantize(
     dynamic_shapes: Any = None,
     limit: int | None = None,
     progress: bool = True,
+    correct_bias: bool = False,
     **lowering: Any,
 ) -> Artefact:
     """Quantizes a model and lowers it to a backend's kernels.
@@ -86,10 +88,12 @@ def quantize(
         dynamic_shapes: as for `torch.export.export`.
         limit: at most so many calibration batches.
         progress: whether calibration shows a bar.
+        correct_bias: whether layers' biases undo the mean error of quantization (see `correct_biases`); worth it
+            below 8 bits and with per-tensor weights.
         lowering: options of the backend's lowering.
 
     Raises:
-        ConfigError: unknown backend or config, or calibration data is missing.
+        ConfigError: unknown backend or config, or calibration data is missing or cannot be read twice.
         ModelError: the model cannot be exported, or no operator of it can be quantized.
         CalibrationError: the calibration data is empty, not finite or does not fit the model.
         LoweringError: the backend cannot run the result.
@@ -101,15 +105,26 @@ def quantize(
             f"Backend '{quantizer.backend.name}' quantizes activations statically here and needs data; pass "
             "calibration=loader, or a config that needs none such as 'int8_dynamic'."
         )
+    if correct_bias:
+        _require_batches(calibration)
     exported = export(model, inputs, dynamic_shapes)
     prepared = prepare_pt2e(exported, quantizer)
     _require_quantized(explain(prepared), quantizer.backend.name)
     if calibration is not None and quantizer.needs_calibration:
         calibrate(prepared, calibration, limit=limit, progress=progress)
+    if correct_bias and calibration is not None:
+        correct_biases(prepared, calibration)
     reference = convert_pt2e(prepared)
     inputs = quantized_inputs(reference, inputs)
     program = quantizer.backend.lower(reference, inputs, dynamic_shapes=dynamic_shapes, **lowering)
     return Artefact(program, reference, explain(reference), quantizer.backend.name)
+
+
+def _require_batches(calibration: Iterable[Any] | None) -> None:
+    """Refuses data that cannot be read after calibration, which comes first."""
+    if calibration is None or isinstance(calibration, Iterator):
+        found = "none" if calibration is None else f"a {type(calibration).__name__}, which can be read only once"
+        raise ConfigError(f"correct_bias=True needs calibration batches, found {found}; pass a list or a DataLoader.")
 
 
 def _require_quantized(report: Report, backend: str) -> None:

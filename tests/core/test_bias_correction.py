@@ -10,7 +10,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationSpec
 import quantplug
 from quantplug.core.bias_correction import correct_biases
 from quantplug.core.compare import node_values, sqnr
-from quantplug.core.errors import CalibrationError
+from quantplug.core.errors import CalibrationError, ConfigError
 from quantplug.core.observers import observer
 
 
@@ -53,6 +53,19 @@ def test_means_of_every_layer_are_those_of_float_and_the_output_is_closer():
         scale = torch.cat(wanted).std()
         # The biases themselves move values across a rounding threshold here and there.
         assert drift.abs().max() < 0.02 * scale, name
+
+
+def test_quantize_corrects_biases_by_an_option():
+    exported, _, data = calibrated()
+    plain, corrected = (
+        quantplug.quantize(exported, (data[0],), "x86", data, low_bit_config(), progress=False, correct_bias=correct)
+        for correct in (False, True)
+    )
+    expected = exported(data[0])
+    assert sqnr(corrected(data[0]), expected) > sqnr(plain(data[0]), expected) + 2
+    for once, words in ((iter(data), "a list_iterator, which can be read only once"), (None, "found none")):
+        with pytest.raises(ConfigError, match=words):
+            quantplug.quantize(exported, (data[0],), "x86", once, "int8_weight_only", correct_bias=True)
 
 
 def test_limit_and_errors():
