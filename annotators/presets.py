@@ -64,19 +64,23 @@ def activation_spec(
         quant_max=quant_max,
         qscheme=torch.per_tensor_symmetric if symmetric else torch.per_tensor_affine,
         is_dynamic=mode == "dynamic",
-        observer_or_fake_quant_ctr=_activation_observer(mode == "dynamic", observer, is_qat, eps),
+        observer_or_fake_quant_ctr=(
+            _fake_quantize(mode == "dynamic", symmetric, eps) if is_qat else _observer(mode == "dynamic", observer, eps)
+        ),
     )
 
 
-def _activation_observer(dynamic: bool, observer: str, is_qat: bool, eps: float) -> Any:
-    if is_qat and dynamic:
+def _fake_quantize(dynamic: bool, symmetric: bool, eps: float) -> Any:
+    if dynamic:
         latest = MovingAverageMinMaxObserver.with_args(averaging_constant=1)
         return FakeQuantize.with_args(observer=latest, eps=eps)
-    if is_qat:
-        return FusedMovingAvgObsFakeQuantize.with_args(eps=eps)
-    if dynamic:
-        return PlaceholderObserver.with_args(eps=eps)
-    return make_observer(observer, eps=eps)
+    if symmetric:  # torch's fused operator divides the range of -128..127 by 127.5, its observers by 127
+        return FakeQuantize.with_args(observer=MovingAverageMinMaxObserver, eps=eps)
+    return FusedMovingAvgObsFakeQuantize.with_args(eps=eps)
+
+
+def _observer(dynamic: bool, observer: str, eps: float) -> Any:
+    return PlaceholderObserver.with_args(eps=eps) if dynamic else make_observer(observer, eps=eps)
 
 
 @cache

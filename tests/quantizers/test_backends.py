@@ -11,9 +11,19 @@ from torch import nn
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 import quantplug
-from quantplug import Backend, BackendQuantizer, X86Quantizer, XNNPACKQuantizer, explain, get_quantizer
+from quantplug import (
+    Backend,
+    BackendQuantizer,
+    X86Quantizer,
+    XNNPACKQuantizer,
+    convert_pt2e,
+    explain,
+    get_quantizer,
+    prepare_pt2e,
+)
 from quantplug.annotators.linear import linear
 from quantplug.annotators.presets import get_symmetric_quantization_config
+from quantplug.core.dtypes import DTypeConfig
 from quantplug.core.errors import ConfigError
 from quantplug.quantizers import registry, x86, xnnpack
 
@@ -130,3 +140,20 @@ def test_a_quantizer_of_ones_own_in_a_few_lines():
     model = exported(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4))
     ToyQuantizer().annotate(model)
     assert [row.rule for row in explain(model).rows] == ["linear_relu"] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_r11_half_precision_is_in_the_capability_table_and_honoured(dtype):
+    declared = Backend(
+        "half", (linear(),), dtypes=(DTypeConfig("half", weight=dtype),), lowering="quantplug.lowering.reference:lower"
+    )
+
+    class Half(BackendQuantizer):
+        backend = declared
+
+    (row,) = {row.dtypes for row in Half().capabilities()}
+    assert row == (str(dtype).removeprefix("torch."),)
+    model, x = nn.Sequential(nn.Linear(8, 8)).eval(), torch.randn(2, 8)
+    converted = convert_pt2e(prepare_pt2e(exported(model, x), Half()))
+    assert dtype in {value.dtype for value in converted.state_dict().values()}
+    assert torch.equal(converted(x), nn.functional.linear(x, model[0].weight.to(dtype).float(), model[0].bias))
