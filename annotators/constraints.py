@@ -50,6 +50,11 @@ def unsigned_if_dynamic(match: Match | None, config: QuantizationConfig) -> str 
     return f"the config quantizes activations to {spec.dtype} at run time, the kernel takes torch.uint8"
 
 
+def quantizes_input(match: Match | None, config: QuantizationConfig) -> str | None:
+    """Holds for configs that quantize activations, for kernels that take no integer weight beside a float input."""
+    return None if config.input_activation is not None else "the config quantizes weights only"
+
+
 def quantizes_weight(match: Match | None, config: QuantizationConfig) -> str | None:
     """Holds for configs that quantize the weight."""
     return None if config.weight is not None else "the config leaves weights float"
@@ -118,4 +123,4 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 # Those that look at the config alone: they tell under which configs a rule can apply at all.
-OF_CONFIG = (static_only, not_dynamic, unsigned_if_dynamic, quantizes_weight)
+OF_CONFIG = (static_only, not_dynamic, unsigned_if_dynamic, quantizes_weight, quantizes_input)

@@ -48,7 +48,7 @@ def whole_groups(match: Match, config: QuantizationConfig) -> str | None:
     return f"its {channels} input channels are no multiple of the group of {size}"
 
 
-def whole_bytes(match: Match, config: QuantizationConfig) -> str | None:
+def whole_bytes(match: Match | None, config: QuantizationConfig) -> str | None:
     """Holds unless the config has weights of four bits, for operators whose kernels hold eight."""
     spec = config.weight
     narrow = isinstance(spec, QuantizationSpec) and integer_range(spec) == FOUR_BITS

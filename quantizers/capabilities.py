@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quantplug.annotators.constraints import OF_CONFIG
+from quantplug.annotators.groupwise import whole_bytes
 from quantplug.core.annotator import Annotator
 from quantplug.core.dtypes import mode_of
 from quantplug.core.pattern import Pattern, Target
@@ -54,9 +55,27 @@ def _operators(patterns: list[Pattern]) -> tuple[str, ...]:
     return tuple(sorted(str(target) for target in targets if hasattr(target, "_schema")))
 
 
+def capability_table(rows: Iterable[Capability]) -> str:
+    """Returns rules as a Markdown table: those that differ in nothing but their operator stand in one line."""
+    rows = list(rows)
+    grouped: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        if not any(_extends(row, other) for other in rows):
+            fused = [other.rule.removeprefix(f"{row.rule}_") for other in rows if _extends(other, row)]
+            alike = (", ".join(fused).replace("_", " + "), row.output, ", ".join(row.configs), row.level)
+            grouped.setdefault(alike, []).append(row.rule)
+    head = ["| operators | fused behind them | output qparams | configs | agreement |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *(f"| {' | '.join((', '.join(rules), *alike))} |" for alike, rules in grouped.items())])
+
+
+def _extends(row: Capability, other: Capability) -> bool:
+    """Tells whether a rule is another one with more operators fused behind it."""
+    return row.rule.startswith(f"{other.rule}_") and set(row.operators) > set(other.operators)
+
+
 def configs_of(backend: Backend, annotator: Annotator) -> tuple[str, ...]:
     """Returns the names of the configs that no constraint of an annotator rules out as a whole."""
-    checks = [check for check in annotator.constraints if check in OF_CONFIG]
+    checks = [check for check in annotator.constraints if check in (*OF_CONFIG, whole_bytes)]
     return tuple(n for n in backend.configs if not any(check(None, backend.config(n)) for check in checks))
 
 

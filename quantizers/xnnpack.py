@@ -10,6 +10,7 @@ from typing import Any
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.annotators.activation import clamps, known_range, own_range
+from quantplug.annotators.constraints import quantizes_input, static_only
 from quantplug.annotators.convolution import CLAMPS, convolution, transposed_convolution
 from quantplug.annotators.elementwise import binary
 from quantplug.annotators.groupwise import FOUR_BITS, group_weight_spec, whole_bytes, whole_groups
@@ -41,16 +42,16 @@ INTEGER_STATES = (
     binary("mul", CLAMPS),
     binary("maximum", activations=()),
     binary("minimum", activations=()),
-    concatenation("cat"),
+    concatenation("cat").within(Level.EXACT),
     # The max-pool kernel compares integers in one scale; the mean kernel rescales.
-    pooling("max_pool2d"),
+    pooling("max_pool2d").within(Level.EXACT),
     resize().within(Level.APPROXIMATE),
     pooling("adaptive_avg_pool2d", "mean", own_output=True),
     known_range("sigmoid"),
     known_range("tanh"),
     own_range("hardswish", "gelu", "leaky_relu", "elu", "abs", "neg"),
     clamps("relu", "relu6", "hardtanh", "clamp"),
-    movement((*VIEWS, *COPIES, "pad", "constant_pad_nd")),
+    movement((*VIEWS, *COPIES, "pad", "constant_pad_nd")).within(Level.EXACT),
 )
 
 
@@ -79,8 +80,8 @@ XNNPACK = Backend(
     name="xnnpack",
     summary="ExecuTorch programs on XNNPACK kernels (ARM, x86, WebAssembly)",
     annotators=(
-        convolution(dims=(1, 2)).where(whole_bytes),
-        transposed_convolution(dims=(2,)).where(whole_bytes),
+        convolution(dims=(1, 2)).where(whole_bytes, quantizes_input),
+        transposed_convolution(dims=(2,)).where(whole_bytes, static_only),
         linear().where(whole_groups),
         *(row.where(outside_of_states) for row in INTEGER_STATES),
     ),

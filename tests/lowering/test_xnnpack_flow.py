@@ -1,5 +1,7 @@
 """From a model to a program: what the quantizer annotates runs on integer kernels and agrees with the q/dq graph."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,8 +12,9 @@ import quantplug
 from quantplug.core.boundary_dtypes import boundary_qparams, quantized_inputs
 from quantplug.core.errors import ConfigError, ConvertError
 from quantplug.quantizers.backend import derive
+from quantplug.quantizers.capabilities import capability_table
 from quantplug.quantizers.quantizer import BackendQuantizer
-from quantplug.quantizers.xnnpack import WIDE_RANGES, XNNPACK
+from quantplug.quantizers.xnnpack import INTEGER_STATES, WIDE_RANGES, XNNPACK
 
 IMAGE = (1, 4, 8, 8)
 
@@ -76,27 +79,41 @@ RECURRENT = {
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-def test_recurrent_layers_are_one_delegate_of_integer_kernels(name):
+def test_recurrent_layers_are_one_delegate_of_integer_layers_and_float_states(name):
     recurrent, shape = RECURRENT[name]
-    artefact = flow(Net(lambda s, x: s.fc(s.r(x)[0][:, -1]), r=recurrent, fc=nn.Linear(16, 4)), shape)
-    counts = artefact.program.counts
+    net = Net(lambda s, x: s.fc(s.r(x)[0][:, -1]), r=recurrent, fc=nn.Linear(16, 4))
+    counts = flow(net, shape).program.counts
+    # One linear layer for the whole sequence, one for each of three steps, the classifier.
+    assert (counts.int8, counts.delegates, counts.portable) == (1 + 3 + 1, 1, 0)
+    assert counts.f32 > 0
+    states = derive(XNNPACK, "xnnpack_states", add=INTEGER_STATES)
+    quantizer = type("States", (BackendQuantizer,), {"backend": states})()
+    counts = flow(net, shape, backend=quantizer).program.counts
     assert (counts.f32, counts.delegates, counts.portable) == (0, 1, 0)
-    # The states of an RNN have the fixed range of tanh; the concatenation of its three steps has a range of its own,
-    # for which each step is dequantized and quantized again.
-    assert counts.converts == (2 + 2 * 3 if name == "RNN" else 2)
 
 
-@pytest.mark.slow
-def test_a_recurrence_set_to_float_keeps_more():
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_float_states_keep_what_a_float_recurrence_keeps(kind):
+    def signal(quantizer) -> float:
+        prepared = quantplug.prepare_pt2e(torch.export.export(net, (batches[0],)).module(), quantizer)
+        for x in batches:
+            prepared(x)
+        converted = quantplug.convert_pt2e(prepared)
+        return sum(decibels(converted(x), net(x)) for x in batches) / len(batches)
+
     torch.manual_seed(0)
-    net = Net(lambda s, x: s.fc(s.r(x)[0]), r=nn.LSTM(16, 32, batch_first=True), fc=nn.Linear(32, 5)).eval()
-    batches = [torch.randn(1, 4, 16) for _ in range(5)]
-    integers = quantplug.quantize(net, (batches[0],), "xnnpack", batches, progress=False)
-    quantizer = quantplug.get_quantizer("xnnpack").set_global("int8").set_module_type(nn.LSTM, None)
-    floats = quantplug.quantize(net, (batches[0],), quantizer, batches, progress=False)
-    assert (integers.program.counts.f32, floats.program.counts.int8) == (0, 1)
-    for x in batches:
-        assert decibels(floats(x), net(x)) > decibels(integers(x), net(x)) > 30
+    net = Net(lambda s, x: s.fc(s.r(x)[0]), r=kind(16, 32, batch_first=True), fc=nn.Linear(32, 5)).eval()
+    batches = [torch.randn(1, 6, 16) for _ in range(8)]
+    states = derive(XNNPACK, "xnnpack_states", add=INTEGER_STATES)
+    floats = signal(quantplug.get_quantizer("xnnpack").set_global("int8").set_module_type(kind, None))
+    default = signal(quantplug.get_quantizer("xnnpack"))
+    assert default > floats - 1.0
+    assert default > signal(type("States", (BackendQuantizer,), {"backend": states})()) + 1.0
+
+
+def test_the_documents_table_is_what_the_backend_declares():
+    text = (Path(__file__).parents[2] / "docs" / "xnnpack.md").read_text()
+    assert capability_table(quantplug.capabilities("xnnpack")) in text
 
 
 def test_a_local_response_norm_and_a_volume_run():

@@ -1,0 +1,35 @@
+"""A program is held against its q/dq graph, and the graph against itself where one step of an integer changes it."""
+
+import pytest
+import torch
+from qdq_graphs import Net, decibels, fake, graph_of
+
+from quantplug.core.errors import LoweringError
+from quantplug.lowering.xnnpack import lower
+from quantplug.lowering.xnnpack.comparison import agreement
+
+
+def test_a_graph_that_one_step_changes_beyond_recognition_is_no_yardstick():
+    torch.manual_seed(0)
+    chaotic = graph_of(Net(lambda s, x: torch.sin(fake(x) * 1e4)), torch.randn(4, 512))
+    x = torch.randn(4, 512)
+    expected = chaotic(x)
+    few_differ = expected.where(torch.rand(expected.shape) > 0.004, -expected)
+    assert decibels(few_differ, expected) < 25
+    assert 10 < agreement(few_differ, expected, chaotic, (x,), 25.0) < 25
+    with pytest.raises(LoweringError, match="less than 2"):
+        agreement(torch.randn(4, 512), expected, chaotic, (x,), 25.0)
+
+
+def test_a_steady_graph_keeps_its_minimum():
+    torch.manual_seed(0)
+    steady = graph_of(Net(lambda s, x: fake(fake(x) * 2.0, (0.08, 0))), torch.randn(4, 512))
+    x = torch.randn(4, 512)
+    expected = steady(x)
+    few_differ = expected.where(torch.rand(expected.shape) > 0.004, -expected)
+    with pytest.raises(LoweringError, match=r"less than 25\.0 dB"):
+        agreement(few_differ, expected, steady, (x,), 25.0)
+    assert agreement(expected, expected, steady, (x,), 25.0) == float("inf")
+    with pytest.raises(LoweringError, match="keeps nan dB"):
+        agreement(expected * float("nan"), expected, steady, (x,), 25.0)
+    assert lower(steady, (x,)).sqnr > 40

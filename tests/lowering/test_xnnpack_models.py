@@ -1,0 +1,51 @@
+"""Whole models in the runtime: sizes of files, dynamic sequences, encoders in every mode."""
+
+import pytest
+import torch
+from models import ResNet18
+from qdq_graphs import decibels
+from torch import nn
+
+import quantplug
+
+LENGTH = torch.export.Dim("length", min=2, max=32)
+
+
+def encoder() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, activation="gelu", batch_first=True).eval()
+
+
+@pytest.mark.parametrize("config", ["int8", pytest.param("int8_dynamic", marks=pytest.mark.slow)])
+def test_a_dynamic_sequence_runs_at_every_length(config):
+    model, x = encoder(), torch.randn(1, 8, 32)
+    exported = torch.export.export(model, (x,), dynamic_shapes=({1: LENGTH},)).module()
+    quantizer = quantplug.get_quantizer("xnnpack").set_global(config)
+    prepared = quantplug.prepare_pt2e(exported, quantizer)
+    quantplug.calibrate(prepared, [x, torch.randn(1, 13, 32)])
+    converted = quantplug.convert_pt2e(prepared)
+    program = quantizer.backend.lower(converted, (x,))
+    linears = [op.placement for op in program.ops if "linear" in op.target]
+    assert set(linears) == {"int8"}
+    for length in (2, 5, 17, 32):
+        fresh = torch.randn(1, length, 32)
+        assert decibels(program(fresh), converted(fresh)) >= (40 if config == "int8" else 30)
+
+
+@pytest.mark.slow
+def test_resnet18_is_a_quarter_of_its_float_file():
+    torch.manual_seed(0)
+    model, x = ResNet18().eval(), torch.randn(1, 3, 64, 64)
+    artefact = quantplug.quantize(model, (x,), "xnnpack", [x], progress=False)
+    stored = sum(p.numel() * 4 for p in model.state_dict().values())
+    assert artefact.nbytes <= 0.27 * stored
+    assert (artefact.program.counts.f32, artefact.program.delegates) == (0, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["int4_dynamic", "int4_dynamic_groups"])
+def test_four_bit_linear_layers_of_an_mlp_are_a_sixth_of_their_float_file(config):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).eval(), torch.randn(2, 1024)
+    artefact = quantplug.quantize(model, (x,), "xnnpack", config=config, progress=False)
+    assert artefact.nbytes <= 0.16 * sum(p.numel() * 4 for p in model.parameters())
