@@ -15,13 +15,16 @@ from quantplug.core.compare import sqnr
 from quantplug.core.errors import LoweringError
 from quantplug.lowering.xnnpack.conversions import is_quantize
 
-# Kernels that sum in another order give another integer for less than this share of the elements.
-_SHARE = 2.0**-10
+_DECIBELS = 25.0
+# Sums and leaky relu differ from the graph in more of their elements than this, products in far fewer.
+_SHARE = 2.0**-6
 # Decibels by which two such runs of one graph differ from each other.
 _MARGIN = 3.0
 
 
-def agreement(found: Any, expected: Any, graph: fx.GraphModule, inputs: tuple[Any, ...], minimum_sqnr: float) -> float:
+def agreement(
+    found: Any, expected: Any, graph: fx.GraphModule, inputs: tuple[Any, ...], minimum_sqnr: float | None = None
+) -> float:
     """Returns the worst signal-to-noise ratio over the outputs in decibels.
 
     Args:
@@ -29,16 +32,19 @@ def agreement(found: Any, expected: Any, graph: fx.GraphModule, inputs: tuple[An
         expected: what the q/dq graph returned.
         graph: the q/dq graph.
         inputs: what both were run on.
-        minimum_sqnr: decibels that the program must keep, or fewer where the graph does not keep them of itself.
+        minimum_sqnr: decibels that the program must keep; None for 25, or fewer where the graph does not keep them
+            of itself.
 
     Raises:
         LoweringError: an output has another shape, is not finite where the reference is, or is below the minimum.
     """
     ratios = _ratios(found, expected)
-    if not all(ratio >= minimum_sqnr for ratio in ratios):
+    limits = [_DECIBELS if minimum_sqnr is None else minimum_sqnr] * len(ratios)
+    if minimum_sqnr is None and not all(ratio >= _DECIBELS for ratio in ratios):
         own = _ratios(_Unsettled(graph).run(*inputs), expected)
-        for index, (ratio, kept) in enumerate(zip(ratios, own, strict=True)):
-            _require(index, ratio, min(minimum_sqnr, kept - _MARGIN))
+        limits = [min(_DECIBELS, kept - _MARGIN) for kept in own]
+    for index, (ratio, limit) in enumerate(zip(ratios, limits, strict=True)):
+        _require(index, ratio, limit)
     return min(ratios, default=float("inf"))
 
 

@@ -30,6 +30,8 @@ from quantplug.lowering.xnnpack.records import recorded_kernel_calls
 from quantplug.lowering.xnnpack.runtime import Method, check_threads, quiet
 from quantplug.lowering.xnnpack.tables import read_tables_by_row
 
+_MIXED_UP = "in float, ExecuTorch's delegates compute it wrongly here"
+
 
 def lower(
     converted: fx.GraphModule,
@@ -37,7 +39,7 @@ def lower(
     *,
     dynamic_shapes: Any = None,
     threads: int | None = None,
-    minimum_sqnr: float = 25.0,
+    minimum_sqnr: float | None = None,
     accepts: Callable[[fx.Node], bool] | None = None,
     partitioners: Sequence[Any] = (),
 ) -> XNNPACKProgram:
@@ -49,8 +51,8 @@ def lower(
         dynamic_shapes: as for `torch.export.export`; None for the sizes that are dynamic in the graph itself.
         threads: threads of the runtime, None for its own number. The runtime has one pool for the
             whole process; a program with another number replaces it when it runs.
-        minimum_sqnr: decibels that the program must keep of the q/dq graph on the example inputs; fewer where
-            the graph itself changes by more when a few of its integers are one step off.
+        minimum_sqnr: decibels that the program must keep of the q/dq graph on the example inputs; None for 25, or
+            fewer where the graph itself changes by more when a few of its integers are one step off.
         accepts: which operators of the q/dq graph XNNPACK may take; None for all.
         partitioners: ExecuTorch partitioners of other delegates, which are offered what is left, in this order.
             What no delegate takes runs on portable kernels.
@@ -103,7 +105,7 @@ class _Task:
     dynamic_shapes: Any
     threads: int | None
     expected: Any
-    minimum_sqnr: float
+    minimum_sqnr: float | None
     partitioners: tuple[Any, ...]
 
 
@@ -112,25 +114,42 @@ def _proved_or_next_best(task: _Task, legal: Legalized) -> XNNPACKProgram:
 
     The installed runtime has the last word: if the first program does not load, run or agree, the float
     operators are kept out of the delegates, where ExecuTorch's layout pass mixes up those that it decomposes;
-    then each kind of elementwise operator is tried in float, the rarest first, and then all of them.
+    then elementwise operators are left float, as few kinds of them as halving finds.
     """
     try:
         return _proved(task, legal)
-    except LoweringError as refused:
-        for attempt in _next_best(task.working, legal):
-            with contextlib.suppress(LoweringError):
-                return _proved(task, attempt)
-        raise refused
+    except LoweringError:
+        outside = dict.fromkeys(
+            _float_operators(task.working), "in float, ExecuTorch's delegates compute it wrongly here"
+        )
+        apart = replace(legal, portable=legal.portable | outside)
+        found = (_attempt(task, apart) if outside else None) or _fewest_floats(task, apart)
+        if found is None:
+            raise
+        return found
 
 
-def _next_best(working: fx.GraphModule, legal: Legalized) -> Iterator[Legalized]:
-    outside = dict.fromkeys(_float_operators(working), "in float, ExecuTorch's delegates compute it wrongly here")
-    apart = replace(legal, portable=legal.portable | outside)
-    if outside:
-        yield apart
-    for names in _suspects(working, legal):
-        floats = dict.fromkeys(names, "the installed runtime refused it as an integer kernel")
-        yield replace(apart, floats=legal.floats | floats)
+def _fewest_floats(task: _Task, legal: Legalized) -> XNNPACKProgram | None:
+    kinds = _elementwise(task.working, legal)
+    found = _with_floats(task, legal, kinds) if kinds else None
+    while found is not None and len(kinds) > 1:
+        middle = len(kinds) // 2
+        halves = ((half, _with_floats(task, legal, half)) for half in (kinds[:middle], kinds[middle:]))
+        kinds, narrower = next(((half, program) for half, program in halves if program is not None), ([], None))
+        found = narrower or found
+    return found
+
+
+def _with_floats(task: _Task, legal: Legalized, kinds: list[list[str]]) -> XNNPACKProgram | None:
+    names = (name for kind in kinds for name in kind)
+    floats = dict.fromkeys(names, "the installed runtime refused it as an integer kernel")
+    return _attempt(task, replace(legal, floats=legal.floats | floats))
+
+
+def _attempt(task: _Task, legal: Legalized) -> XNNPACKProgram | None:
+    with contextlib.suppress(LoweringError):
+        return _proved(task, legal)
+    return None
 
 
 def _float_operators(working: fx.GraphModule) -> Iterator[str]:
@@ -141,14 +160,13 @@ def _float_operators(working: fx.GraphModule) -> Iterator[str]:
             yield node.name
 
 
-def _suspects(working: fx.GraphModule, legal: Legalized) -> list[list[str]]:
+def _elementwise(working: fx.GraphModule, legal: Legalized) -> list[list[str]]:
+    """Returns the names of integer operators that can be left float by themselves, by kind, the rarest first."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for node in compute_nodes(working.graph):
         if not is_conversion(node) and runs_alone(node) and node.name not in legal.floats:
             kinds[operator_name(node)].append(node.name)
-    rarest_first = sorted(kinds.values(), key=len)
-    everything = [name for names in rarest_first for name in names]
-    return [*rarest_first, everything] if len(rarest_first) > 1 else rarest_first
+    return sorted(kinds.values(), key=len)
 
 
 def _proved(task: _Task, legal: Legalized) -> XNNPACKProgram:
