@@ -17,9 +17,17 @@ from quantplug.core.pattern import Match, constant, op, optional, value
 CLAMPS = ("relu", "relu6", "hardtanh", "clamp")
 
 
-def convolution(dims: tuple[int, ...] = (1, 2), activations: tuple[str, ...] = CLAMPS) -> Annotator:
-    """Returns the annotator of convolutions over 1, 2 or 3 spatial dimensions."""
-    return _family("conv", [f"conv{d}d" for d in dims], dims, activations, transposed=False)
+def convolution(
+    dims: tuple[int, ...] = (1, 2), activations: tuple[str, ...] = CLAMPS, label: str = "conv"
+) -> Annotator:
+    """Returns the annotator of convolutions over 1, 2 or 3 spatial dimensions.
+
+    Args:
+        dims: numbers of spatial dimensions.
+        activations: activations that the kernel fuses.
+        label: what its rules are called; one of its own for each row where kernels differ by dimensions.
+    """
+    return _family(label, [f"conv{d}d" for d in dims], dims, activations, transposed=False)
 
 
 def transposed_convolution(dims: tuple[int, ...] = (1, 2), activations: tuple[str, ...] = CLAMPS) -> Annotator:

@@ -3,6 +3,8 @@
 Activations are uint8 with one scale, weights symmetric int8 with one scale for each output channel.
 """
 
+from dataclasses import replace
+
 from quantplug.annotators.activation import clamps
 from quantplug.annotators.constraints import (
     enough_work,
@@ -30,6 +32,12 @@ __all__ = ["X86", "X86Quantizer", "get_x86_quantization_config"]
 # Measured: from here on a convolution gains more than it takes to find the range of its input and to quantize it.
 AT_RUN_TIME = (unsigned_if_dynamic, enough_work(512))
 
+# The kernel over volumes ends in no function: a clamp behind it is one of its integers, so those it has to write.
+_VOLUMES = convolution((3,), CLAMPS, "conv3d").where(not_dynamic)
+CLAMPED_VOLUMES = replace(
+    _VOLUMES, patterns=tuple(pair for pair in _VOLUMES.patterns if pair[0] not in ("conv3d", "conv3d_bn"))
+)
+
 X86 = Backend(
     name="x86",
     summary="oneDNN kernels through torch, eager or compiled (VNNI, AMX)",
@@ -37,9 +45,8 @@ X86 = Backend(
         residual(convolution(dims=(2,))).writing_float(),
         residual(linear()).writing_float(),
         convolution(dims=(1, 2), activations=(*CLAMPS, "hardswish", "silu")).where(*AT_RUN_TIME).writing_float(),
-        # Over volumes a clamp is one of integers; what is read as float gets none.
-        convolution(dims=(3,), activations=()).where(*AT_RUN_TIME).writing_float(),
-        convolution(dims=(3,), activations=CLAMPS).where(not_dynamic),
+        convolution((3,), (), "conv3d").where(*AT_RUN_TIME).writing_float(),
+        CLAMPED_VOLUMES,
         linear(activations=(*CLAMPS, "hardswish", "silu", "gelu", "leaky_relu", "tanh")).writing_float(),
         concatenation("cat").within(Level.EXACT),
         pooling("max_pool2d").within(Level.EXACT),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from quantplug.core.graph import constant_value, is_constant, operands, tensor_value
@@ -127,7 +128,8 @@ def _give_values(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> Non
         mode = FakeTensorMode()
         leaves = torch.utils._pytree.tree_leaves(example_inputs)
         inputs = [mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    with mode, torch.no_grad():
+    # Recurrences know symbolic sizes only by way of the dispatcher that export uses.
+    with mode, torch.no_grad(), enable_python_dispatcher():
         _Values(module, mode).run(*inputs, enable_io_processing=False)
 
 
