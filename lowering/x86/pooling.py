@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from quantplug.core.graph import operands, tensor_value
-from quantplug.core.pattern import Match, op
+from quantplug.core.pattern import Match, literal, op
 from quantplug.lowering.qparams import QD, IntegerWeight, QParams, qparams
 from quantplug.lowering.rewriting import Rule, absorb, call, replace
 from quantplug.lowering.x86.movement import STATIC_DEQUANTIZE
@@ -93,7 +93,7 @@ def _pair(found: int | list[int]) -> list[int]:
 
 
 AVERAGES = (
-    Rule(op("mean.default", "mean.dim", self=STATIC_DEQUANTIZE), _mean),
+    Rule(op("mean.default", "mean.dim", self=STATIC_DEQUANTIZE, dtype=literal(None, torch.float32)), _mean),
     Rule(op("adaptive_avg_pool2d", self=STATIC_DEQUANTIZE), _global_pool),
     Rule(op("adaptive_avg_pool2d", self=STATIC_DEQUANTIZE), _even_windows),
     Rule(op("avg_pool2d", self=STATIC_DEQUANTIZE), _windows),
