@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--memory", nargs="*", type=int, default=[4, 64], help="numbers of batches")
+    parser.add_argument("--memory", nargs="*", type=int, default=[10, 200], help="numbers of batches")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(arguments.threads)

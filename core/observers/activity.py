@@ -1,5 +1,7 @@
 """Channels that never change: a tensor's batches -> the channels that are constant in all of them."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -71,3 +73,13 @@ class ChannelActivity:
         others = [other for other in range(value.dim()) if other != axis]
         unchanged = shown == first.view(-1, *[1] * (value.dim() - 1 - axis))
         self.silent = self.silent[unchanged.all(dim=others)]
+
+
+def see_together(activities: Sequence[ChannelActivity], values: Tensor) -> None:
+    """Shows tensors of one shape, `values[i]`, to activities of one axis that have seen none."""
+    axis = activities[0].axis % (values.dim() - 1) + 1
+    channels = values.movedim(axis, 1).flatten(2)
+    references = channels[:, :, 0]
+    unchanged = (channels == references[:, :, None]).all(2)
+    for activity, reference, silent in zip(activities, references, unchanged, strict=True):
+        activity.restore((len(silent), reference.clone(), silent.nonzero()[:, 0]))

@@ -212,7 +212,8 @@ class DataObserver(UniformQuantizationObserverBase):
 
     @state.setter
     def state(self, state: State | None) -> None:
-        self._state, self._constants, self._found = state, (), None
+        # Past nn.Module's own way, which looks for parameters and modules in every value.
+        vars(self).update(_state=state, _constants=(), _found=None)
 
     @property
     def data(self) -> tuple[State | None, tuple[nn.Parameter, ...], int]:

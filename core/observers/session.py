@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantplug.core.observers.activity import Activity, ChannelActivity
+from quantplug.core.observers.activity import Activity, ChannelActivity, see_together
 from quantplug.core.observers.base import DataObserver, State
 
 # Up to this size copying a tensor (64 KB) is cheaper than the dozen calls that count it on its own.
@@ -77,6 +77,20 @@ class Session:
         if activity.done:
             del self._watching[observer]
 
+    def _watch_all(self, ready: Mapping[DataObserver, Sequence[Tensor]]) -> None:
+        """Watches channels, together where one tensor of one shape is the first that several activities see."""
+        first: dict[Hashable, list[DataObserver]] = defaultdict(list)
+        for observer in ready.keys() & self._watching.keys():
+            values, activity = ready[observer], self._watching[observer]
+            if len(values) == 1 and activity.silent is None and values[0].dim() > 1 and values[0].numel():
+                first[activity.axis, values[0].shape, values[0].dtype, values[0].device].append(observer)
+            else:
+                self._watch(observer, values)
+        for group in first.values():
+            see_together([self._watching[o] for o in group], torch.stack([ready[o][0] for o in group]))
+            for observer in group:
+                self._watch(observer, ())
+
     def _joined(self, observer: DataObserver, values: list[Tensor]) -> list[Tensor]:
         """Returns one tensor in place of several where ranges and channels come out the same."""
         first, activity = values[0], self.activity.get(observer)
@@ -113,10 +127,9 @@ class Session:
         """Counts everything that waits."""
         waiting, self._waiting, self._elements = self._waiting, defaultdict(list), 0
         groups: dict[Hashable, list[tuple[DataObserver, Tensor]]] = defaultdict(list)
-        for observer, values in waiting.items():
-            joined = self._joined(observer, values)
-            if observer in self._watching:
-                self._watch(observer, joined)
+        ready = {observer: self._joined(observer, values) for observer, values in waiting.items()}
+        self._watch_all(ready)
+        for observer, joined in ready.items():
             if observer.per_channel or observer.constant is not None:
                 for value in joined:
                     self._observe(observer, value)
