@@ -32,8 +32,20 @@ def _functional_form(node: fx.Node) -> torch._ops.OpOverload | None:
     if not schema.is_mutable or not name.endswith("_") or not node.args:
         return None
     packet = getattr(getattr(torch.ops, library), name[:-1], None)
+    if packet is None:
+        return None
     found: torch._ops.OpOverload | None = getattr(packet, schema.overload_name or "default", None)
-    return found
+    return found or _with_arguments(packet, _arguments(schema))
+
+
+def _with_arguments(packet: torch._ops.OpOverloadPacket, wanted: list[tuple[str, str]]) -> torch._ops.OpOverload | None:
+    """Returns the overload that takes certain arguments: `transpose_` has one without name, `transpose` has "int"."""
+    overloads = (getattr(packet, name) for name in packet.overloads())  # type: ignore[no-untyped-call]
+    return next((found for found in overloads if _arguments(found._schema) == wanted), None)
+
+
+def _arguments(schema: torch._C.FunctionSchema) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in schema.arguments]
 
 
 def _owns_memory(memory: object, mutator: fx.Node) -> bool:

@@ -226,6 +226,14 @@ def test_models_of_strict_export_and_of_training_agree_too(name, mode):
     require_agreement(*lowered(MODELS[name], mode, strict=mode == "int8"))
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_recurrence_of_any_batch_size_lowers(kind):
+    batch = ({0: torch.export.Dim("batch", min=1, max=16)},)
+    build = lambda: (Recurrence(kind).eval(), (torch.randn(2, 6, 16),))  # noqa: E731
+    model, _, reference, program = lowered(build, "int8", dynamic_shapes=batch)
+    require_agreement(model, (torch.randn(5, 6, 16),), reference, program)
+
+
 ALONE = """
 import sys, torch
 from torch._inductor import aoti_load_package
