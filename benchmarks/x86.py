@@ -165,7 +165,7 @@ def measure(workers: dict[str, Worker], folder: Path, macs: int, seconds: float)
 def table(title: str, rows: list[Row]) -> Table:
     """Returns a printable table."""
     shown = Table(title=title, title_justify="left")
-    for heading in ("engine", "x fp32 eager", "quartiles", "ms", "SQNR dB", "quantize s", "MB", "% of peak"):
+    for heading in ("engine", f"x {rows[0].way}", "quartiles", "ms", "SQNR dB", "quantize s", "MB", "% of peak"):
         shown.add_column(heading, justify="left" if heading == "engine" else "right")
     for row in rows:
         shown.add_row(
