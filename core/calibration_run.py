@@ -365,7 +365,7 @@ _RESTING = _Resting()
 
 def _set(observer: DataObserver, **attributes: Any) -> None:
     """Sets plain attributes; nn.Module's own way costs more than an observer's share of a batch."""
-    vars(observer).update(attributes)
+    observer.__dict__.update(attributes)
 
 
 def _needs_none(kind: str) -> bool:

@@ -213,7 +213,7 @@ class DataObserver(UniformQuantizationObserverBase):
     @state.setter
     def state(self, state: State | None) -> None:
         # Past nn.Module's own way, which looks for parameters and modules in every value.
-        vars(self).update(_state=state, _constants=(), _found=None)
+        self.__dict__.update(_state=state, _constants=(), _found=None)
 
     @property
     def data(self) -> tuple[State | None, tuple[nn.Parameter, ...], int]:

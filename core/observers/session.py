@@ -54,12 +54,12 @@ class Session:
         self.batch = 0
 
     def record(self, observer: DataObserver, value: Tensor) -> None:
-        """Takes one tensor that reached an observer; to be called without gradients.
+        """Takes one tensor that reached an observer; to be called without gradients. Empty ones leave no trace.
 
         Raises:
             NonFiniteError: a large tensor holds NaN or infinity and the observer raises on it.
         """
-        if observer in self._turns and not next(self._turns[observer]):
+        if (observer in self._turns and not next(self._turns[observer])) or not value.numel():
             return
         if value.numel() <= SMALL and not observer.ordered:
             self._fresh.append((observer, value.clone()))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from calibration_models import ConvLinearQuantizer, batches, exported, prepared, qparams
+from calibration_models import ConvLinearQuantizer, Net, batches, exported, prepared, qparams
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
@@ -91,6 +91,19 @@ def test_keyword_nested_and_dynamic_inputs():
     assert calibrate(model, [sample(5), tuple(sample(2).values())]).samples == 7
     with pytest.raises(CalibrationError, match=r"Input 'x' of batch 0 has shape \[5, 3\], expected \[\*, 4\]"):
         calibrate(model, [{**sample(5), "x": torch.randn(5, 3)}])
+
+
+@pytest.mark.parametrize("name", sorted(OBSERVERS))
+def test_empty_batches_leave_no_trace(name):
+    program = torch.export.export(Net().eval(), (batches(1)[0],), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    models = [
+        prepare_pt2e(program.module(), ConvLinearQuantizer(observer(name), observer("minmax", True))) for _ in range(3)
+    ]
+    full, empty = batches(1)[0], batches(1)[0][:0]
+    calibrate(models[0], [full])
+    calibrate(models[1], [empty, full, empty])
+    assert qparams(models[0]) == qparams(models[1])
+    assert set(calibrate(models[2], [empty]).problems.values()) == {"no data reached it"}
 
 
 GOOD = torch.zeros(4, 3, 12, 12)

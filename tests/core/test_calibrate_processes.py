@@ -70,6 +70,16 @@ def test_a_failing_rank_tells_the_others_why(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_killed_rank_is_an_error_on_all_of_three_others(tmp_path):
+    first, killed, *others = ranks(4, "killed", tmp_path)
+    assert killed is None
+    for rank in (first, *others):
+        assert "of 4 lost another process" in rank["error"]
+        assert rank["clean"]
+        assert rank["seconds"] < 40
+
+
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer_in_time_is_an_error(tmp_path):
     first, _ = ranks(2, "slow", tmp_path)
     assert "waited longer than 2 s" in first["error"]
