@@ -122,5 +122,11 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
     return () if found is None else tuple(found.shape)
 
 
+def hardtanh_from_zero(match: Match, config: QuantizationConfig | None) -> str | None:
+    """A hardtanh at the end of a piece is a relu with an upper bound, such as relu6."""
+    low = operands(match.root).get("min_val", 0)
+    return None if low == 0 else f"its hardtanh begins at {low:g}, the kernel's begins at 0"
+
+
 # Those that look at the config alone: they tell under which configs a rule can apply at all.
 OF_CONFIG = (static_only, not_dynamic, unsigned_if_dynamic, quantizes_weight, quantizes_input)

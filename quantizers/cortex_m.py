@@ -5,7 +5,13 @@ linear layers; biases int32. Convolutions and pooling read channels-last tensors
 """
 
 from quantplug.annotators.activation import known_range, own_range
-from quantplug.annotators.constraints import depthwise_or_whole, equal_shapes, last_dimension, whole_windows
+from quantplug.annotators.constraints import (
+    depthwise_or_whole,
+    equal_shapes,
+    hardtanh_from_zero,
+    last_dimension,
+    whole_windows,
+)
 from quantplug.annotators.convolution import convolution
 from quantplug.annotators.elementwise import binary
 from quantplug.annotators.linear import linear
@@ -22,9 +28,10 @@ CORTEX_M = Backend(
     name="cortex_m",
     summary="ExecuTorch programs on CMSIS-NN kernels (Arm Cortex-M)",
     annotators=(
-        convolution(dims=(2,)).where(depthwise_or_whole),
-        per_tensor_weight(linear()),
-        binary("add", activations=("relu", "hardtanh", "clamp")).where(equal_shapes),
+        # ExecuTorch's passes compute a hardtanh wrongly that is not fused: one with a lower bound other than 0.
+        convolution(dims=(2,)).where(depthwise_or_whole, hardtanh_from_zero),
+        per_tensor_weight(linear()).where(hardtanh_from_zero),
+        binary("add", activations=("relu", "hardtanh", "clamp")).where(equal_shapes, hardtanh_from_zero),
         binary("mul", activations=()).where(equal_shapes),
         matmul("bmm"),
         pooling("max_pool2d", "avg_pool2d").where(whole_windows),

@@ -19,9 +19,11 @@ from quantplug.core.compare import sqnr
 from quantplug.core.decision import decision
 from quantplug.core.errors import ConfigError, LoweringError, first_line
 from quantplug.core.graph import compute_nodes, is_float, module_path, require_graph_module
+from quantplug.lowering.cortex_m.biases import quantize_biases
 from quantplug.lowering.cortex_m.program import CortexMProgram, channels_last
 from quantplug.lowering.placement import is_quantization
 from quantplug.lowering.program import LoweredOp
+from quantplug.lowering.sizes import write_sizes_out
 
 _ATEN = torch.ops.aten
 # Operators that the passes want whole.
@@ -86,6 +88,9 @@ def _marked(converted: fx.GraphModule) -> fx.GraphModule:
     for node in _quantized(marked.graph):
         custom = {**node.meta.get("custom", {}), ArmAnnotationInfo.CUSTOM_META_KEY: {"quantized": True}}
         node.meta["custom"] = custom
+    write_sizes_out(marked.graph)
+    quantize_biases(marked.graph)
+    marked.recompile()
     return marked
 
 

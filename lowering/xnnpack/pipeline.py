@@ -19,6 +19,7 @@ from quantplug.core.decision import decision
 from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.graph import compute_nodes, require_graph_module
 from quantplug.lowering.program import LoweredOp
+from quantplug.lowering.sizes import write_sizes_out
 from quantplug.lowering.xnnpack.comparison import agreement
 from quantplug.lowering.xnnpack.conversions import is_conversion, is_dequantize, operator_name
 from quantplug.lowering.xnnpack.half import compute_in_float32
@@ -216,6 +217,7 @@ def _working_copy(model: fx.GraphModule) -> fx.GraphModule:
             working.graph.erase_node(node)
         # Every pass of ExecuTorch copies the whole history of every node; a fifth of lowering went into it.
         node.meta.pop("from_node", None)
+    write_sizes_out(working.graph)
     working.recompile()
     return working
 

@@ -8,7 +8,7 @@ import torch
 from models import Function, MobileNet, ResNet18
 from torch import nn
 
-from quantplug import get_quantizer, quantize
+from quantplug import convert_pt2e, get_quantizer, prepare_qat_pt2e, quantize
 from quantplug.core.compare import sqnr
 from quantplug.core.errors import ConfigError, LoweringError
 from quantplug.core.levels import Level
@@ -35,6 +35,7 @@ BATCHED = torch.randn(2, 3, 5, generator=torch.manual_seed(3)), torch.randn(2, 5
 CASES = {
     "conv": (nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.ReLU()), (MAP,), "quantized_conv2d"),
     "conv_clamp": (nn.Sequential(nn.Conv2d(4, 6, 3, 2), nn.ReLU6()), (MAP,), "quantized_conv2d"),
+    "conv_same": (nn.Conv2d(4, 6, 3, padding="same"), (MAP,), "quantized_conv2d"),
     "depthwise": (nn.Conv2d(4, 8, 3, groups=4, bias=False), (MAP,), "quantized_depthwise_conv2d"),
     "linear": (nn.Sequential(nn.Linear(10, 6), nn.ReLU()), (ROWS,), "quantized_linear"),
     "add": (
@@ -123,3 +124,24 @@ def test_a_missing_package_is_one_sentence(monkeypatch):
 def test_a_third_target_is_a_page_of_declarations():
     assert len(inspect.getsource(cortex_m).splitlines()) <= 60
     assert get_quantizer("cortex_m").backend is cortex_m.CORTEX_M
+
+
+def test_a_hardtanh_that_the_passes_compute_wrongly_stays_float():
+    model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Hardtanh())
+    artefact = lowered(model, MAP)
+    assert "its hardtanh begins at -1, the kernel's begins at 0" in artefact.report.row("hardtanh").reason
+    assert sqnr(artefact(MAP), artefact.reference(MAP)) > 40
+
+
+def test_what_was_trained_has_integer_biases():
+    model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(600, 3))
+    with torch.no_grad():
+        model[1].running_mean.uniform_(-2, 2)
+        model[1].weight.uniform_(0.2, 3)
+    quantizer = get_quantizer("cortex_m")
+    quantizer.set_global(quantizer.backend.config(is_qat=True))
+    prepared = prepare_qat_pt2e(torch.export.export(model.train(), (MAP,)).module(), quantizer)
+    prepared(MAP)
+    reference = convert_pt2e(prepared.eval())
+    program = quantizer.backend.lower(reference, (MAP,))
+    assert sqnr(program(MAP), reference(MAP)) > 40

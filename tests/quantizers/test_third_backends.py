@@ -53,7 +53,7 @@ def test_b25_tensorrt_refuses_an_affine_config():
 def test_b25_native_is_the_union_of_server_and_mobile(case):
     rows = {row.rule for row in get_quantizer("native").capabilities()}
     assert rows == {r.rule for name in ("x86", "xnnpack") for r in get_quantizer(name).capabilities()}
-    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Sigmoid(), nn.AvgPool2d(2)).eval()
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.AvgPool2d(2), nn.Conv2d(3, 3, 1), nn.Sigmoid()).eval()
     x = torch.randn(2, 3, 8, 8)
     quantized = {}
     for name in ("x86", "xnnpack", "native"):

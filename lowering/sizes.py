@@ -1,0 +1,25 @@
+"""Sizes written out: one number stands for all dimensions in ATen's schemas, which passes take for one dimension.
+
+Before: `conv2d(x, w, stride=[1])`. After: `conv2d(x, w, stride=[1, 1])`.
+"""
+
+import torch
+from torch import fx
+
+from quantplug.core.fold import set_operand
+from quantplug.core.graph import compute_nodes, operands
+
+
+def write_sizes_out(graph: fx.Graph) -> None:
+    """Gives a number for each dimension where a graph has one for all of them, in place."""
+    for node in compute_nodes(graph):
+        if isinstance(node.target, torch._ops.OpOverload):
+            _write_out(node, node.target)
+
+
+def _write_out(node: fx.Node, operator: torch._ops.OpOverload) -> None:
+    given = operands(node)
+    for argument in operator._schema.arguments:
+        value, count = given.get(argument.name), getattr(argument, "N", None)
+        if count and isinstance(value, list) and len(value) == 1:
+            set_operand(node, argument.name, value * count)
