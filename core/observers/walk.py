@@ -14,7 +14,18 @@ from torch import Tensor
 
 from quantplug.core.observers.grid import GridHistogram
 from quantplug.core.observers.scheme import Scheme
-from quantplug.core.observers.search import Ranges, Tables, full_range, levels_error, tables
+from quantplug.core.observers.search import (
+    Ranges,
+    Tables,
+    full_range,
+    levels_error,
+    mse_range,
+    squared_error,
+    tables,
+)
+
+# Ratio of squared errors; at 8 bits 33 of 34 walks on the activations of two trained networks end within it.
+STUCK = 2.0
 
 # The granularity of the quantiles, as in Caffe2 and torchao.
 _STEP = 1e-5
@@ -30,13 +41,22 @@ def norm_range(histogram: GridHistogram, scheme: Scheme) -> Ranges:
 
     As in Caffe2, the error of a range is that of as many equal cells as the scheme has integers, whose
     values are their centres; so zeros cost a quarter of a squared step, and outliers are cut sooner than
-    the least squared error would. Two things differ: the integers are those of the scheme, not of the
-    dtype, and a range always holds zero. Where levels are finer than bins the full range stays.
+    the least squared error would. Three things differ: the integers are those of the scheme, not of the
+    dtype; a range always holds zero; and a walk that a lump in the tail stopped early, at more than `STUCK`
+    times the least squared error, gives way to `mse_range`. Where levels are finer than bins the full range stays.
     """
-    low, high = full_range(histogram)
     if scheme.steps >= histogram.counts.shape[1]:
-        return low, high
-    table = tables(histogram)
+        return full_range(histogram)
+    table, walked, least = tables(histogram), _ends(histogram, scheme), mse_range(histogram, scheme)
+    lows, highs = (torch.stack(ends, 1) for ends in zip(walked, least, strict=True))
+    error = squared_error(table, scheme, lows, highs)
+    stuck = error[:, 0] > STUCK * error[:, 1]
+    return torch.where(stuck, least[0], walked[0]), torch.where(stuck, least[1], walked[1])
+
+
+def _ends(histogram: GridHistogram, scheme: Scheme) -> Ranges:
+    """Returns where the walk ends in each row."""
+    table, (low, high) = tables(histogram), full_range(histogram)
     first = torch.floor(low.double() / histogram.width).long() - histogram.start
     last = torch.floor(high.double() / histogram.width).long() - histogram.start
     cut = [

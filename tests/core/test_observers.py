@@ -22,10 +22,12 @@ from quantplug.core.observers.search import (
     FINE,
     kl_divergences,
     magnitudes,
+    mse_range,
     squared_error,
     tables,
 )
 from quantplug.core.observers.session import find_ranges
+from quantplug.core.observers.walk import STUCK
 
 AFFINE, SYMMETRIC = torch.per_tensor_affine, torch.per_tensor_symmetric
 CPU = torch.device("cpu")
@@ -225,6 +227,12 @@ def test_histogram_range_equals_a_literal_walk(data, low, high):
     seen(data)
     start, end = literal_walk(seen.state, high - low + 1)
     ends = max(start, min(0.0, float(data.min()))), min(end, float(data.max()))
+    least = mse_range(seen.state, seen.scheme)
+    error, smallest = (
+        float(squared_error(tables(seen.state), seen.scheme, *(torch.tensor([[float(e)]]) for e in candidate)))
+        for candidate in (ends, least)
+    )
+    ends = ends if error <= STUCK * smallest else tuple(map(float, least))
     assert [float(e) for e in seen.ranges()] == pytest.approx(ends, rel=1e-6)
 
 
