@@ -29,7 +29,7 @@ def activation(name: str, inner: Pattern, bind: str = "activation") -> Op:
     if name != "clamp":
         return op(name, self=inner, name=bind)
     bound = optional(anything(None, _number))
-    return op(name, self=inner, min=bound, max=bound, name=bind)
+    return op("clamp.default", "clamp_.default", self=inner, min=bound, max=bound, name=bind)
 
 
 def with_activations(label: str, base: Pattern, activations: tuple[str, ...]) -> tuple[tuple[str, Pattern], ...]:

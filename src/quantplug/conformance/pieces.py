@@ -184,10 +184,10 @@ def neighbours(shape: tuple[int, ...]) -> list[nn.Module]:
     """Returns modules that keep a shape, for a backend to choose one that it quantizes."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        found: list[nn.Module] = [Sum(), nn.Linear(shape[-1], shape[-1])] if shape else [Sum()]
-        if len(shape) == 4:
-            found.append(nn.Conv2d(shape[1], shape[1], 1))
-        return [*found, nn.Sigmoid(), nn.Tanh()]
+        # Of four dimensions a linear's result is a view of a matrix, which no operator may detach in place.
+        images = [nn.Conv2d(shape[1], shape[1], 1)] if len(shape) == 4 else []
+        linears = [nn.Linear(shape[-1], shape[-1])] if shape else []
+        return [Sum(), *images, *linears, nn.Sigmoid(), nn.Tanh()]
 
 
 class Placed(nn.Module):
