@@ -23,6 +23,7 @@ from quantplug.lowering.xnnpack.legalize.movement import (
 )
 from quantplug.lowering.xnnpack.legalize.operators import GEMMS, after_activation, calls, replace_operand
 from quantplug.lowering.xnnpack.legalize.products import (
+    convolutions_by_dimension,
     fold_constant_biases,
     fold_weights_without_integer_kernel,
     own_constants_per_use,
@@ -51,6 +52,7 @@ def legalize(working: fx.GraphModule) -> Legalized:
         _operators_of_the_runtime,
         signed_integers,
         one_dequantize_per_use,
+        convolutions_by_dimension,
         fold_constant_biases,
         spell_out_pooling,
         clamps_as_fusable_activations,

@@ -68,7 +68,7 @@ def _bound(working: fx.GraphModule, quantize: fx.Node, params: QParams) -> None:
     activation = operands(value) if operator_name(value) in ACTIVATIONS and len(value.users) == 1 else None
     if activation is not None:
         low = max(low, float(activation.get("min_val", 0.0)))
-        top = 6.0 if operator_name(value) == "aten::relu6" else activation.get("max_val", high)
+        top = 6.0 if operator_name(value) in ("aten::relu6", "aten::relu6_") else activation.get("max_val", high)
         value.target, value.args, value.kwargs = _ATEN.hardtanh.default, (value.args[0], low, min(high, top)), {}
         return
     with working.graph.inserting_before(quantize):

@@ -15,7 +15,7 @@ _CONVOLUTIONS = {"aten::conv1d", "aten::conv2d", "aten::conv_transpose1d", "aten
 TRANSPOSED = {"aten::conv_transpose1d", "aten::conv_transpose2d"}
 GEMMS = _CONVOLUTIONS | {"aten::linear"}
 FUSING = GEMMS | {"aten::add", "aten::sub", "aten::mul"}
-ACTIVATIONS = {"aten::relu", "aten::relu_", "aten::relu6", "aten::hardtanh", "aten::hardtanh_"}
+ACTIVATIONS = {"aten::relu", "aten::relu_", "aten::relu6", "aten::relu6_", "aten::hardtanh", "aten::hardtanh_"}
 
 
 def calls(working: fx.GraphModule, names: Iterable[str]) -> list[fx.Node]:

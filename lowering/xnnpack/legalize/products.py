@@ -33,6 +33,22 @@ from quantplug.lowering.xnnpack.legalize.ratios import RATIOS
 
 _ATEN = torch.ops.aten
 _Q = torch.ops.quantized_decomposed
+_TRANSPOSED = {1: _ATEN.conv_transpose1d.default, 2: _ATEN.conv_transpose2d.input, 3: _ATEN.conv_transpose3d.input}
+
+
+def convolutions_by_dimension(working: fx.GraphModule) -> None:
+    """Writes `aten.convolution`, which decompositions leave, as the operator of its dimension; names are kept."""
+    for node in calls(working, ("aten::convolution",)):
+        given = operands(node)
+        common = (given["input"], given["weight"], given["bias"], given["stride"], given["padding"])
+        dimensions = len(given["stride"])
+        if given["transposed"]:
+            node.target = _TRANSPOSED[dimensions]
+            node.args = (*common, given["output_padding"], given["groups"], given["dilation"])
+        else:
+            node.target = getattr(_ATEN, f"conv{dimensions}d").default
+            node.args = (*common, given["dilation"], given["groups"])
+        node.kwargs = {}
 
 
 def fold_constant_biases(working: fx.GraphModule) -> None:
