@@ -6,7 +6,9 @@
 Artefacts are built once into the folder (compiling takes minutes) and found there again. Every engine is loaded into a
 process of its own, and they take turns (A B A B ...), so load on the machine meets all of them alike. Printed are the
 ratios to fp32 eager of the medians over the turns, with the quartiles of each round's ratio. Peak is the rate of one
-large uint8 product through oneDNN. Weights are random: SQNR compares engines, it says nothing about accuracy.
+large uint8 product through oneDNN. On one thread, `--clock cpu` counts the time that the process computed, which other
+work on the machine changes little; OMP_THREAD_LIMIT=1 holds a package compiled for more threads to one. Weights are
+random: SQNR compares engines, it says nothing about accuracy.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from x86_engines import ENGINES, Engine, Run, build
 from x86_models import case
 
 CALLS = 3  # of an engine in a turn; one more before them is not timed and finds caches and threads
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 PAUSE = 0.005  # seconds before a turn, in which the threads of the engine before it fall asleep
 
 
@@ -61,10 +64,11 @@ class Row:
 class Worker:
     """A process of its own for one engine: runtimes that share one disturb each other with threads that spin."""
 
-    def __init__(self, engine: str, folder: Path, threads: int, compiles: bool) -> None:
+    def __init__(self, engine: str, folder: Path, threads: int, chosen: argparse.Namespace) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, engine, folder, threads, compiles), daemon=True)
+        args = (theirs, engine, folder, threads, chosen.compile, chosen.clock)
+        self._process = context.Process(target=serve, args=args, daemon=True)
         self._process.start()
         theirs.close()
         self.ways: list[tuple[str, float, Tensor]] = self._answer() or []
@@ -88,7 +92,7 @@ class Worker:
             return None
 
 
-def serve(connection: Any, name: str, folder: Path, threads: int, compiles: bool) -> None:
+def serve(connection: Any, name: str, folder: Path, threads: int, compiles: bool, clock: str) -> None:
     """Loads an engine, answers with (way, megabytes, output) of each of its ways, then runs them as asked."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(threads)
@@ -105,7 +109,7 @@ def serve(connection: Any, name: str, folder: Path, threads: int, compiles: bool
                 return
             time.sleep(PAUSE)
             run(*inputs)
-            connection.send(statistics.median(_timed(run, inputs) for _ in range(CALLS)))
+            connection.send(statistics.median(_timed(run, inputs, clock) for _ in range(CALLS)))
 
 
 def _first(output: Any) -> Tensor:
@@ -113,10 +117,11 @@ def _first(output: Any) -> Tensor:
     return found.clone()
 
 
-def _timed(run: Run, inputs: tuple[Any, ...]) -> float:
-    started = time.perf_counter()
+def _timed(run: Run, inputs: tuple[Any, ...], clock: str) -> float:
+    now = CLOCKS[clock]
+    started = now()
     run(*inputs)
-    return time.perf_counter() - started
+    return now() - started
 
 
 def sqnr(reference: Tensor, found: Tensor) -> float:
@@ -124,14 +129,14 @@ def sqnr(reference: Tensor, found: Tensor) -> float:
     return float(10 * torch.log10(reference.pow(2).sum() / (reference - found).pow(2).sum().clamp_min(1e-30)))
 
 
-def peak(size: int = 2048) -> float:
+def peak(clock: str, size: int = 2048) -> float:
     """Returns multiply-accumulates a second of one uint8 x int8 -> uint8 product of oneDNN."""
     onednn = torch.ops.onednn
     x = torch.randint(0, 256, (size, size), dtype=torch.uint8)
     packed = onednn.qlinear_prepack(torch.randint(-127, 128, (size, size), dtype=torch.int8), None)
     scales, zeros = torch.full((size,), 0.01), torch.zeros(size, dtype=torch.int32)
     args = (x, 0.02, 128, packed, scales, zeros, None, 50.0, 128, torch.uint8, "none", [0.0], "")
-    taken = statistics.median(_timed(onednn.qlinear_pointwise, args) for _ in range(9))
+    taken = statistics.median(_timed(onednn.qlinear_pointwise, args, clock) for _ in range(9))
     return float(size**3 / taken)
 
 
@@ -146,9 +151,9 @@ def rounds(workers: list[Worker], seconds: float) -> dict[str, list[float]]:
     return times
 
 
-def measure(workers: dict[str, Worker], folder: Path, macs: int, seconds: float) -> list[Row]:
+def measure(workers: dict[str, Worker], folder: Path, macs: int, chosen: argparse.Namespace) -> list[Row]:
     """Times everything that was loaded; the first is what the others are compared with."""
-    limit, times = peak(), rounds(list(workers.values()), seconds)
+    limit, times = peak(chosen.clock), rounds(list(workers.values()), chosen.seconds)
     first, reference = next(iter(times.values())), next(iter(workers.values())).ways[0][2]
     rows = []
     for engine, worker in workers.items():
@@ -203,11 +208,11 @@ def compare(name: str, batch: int, chosen: argparse.Namespace) -> None:
     macs = prepare(name, batch, folder, wanted)
     if chosen.build:
         return
-    workers = {engine.name: Worker(engine.name, folder, threads, chosen.compile) for engine in wanted}
-    rows = measure({name: each for name, each in workers.items() if each.ways}, folder, macs, chosen.seconds)
+    workers = {engine.name: Worker(engine.name, folder, threads, chosen) for engine in wanted}
+    rows = measure({name: each for name, each in workers.items() if each.ways}, folder, macs, chosen)
     for worker in workers.values():
         worker.stop()
-    title = f"{name}, batch {batch}, {threads} threads, {torch.backends.cpu.get_cpu_capability()}"
+    title = f"{name}, batch {batch}, {threads} threads, {chosen.clock} time, {torch.backends.cpu.get_cpu_capability()}"
     Console(width=120).print(table(title, rows))
     with (chosen.folder / "results.jsonl").open("a") as log:
         log.write(json.dumps({"title": title, "rows": [asdict(row) for row in rows]}) + "\n")
@@ -224,6 +229,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=[engine.name for engine in ENGINES])
     parser.add_argument("--without", nargs="+", default=[], help="engines to leave out")
     parser.add_argument("--compile", action="store_true", help="also torch.compile, which compiles when it is loaded")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for one thread on a busy machine")
     parser.add_argument("--build", action="store_true", help="only build the artefacts")
     chosen = parser.parse_args()
     warnings.filterwarnings("ignore")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from x86_models import Bert, Case
+from x86_models import Bert, Case, torchvision_models
 
 import quantplug
 from quantplug.lowering.openvino import OpenVINOProgram
@@ -78,6 +78,7 @@ def _build_float(case: Case, folder: Path) -> float:
 
 
 def _load_float(inputs: Inputs, folder: Path, compiles: bool) -> Iterator[Way]:
+    torchvision_models()  # the pickled model needs it
     yield "fp32 eager", torch.load(folder / "model.pt", weights_only=False), None
     yield "fp32 inductor package", _packaged(folder / "fp32.pt2"), folder / "fp32.pt2"
 
