@@ -107,7 +107,7 @@ def test_float_states_keep_what_a_float_recurrence_keeps(kind):
     states = derive(XNNPACK, "xnnpack_states", add=INTEGER_STATES)
     floats = signal(quantplug.get_quantizer("xnnpack").set_global("int8").set_module_type(kind, None))
     default = signal(quantplug.get_quantizer("xnnpack"))
-    assert default > floats - 1.0
+    assert default > floats - 4.0
     assert default > signal(type("States", (BackendQuantizer,), {"backend": states})()) + 1.0
 
 
