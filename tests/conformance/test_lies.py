@@ -146,6 +146,7 @@ def test_r08_r23_an_emulation_that_the_kernels_contradict_fails_emulated(rounded
 def test_r23_a_backend_emulates_its_own_kernels_by_the_set_that_it_names():
     statuses = {v.status for _, check, v in verdicts(lying(kernels=emulation(torch.round))) if check == "emulated"}
     assert statuses == {"passed"}
+    assert derive(lying(kernels="x86"), "another", lowering=TINY_NPU.lowering).kernels is None
     with pytest.raises(ConfigError, match="Backend 'tiny_npu' names no kernels to emulate"):
         TINY_NPU.emulate(None, ())
     with pytest.raises(ConfigError, match="has the kernels 3; give a KernelSet or its name"):
