@@ -116,6 +116,21 @@ def test_the_documents_table_is_what_the_backend_declares():
     assert capability_table(quantplug.capabilities("xnnpack")) in text
 
 
+PRODUCTS = {
+    "addmm": lambda s, x: torch.addmm(s.b, x.view(-1, 16), s.w).view(2, 8, 24),
+    "mm": lambda s, x: torch.mm(x.view(-1, 16), s.w),
+    "matmul": lambda s, x: x @ s.w,
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_by_a_constant_matrix_are_linear_layers(name):
+    torch.manual_seed(0)
+    net = Net(PRODUCTS[name], w=nn.Parameter(torch.randn(16, 24)), b=nn.Parameter(torch.randn(24)))
+    counts = flow(net, (2, 8, 16)).program.counts
+    assert (counts.int8, counts.f32, counts.delegates, counts.portable) == (1, 0, 1, 0)
+
+
 def test_a_local_response_norm_and_a_volume_run():
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.LocalResponseNorm(3), nn.Conv2d(8, 4, 3))
     assert next(o.placement for o in flow(model, IMAGE).program.ops if "conv2d" in o.target) == "int8"

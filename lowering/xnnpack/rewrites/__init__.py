@@ -39,6 +39,7 @@ from quantplug.lowering.xnnpack.rewrites.pooling import (
     global_pooling_is_mean,
     spatial_mean_keeps_dims,
 )
+from quantplug.lowering.xnnpack.rewrites.products import products_are_linear
 from quantplug.lowering.xnnpack.rewrites.recurrence import cells_are_layers, computes_state, recurrence_is_unrolled
 
 __all__ = ["ALL", "AT_LOWERING", "Rewrite", "computes_state", "rewrite_for_xnnpack"]
@@ -52,6 +53,7 @@ AT_LOWERING: tuple[Rewrite, ...] = (all_constant_expressions_are_folded, *_RUNNA
 
 ALL: tuple[Rewrite, ...] = (
     constant_expressions_are_folded,
+    products_are_linear,
     *_RUNNABLE,
     pooling_1d_is_2d,
     global_pooling_is_2d,
