@@ -3,8 +3,8 @@
     python benchmarks/calibration.py [--models resnet50 chain] [--batches 8] [--rounds 3] [--threads 1]
 
 Float forward and calibration of the same batches alternate in one process (A B A B); printed are the
-ratios of medians of CPU seconds, which other processes on the machine disturb least, and without the
-search for ranges, which stands beside it (torchao searches in convert). Prepared models come from
+ratios of medians of CPU seconds, which other processes on the machine disturb least. The search for ranges,
+which convert starts, stands beside it. Prepared models come from
 torchao's own prepare with ExecuTorch's XNNPACKQuantizer, so that only the observers differ. The memory
 table runs each number of batches in a process of its own.
 """
@@ -109,7 +109,7 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def forward_ratio(model: nn.Module, kind: str, batches: list[Tensor], rounds: int) -> tuple[float, float, float]:
-    """Returns calibration (without range search) over float time, seconds of range search, and observers searched."""
+    """Returns calibration over float time, seconds of range search, and observers searched."""
     floating = prepared_float(model, batches[0])
     observed = prepared(model, batches[0], kind)
     blank = copy.deepcopy(observed.state_dict()) if kind in THEIRS else None
@@ -141,8 +141,7 @@ def forward_ratio(model: nn.Module, kind: str, batches: list[Tensor], rounds: in
     plain(), calibrated()
     search = seconds(searched)
     runs = [(seconds(plain), seconds(calibrated)) for _ in range(rounds)]
-    inside = search if blank is None else 0.0
-    ratio = (statistics.median(b for _, b in runs) - inside) / statistics.median(a for a, _ in runs)
+    ratio = statistics.median(b for _, b in runs) / statistics.median(a for a, _ in runs)
     return ratio, search, float(len(sites))
 
 
