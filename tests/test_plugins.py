@@ -84,7 +84,8 @@ def test_b26_r01_a_plugin_passes_the_kit_where_there_are_no_test_files(plugged, 
     assert code == 0, out
     assert "::tiny_npu-int8-add_relu-aten.add.Tensor-1-static-delegated" in out
     assert out.count("PASSED") == 4 * (len(CHECKS) - 1)
-    assert out.count("the backend names no kernels to emulate") == 4
+    assert "the backend names no kernels to emulate" in out
+    assert "4 skipped" in out
 
 
 def test_the_kit_says_which_backend_it_cannot_test(plugged, tmp_path):
