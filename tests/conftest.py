@@ -1,5 +1,7 @@
 """What every test starts from: the same random numbers, and threads that leave the machine to others."""
 
+import os
+
 import pytest
 import torch
 
@@ -10,5 +12,6 @@ def _same_random_numbers():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _two_threads():
-    torch.set_num_threads(2)
+def _threads():
+    # Where tests run side by side (`pytest -n 2`), each process has one core.
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)

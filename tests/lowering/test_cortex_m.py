@@ -38,11 +38,7 @@ CASES = {
     "conv_same": (nn.Conv2d(4, 6, 3, padding="same"), (MAP,), "quantized_conv2d"),
     "depthwise": (nn.Conv2d(4, 8, 3, groups=4, bias=False), (MAP,), "quantized_depthwise_conv2d"),
     "linear": (nn.Sequential(nn.Linear(10, 6), nn.ReLU()), (ROWS,), "quantized_linear"),
-    "add": (
-        Function(lambda m, a: torch.relu(m.c(a) + m.d(a)), c=nn.Conv2d(4, 4, 1), d=nn.Conv2d(4, 4, 1)),
-        (MAP,),
-        "quantized_add",
-    ),
+    "add": (Function(lambda m, a, b: torch.relu(a + b)), (MAP, 3 * MAP.flip(2)), "quantized_add"),
     "mul": (Function(lambda m, a: m.c(a) * m.d(a), c=nn.Linear(10, 4), d=nn.Linear(10, 4)), (ROWS,), "quantized_mul"),
     "bmm": (Function(lambda m, a, b: torch.bmm(a, b)), BATCHED, "quantized_batch_matmul"),
     "max_pool": (nn.MaxPool2d(2), (torch.randn(1, 2, 32, 32),), "quantized_max_pool2d"),
