@@ -125,8 +125,9 @@ class _Conversion:
         self._storage = Storage(model)
         self._calls = {n: found for n in model.graph.nodes if (found := observer_of(n)) is not None}
         self._values = self._observe_constants()
-        find_ranges(o for o in dict.fromkeys(self._calls.values()) if isinstance(o, DataObserver))
-        self._qparams: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        observers = list(dict.fromkeys(self._calls.values()))
+        find_ranges(o for o in observers if isinstance(o, DataObserver))
+        self._qparams = calculate_qparams_together(observers)
         self._quantizations: dict[nn.Module, Quantization] = {}
         self._integers: dict[Any, Tensor] = {}
         # What consumers read instead of an observer's call.
@@ -135,7 +136,6 @@ class _Conversion:
     def run(self) -> None:
         """Replaces every call of an observer."""
         self._require_data()
-        self._qparams = calculate_qparams_together(dict.fromkeys(self._calls.values()))
         self._skip_repeated()
         for call, observer in list(self._calls.items()):
             with self._graph.inserting_before(call):
