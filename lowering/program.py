@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantplug.core.errors import ArtefactError
+
 
 @dataclass(frozen=True)
 class LoweredOp:
@@ -24,6 +26,18 @@ class LoweredOp:
     module_path: str
     placement: str
     reason: str = ""
+
+
+def require_folder(path: str | Path) -> Path:
+    """Returns the path of a file to write.
+
+    Raises:
+        ArtefactError: its folder does not exist.
+    """
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ArtefactError(f"Cannot write '{path}': folder '{path.parent}' does not exist; create it first.")
+    return path
 
 
 class Program(ABC):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import ArtefactError, LoweringError
-from quantplug.lowering.program import LoweredOp, Program
+from quantplug.lowering.program import LoweredOp, Program, require_folder
 
 _GRAPH, _WEIGHTS, _STRUCTURE = "model.xml", "model.bin", "structure.json"
 _INTEGER = {"u8", "i8"}
@@ -83,9 +83,7 @@ class OpenVINOProgram(Program):
         Raises:
             ArtefactError: the folder does not exist.
         """
-        path = Path(path)
-        if not path.parent.is_dir():
-            raise ArtefactError(f"Cannot write '{path}': folder '{path.parent}' does not exist; create it first.")
+        path = require_folder(path)
         path.write_bytes(self._archive())
         return path
 

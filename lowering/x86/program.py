@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from quantplug.core.errors import ArtefactError
-from quantplug.lowering.program import LoweredOp, Program
+from quantplug.lowering.program import LoweredOp, Program, require_folder
 from quantplug.lowering.x86.compiled import compiled, package
 from quantplug.lowering.x86.packing import pack, register_fakes
 from quantplug.lowering.x86.processor import range_objection
@@ -92,9 +92,7 @@ class X86Program(Program):
         Raises:
             ArtefactError: the folder does not exist.
         """
-        path = Path(path)
-        if not path.parent.is_dir():
-            raise ArtefactError(f"Cannot write '{path}': folder '{path.parent}' does not exist; create it first.")
+        path = require_folder(path)
         described = json.dumps({"ops": [dataclasses.asdict(operator) for operator in self.ops], "qmax": self.qmax})
         torch.export.save(self.exported(), path, extra_files={OPS_FILE: described})
         return path
