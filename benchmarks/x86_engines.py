@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from x86_models import Bert, Case, torchvision_models
+from vision import torchvision_models
+from x86_models import Bert, Case
 
 import quantplug
 from quantplug.lowering.openvino import OpenVINOProgram

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+from vision import torchvision_models
 
 CALIBRATION_BATCHES = 4
 
@@ -75,18 +75,6 @@ OWN: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ...]
     "bert": (Bert, tokens),
 }
 TRANSFORMERS = ("bert", "encoder", "vit")
-
-
-def torchvision_models() -> ModuleType:
-    """Imports torchvision's models, also where its compiled operators do not fit the torch that is installed."""
-    try:
-        import torchvision
-    except RuntimeError:
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
-        import torchvision
-    found: ModuleType = torchvision.models
-    return found
 
 
 def images(batch: int) -> tuple[Tensor, ...]:

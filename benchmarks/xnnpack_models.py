@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vision import torchvision_models
 
 Inputs = tuple[Tensor, ...]
 Sample = Callable[[int], Inputs]
@@ -91,18 +92,6 @@ class FirstOutput(nn.Module):
     def forward(self, x: Tensor) -> Any:
         """Returns the scores of each pixel."""
         return self.model(x)["out"]
-
-
-def torchvision_models() -> Any:
-    """Returns `torchvision.models`; where torchvision's compiled operators do not fit this torch, without them."""
-    try:
-        import torchvision
-    except RuntimeError:  # its Python files describe operators that its library did not register
-        schemas = torch.library.Library("torchvision", "FRAGMENT")
-        schemas.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        schemas.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        import torchvision
-    return torchvision.models
 
 
 def make(name: str, size: int, seed: int) -> tuple[nn.Module, Sample]:
