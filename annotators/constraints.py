@@ -128,5 +128,16 @@ def hardtanh_from_zero(match: Match, config: QuantizationConfig | None) -> str |
     return None if low == 0 else f"its hardtanh begins at {low:g}, the kernel's begins at 0"
 
 
+def whole_map(match: Match, config: QuantizationConfig | None) -> str | None:
+    """Holds for averages over height and width of four dimensions that keep both, for kernels of global pooling."""
+    given, dimensions = operands(match["op"]), len(_shape(match["x"]))
+    if "output_size" in given:
+        holds = dimensions == 4 and list(given["output_size"]) == [1, 1]
+    else:
+        dims = sorted(dim % 4 for dim in given.get("dim") or ())
+        holds = dimensions == 4 and dims == [2, 3] and given["keepdim"] and given.get("dtype") is None
+    return None if holds else "it is no average over height and width that keeps both dimensions"
+
+
 # Those that look at the config alone: they tell under which configs a rule can apply at all.
 OF_CONFIG = (static_only, not_dynamic, unsigned_if_dynamic, quantizes_weight, quantizes_input)

@@ -10,7 +10,7 @@ from typing import Any
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.annotators.activation import clamps, known_range, own_range
-from quantplug.annotators.constraints import quantizes_input, static_only
+from quantplug.annotators.constraints import quantizes_input, static_only, whole_map
 from quantplug.annotators.convolution import CLAMPS, convolution, transposed_convolution
 from quantplug.annotators.elementwise import binary
 from quantplug.annotators.groupwise import FOUR_BITS, group_weight_spec, whole_bytes, whole_groups
@@ -46,7 +46,7 @@ INTEGER_STATES = (
     # The max-pool kernel compares integers in one scale; the mean kernel rescales.
     pooling("max_pool2d").within(Level.EXACT),
     resize().within(Level.APPROXIMATE),
-    pooling("adaptive_avg_pool2d", "mean", own_output=True),
+    pooling("adaptive_avg_pool2d", "mean", own_output=True).where(whole_map),
     known_range("sigmoid"),
     known_range("tanh"),
     own_range("hardswish", "gelu", "leaky_relu", "elu", "abs", "neg"),

@@ -28,6 +28,7 @@ from quantplug.lowering.xnnpack.rewrites.dimensions import (
     global_pooling_is_2d,
     pooling_1d_is_2d,
     pooling_3d_is_2d,
+    scalars_have_dimensions,
 )
 from quantplug.lowering.xnnpack.rewrites.folding import (
     all_constant_expressions_are_folded,
@@ -37,6 +38,7 @@ from quantplug.lowering.xnnpack.rewrites.movement import select_is_slice, split_
 from quantplug.lowering.xnnpack.rewrites.pooling import (
     average_pooling_is_depthwise,
     global_pooling_is_mean,
+    indexed_pooling_is_plain,
     spatial_mean_keeps_dims,
 )
 from quantplug.lowering.xnnpack.rewrites.products import products_are_linear
@@ -56,6 +58,7 @@ ALL: tuple[Rewrite, ...] = (
     products_are_linear,
     *_RUNNABLE,
     pooling_1d_is_2d,
+    indexed_pooling_is_plain,
     global_pooling_is_2d,
     recurrence_is_unrolled,
     cells_are_layers,
@@ -71,6 +74,7 @@ ALL: tuple[Rewrite, ...] = (
     hardsigmoid_is_clamp,
     clamp_is_activation,
     numbers_are_constants,
+    scalars_have_dimensions,
 )
 
 

@@ -1,4 +1,4 @@
-"""Convolutions and poolings over one or three dimensions as those over two, which have kernels."""
+"""Convolutions and poolings over one or three dimensions as those over two, which have kernels; scalars as tensors."""
 
 from typing import Any
 
@@ -131,3 +131,21 @@ def pooling_1d_is_2d(model: fx.GraphModule) -> fx.GraphModule:
 
 def _single(value: Any) -> list[int]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def scalars_have_dimensions(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes x - x.mean() as x - x.mean().reshape([1] * x.dim()).
+
+    ExecuTorch's layout pass fails on an input of a delegate that has no sizes.
+    """
+    for node, values in matching(model, "add", "sub", "mul", "div", "maximum", "minimum"):
+        found, write = tensor_value(node), Writer(model, node)
+        for operand in (values["self"], values["other"]):
+            value = tensor_value(operand) if _is_computed(operand) else None
+            if found is not None and value is not None and value.dim() == 0 < found.dim():
+                node.replace_input_with(operand, write.call(_ATEN.reshape.default, operand, [1] * found.dim()))
+    return done(model)
+
+
+def _is_computed(operand: Any) -> bool:
+    return isinstance(operand, fx.Node) and operand.op == "call_function"

@@ -1,6 +1,7 @@
 """Means and poolings as the global average pooling and the convolutions that have integer kernels."""
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -46,6 +47,23 @@ def _pools_whole_image(node: fx.Node, values: dict[str, Any], source: Tensor) ->
         return all(size == 1 for size in values["output_size"])
     kernel, padding = pair(values["kernel_size"]), pair(values["padding"])
     return kernel == list(source.shape[2:]) and padding == [0, 0] and values.get("divisor_override") is None
+
+
+def indexed_pooling_is_plain(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes max_pool2d_with_indices as max_pool2d where only the maxima are used, as decompositions leave it."""
+    model.graph.eliminate_dead_code()  # export writes down both results
+    for node, values in matching(model, "max_pool2d_with_indices"):
+        users = list(node.users)
+        if any(user.target is not operator.getitem or user.args[1] != 0 for user in users):
+            continue
+        write = Writer(model, users[0])
+        names = ("self", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
+        pooled = write.call(_ATEN.max_pool2d.default, *(values[name] for name in names))
+        for user in users:
+            user.replace_all_uses_with(pooled)
+            model.graph.erase_node(user)
+        model.graph.erase_node(node)
+    return done(model)
 
 
 def average_pooling_is_depthwise(model: fx.GraphModule) -> fx.GraphModule:
