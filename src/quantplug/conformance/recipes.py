@@ -114,7 +114,7 @@ def _convolution(dims: int, transposed: bool = False) -> Recipe:
 
 
 def _linear(sample: Sample, known: Known) -> Operands:
-    middle = () if sample.number == 0 else (sample.size,)
+    middle = (sample.size,) if sample.number == 1 else ()
     shape = _shape(known, "input", (sample.batch, *middle, 4 * sample.channels))
     made = sample.channels + 4
     return {"input": Shape(shape), "weight": Constant((made, shape[-1])), "bias": Constant((made,))}

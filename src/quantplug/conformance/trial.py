@@ -106,8 +106,7 @@ class Panel:
 
     def __init__(self, trials: Sequence[Trial]) -> None:
         self.trials = tuple(trials)
-        self._taken: dict[tuple[Trial, bool], bool] = {}
-        self._rewritten: dict[Trial, bool] = {}
+        self._fates: dict[tuple[Trial, bool], str] = {}
 
     def __len__(self) -> int:
         return len(self.trials)
@@ -133,31 +132,38 @@ class Panel:
         return Flow(claim.backend, config, self._side, is_qat=True)
 
     def flow(self, trial: Trial) -> Flow:
-        """Returns the flow in which a trial's rule applies."""
-        qat = self.qat
-        return qat if qat is not None and self.is_qat(trial) else self.ptq
+        """Returns the flow in which a trial's rule applies, with the trials of the panel of which that is true as well.
+
+        The others stay out of it: lowering costs by the operator, and each form is lowered once.
+        """
+        is_qat = self.is_qat(trial)
+        panel = self._by_training[is_qat]
+        return panel.qat if is_qat and panel.qat is not None else panel.ptq
+
+    @cached_property
+    def _by_training(self) -> "dict[bool, Panel]":
+        parts = {is_qat: [t for t in self.trials if self.is_qat(t) is is_qat] for is_qat in (False, True)}
+        return {is_qat: self if len(part) == len(self) else Panel(part) for is_qat, part in parts.items()}
 
     def is_qat(self, trial: Trial) -> bool:
-        """Tells whether a trial's rule is for training: it takes nothing without, and something with it."""
+        """Tells whether a trial's rule is for training: nothing comes of it without, and something with it."""
         kin = [other for other in self.trials if other.claim is trial.claim]
-        takes = (any(self.takes(other, is_qat=is_qat) for other in kin) for is_qat in (False, True))
-        return not next(takes) and next(takes)
+        claimed = (any(self._fate(other, is_qat) for other in kin) for is_qat in (False, True))
+        return not next(claimed) and next(claimed)
 
     def takes(self, trial: Trial, *, is_qat: bool | None = None) -> bool:
         """Tells whether the rule takes its form, in training, after it, or by default where the rule applies."""
-        is_qat = self.is_qat(trial) if is_qat is None else is_qat
-        key = (trial, is_qat)
-        if key not in self._taken:
-            flow = self.qat if is_qat else self.ptq
-            decided = flow.decided(trial.placed) if flow else None
-            self._taken[key] = decided is not None and decided.rule == trial.claim.label
-        return self._taken[key]
+        return self._fate(trial, self.is_qat(trial) if is_qat is None else is_qat) == "taken"
 
     def rewrites(self, trial: Trial) -> bool:
         """Tells whether the backend's transforms replace a form by operators of other rows."""
-        if trial not in self._rewritten:
-            self._rewritten[trial] = self.flow(trial).is_rewritten(trial.placed)
-        return self._rewritten[trial]
+        return self._fate(trial, self.is_qat(trial)) == "rewritten"
+
+    def _fate(self, trial: Trial, is_qat: bool) -> str:
+        if (trial, is_qat) not in self._fates:
+            flow = self.qat if is_qat else self.ptq
+            self._fates[trial, is_qat] = _fate(flow, trial) if flow else ""
+        return self._fates[trial, is_qat]
 
     def half_with(self, trial: Trial) -> "Panel":
         """Returns the half of the panel that a trial is in, to find out which one something is about."""
@@ -170,8 +176,16 @@ class Panel:
 
     def release(self) -> None:
         """Forgets the stages, not what was taken: a hundred exported models at once would slow everything down."""
-        for made in ("ptq", "qat", "_side", "_halves"):
+        for made in ("ptq", "qat", "_side", "_halves", "_by_training"):
             self.__dict__.pop(made, None)
+
+
+def _fate(flow: Flow, trial: Trial) -> str:
+    """Returns "taken" by the trial's rule, "rewritten" to operators that others take, or nothing."""
+    decided = flow.decided(trial.placed)
+    if decided is not None and decided.rule == trial.claim.label:
+        return "taken"
+    return "rewritten" if flow.is_rewritten(trial.placed) else ""
 
 
 def trials(backend: Backend, *labels: str) -> list[Trial]:
