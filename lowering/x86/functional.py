@@ -16,7 +16,7 @@ def make_functional(graph: fx.Graph) -> None:
     order = {node: position for position, node in enumerate(graph.nodes)}
     for node in list(compute_nodes(graph)):
         target = _functional_form(node)
-        if target is None or not _owns_memory(node.args[0], node):
+        if target is None or not _owns_memory(node, order):
             continue
         mutated = node.args[0]
         assert isinstance(mutated, fx.Node)
@@ -48,16 +48,22 @@ def _arguments(schema: torch._C.FunctionSchema) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.type)) for argument in schema.arguments]
 
 
-def _owns_memory(memory: object, mutator: fx.Node) -> bool:
-    """Tells whether no other name reads the memory that is written: going up views, each used once."""
-    if not isinstance(memory, fx.Node) or memory.op != "call_function":
-        return False
-    others = [user for user in memory.users if user is not mutator]
-    if any(is_view(user) for user in others):
-        return False
-    if not is_view(memory):
-        return True
-    return not others and _owns_memory(memory.args[0], memory)
+def _owns_memory(mutator: fx.Node, order: dict[fx.Node, int]) -> bool:
+    """Tells whether no other name reads the memory that is written: going up views, each used once.
+
+    What a view was taken of may be read before it is written: afterwards the reader would miss the change.
+    """
+    memory, reader = mutator.args[0], mutator
+    while isinstance(memory, fx.Node) and memory.op == "call_function":
+        others = [user for user in memory.users if user is not reader]
+        if any(is_view(user) for user in others):
+            return False
+        if not is_view(memory):
+            return reader is mutator or all(order[user] < order[mutator] for user in others)
+        if others:
+            return False
+        memory, reader = memory.args[0], memory
+    return False
 
 
 def is_view(node: fx.Node) -> bool:

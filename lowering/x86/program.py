@@ -8,12 +8,14 @@ packed layout depends on the processor.
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import ArtefactError
 from quantplug.lowering.program import LoweredOp, Program, require_folder
@@ -52,9 +54,16 @@ class X86Program(Program):
         self._run = straight(self.module)
 
     def __call__(self, *inputs: Any) -> Any:
-        """Runs the program without autograd; takes and returns what the exported model does."""
+        """Runs the program without autograd; takes and returns what the exported model does.
+
+        Raises:
+            ArtefactError: an input is empty and an output is not.
+        """
+        flat = self.module.graph.process_inputs(*inputs)
+        if any(isinstance(leaf, Tensor) and leaf.numel() == 0 for leaf in flat):
+            return self.module.graph.process_outputs(_of_nothing(self.portable, flat))
         with torch.inference_mode():
-            return self.module.graph.process_outputs(self._run(*self.module.graph.process_inputs(*inputs)))
+            return self.module.graph.process_outputs(self._run(*flat))
 
     def compile(self) -> Callable[..., Any]:
         """Returns the program under `torch.compile`, with the same kernels and fused loops between them.
@@ -132,6 +141,19 @@ class X86Program(Program):
         """Size of the saved program in bytes; writes it to a temporary file to measure."""
         with tempfile.TemporaryDirectory() as folder:
             return self.save(Path(folder) / "program.pt2").stat().st_size
+
+
+def _of_nothing(module: fx.GraphModule, inputs: Iterable[Any]) -> Any:
+    """Returns the empty outputs of a graph on an empty batch, which the kernels give other shapes or fail at."""
+    register_fakes()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.no_grad():
+        fakes = [mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf for leaf in inputs]
+        outputs = fx.Interpreter(module).run(*fakes, enable_io_processing=False)
+    shapes = [tuple(leaf.shape) for leaf in outputs if isinstance(leaf, Tensor)]
+    if any(0 not in shape for shape in shapes):
+        raise ArtefactError(f"An input is empty and the outputs have shapes {shapes}; pass at least one sample.")
+    return pytree.tree_map_only(Tensor, lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype), outputs)
 
 
 def _without_guards(module: fx.GraphModule) -> fx.GraphModule:

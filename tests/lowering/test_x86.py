@@ -103,6 +103,30 @@ def test_another_batch_size_runs_where_export_left_it_open(network):
     assert sqnr(model(*inputs), program(*inputs)) > 40
 
 
+def test_an_empty_batch_gives_empty_outputs(network):
+    model, _, program = network
+    nothing = program(torch.randn(0, 3, 32, 32))
+    assert nothing.shape == model(torch.randn(0, 3, 32, 32)).shape
+    assert nothing.dtype == torch.float32
+
+
+def test_an_empty_batch_whose_output_is_not_empty_is_refused():
+    batch = ({0: torch.export.Dim("batch", min=0, max=64)},)
+    inputs = (torch.randn(2, 8),)
+
+    class Total(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.linear(x).sum(0)
+
+    program = lower(converted(Total(), inputs, dynamic_shapes=batch), inputs, dynamic_shapes=batch)
+    with pytest.raises(ArtefactError, match=r"outputs have shapes \[\(4,\)\]"):
+        program(torch.randn(0, 8))
+
+
 def test_running_does_not_change_the_input_nor_later_results(network):
     _, inputs, program = network
     before = inputs[0].clone()

@@ -169,6 +169,35 @@ def test_a_residual_sum_over_other_than_images_stays_float_and_runs(dims):
     assert Level.APPROXIMATE.objection(program(x), reference(x), decibels=40) is None
 
 
+class Overwritten(nn.Module):
+    """Writes through a view of a tensor that is read afterwards."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.write = write
+
+    def forward(self, x):
+        y = self.first(x).relu_()
+        self.write(y)
+        return self.second(y) + y
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda y: y[:, :4].mul_(0.5),
+        lambda y: y[:, 2:].clamp_(0.1, 0.3),
+        lambda y: y[..., 0].fill_(1.0),
+        lambda y: y.permute(0, 1, 3, 2)[:, 1].add_(1.0),
+    ],
+)
+def test_what_is_written_through_a_view_is_read_through_its_base(write):
+    x = torch.randn(2, 3, 12, 12)
+    reference, program = quantized(Overwritten(write), x)
+    assert Level.APPROXIMATE.objection(program(x), reference(x), decibels=60) is None
+
+
 def test_a_summand_in_transposed_memory_is_added_rightly():
     """torch's MultiheadAttention hands on transposed memory; the kernel read it as if it were contiguous."""
 
