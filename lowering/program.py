@@ -16,8 +16,9 @@ class LoweredOp:
         node: name of the operator's node in the q/dq graph (or of the kernel call it became).
         target: the operator as text, e.g. "aten.conv2d.default".
         module_path: dotted path of the module it was traced in, "" for the root.
-        placement: "int8" (an integer kernel), "float" (a float kernel of the backend) or
-            "portable" (outside the backend, on the runtime's own kernels).
+        placement: "int8" (an integer kernel), "float" (a float kernel of the backend),
+            "portable" (outside the backend, on the runtime's own kernels) or "delegate" (in another
+            delegate of the same program).
         reason: why it is not an integer kernel; empty when it is.
     """
 

@@ -5,6 +5,8 @@ allow about twenty elementwise operators in float only, although the runtime in 
 kernels for them; the subclasses here say so. Nodes that legalization marked stay float or portable.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -40,6 +42,33 @@ def partitioner(graph: fx.Graph, legal: Legalized) -> Any:
     stock = [*ALL_PARTITIONER_CONFIGS]
     stock += [EluConfig] if EluConfig not in stock else []  # its kernel is in the runtime, the list omits it
     return XnnpackPartitioner(configs=[_guarded(config, graph, legal) for config in stock])
+
+
+def keeping_whole(partitioners: Sequence[Any]) -> list[Any]:
+    """Returns partitioners each of which keeps whole what any of them wants whole.
+
+    ExecuTorch decomposes the graph once for each, and there all that the others want: a second one would take
+    linear layers and poolings away from XNNPACK.
+    """
+    from executorch.exir.backend.partitioner import Partitioner, PartitionResult
+
+    class KeepingWhole(Partitioner):  # type: ignore[misc]
+        def __init__(self, own: Any) -> None:
+            super().__init__()
+            self.own = own
+
+        def ops_to_not_decompose(self, program: Any) -> tuple[list[Any], Callable[[fx.Node], bool]]:
+            wanted = [one.ops_to_not_decompose(program) for one in partitioners]
+            return [target for targets, _ in wanted for target in targets], partial(_is_wanted, wanted)
+
+        def partition(self, program: Any) -> PartitionResult:
+            return self.own.partition(program)
+
+    return [KeepingWhole(one) for one in partitioners] if len(partitioners) > 1 else list(partitioners)
+
+
+def _is_wanted(wanted: Sequence[tuple[Sequence[Any], Callable[[fx.Node], bool] | None]], node: fx.Node) -> bool:
+    return any(node.target in targets and (holds is None or holds(node)) for targets, holds in wanted)
 
 
 def _guarded(stock: Any, graph: fx.Graph, legal: Legalized) -> type:

@@ -24,8 +24,8 @@ from quantplug.lowering.xnnpack.comparison import agreement
 from quantplug.lowering.xnnpack.conversions import is_conversion, is_dequantize, operator_name
 from quantplug.lowering.xnnpack.half import compute_in_float32
 from quantplug.lowering.xnnpack.legalize import Legalized, legalize, runs_alone
-from quantplug.lowering.xnnpack.partition import partitioner
-from quantplug.lowering.xnnpack.placement import place
+from quantplug.lowering.xnnpack.partition import keeping_whole, partitioner
+from quantplug.lowering.xnnpack.placement import place, taken_by_others
 from quantplug.lowering.xnnpack.program import Signature, XNNPACKProgram
 from quantplug.lowering.xnnpack.records import recorded_kernel_calls
 from quantplug.lowering.xnnpack.runtime import Method, check_threads, quiet
@@ -234,7 +234,7 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
             edge = to_edge_transform_and_lower(
                 exported,
                 transform_passes=get_transform_passes(),  # drops the no-op expands around every matmul
-                partitioner=[partitioner(graph, legal), *task.partitioners],
+                partitioner=keeping_whole([partitioner(graph, legal), *task.partitioners]),
                 compile_config=get_xnnpack_edge_compile_config(),  # the runtime has the last word, not the verifier
             )
             buffer = edge.to_executorch().buffer
@@ -243,15 +243,18 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
                 f"The q/dq graph cannot be lowered to XNNPACK: {first_line(error)}; keep the operator it names float."
             ) from error
     ops, counts = place(task.working, edge.exported_program(), calls, legal.floats)
-    ops = [_kept_outside(op, legal.portable) for op in ops]
+    others = taken_by_others(edge.exported_program(), graph)
+    ops = [_outside(op, legal.portable, others) for op in ops]
     return XNNPACKProgram(Method(buffer, task.threads), ops, counts, _signature(exported))
 
 
-def _kept_outside(placed: LoweredOp, portable: Mapping[str, str]) -> LoweredOp:
+def _outside(placed: LoweredOp, portable: Mapping[str, str], others: Mapping[str, str]) -> LoweredOp:
     """A view costs nothing wherever it runs, so that its placement has to be known from what was asked for."""
-    if placed.node not in portable:
-        return placed
-    return replace(placed, placement="portable", reason=portable[placed.node])
+    if placed.node in others:
+        return replace(placed, placement="delegate", reason=f"{others[placed.node]} runs it")
+    if placed.node in portable:
+        return replace(placed, placement="portable", reason=portable[placed.node])
+    return placed
 
 
 def _signature(exported: torch.export.ExportedProgram) -> Signature:

@@ -5,7 +5,8 @@ compute operator, and the numbers of kernel calls.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -41,17 +42,38 @@ def place(
 ) -> tuple[list[LoweredOp], KernelCounts]:
     """Returns where each compute operator runs, and how many kernel calls of each kind there are."""
     outside = [n for n in edge.graph.nodes if _is_portable(n)]
-    delegates = sum("executorch_call_delegate" in str(n.target) for n in edge.graph.nodes)
     compute = [c for c in calls if not c.is_convert and not c.is_movement]
     counts = KernelCounts(
         int8=sum(c.is_integer for c in compute),
         f32=sum(not c.is_integer for c in compute),
         converts=sum(c.is_convert for c in calls),
         moves=sum(c.is_movement for c in calls),
-        delegates=delegates,
+        delegates=sum(_is_xnnpack(lowered) for lowered in _delegates(edge)),
         portable=len(outside),
     )
     return _placements(working, outside, calls, floats), counts
+
+
+def taken_by_others(edge: torch.export.ExportedProgram, graph: fx.Graph) -> dict[str, str]:
+    """Returns the name of the delegate for each operator of an earlier graph that one other than XNNPACK runs."""
+    others = (lowered for lowered in _delegates(edge) if not _is_xnnpack(lowered))
+    return {
+        name: lowered.backend_id
+        for lowered in others
+        for node in lowered.original_module.graph.nodes
+        for name in origins(node, graph)
+    }
+
+
+def _delegates(edge: torch.export.ExportedProgram) -> Iterator[Any]:
+    """Yields the lowered module of every call into a delegate."""
+    for node in edge.graph.nodes:
+        if "executorch_call_delegate" in str(node.target):
+            yield getattr(edge.graph_module, str(node.args[0].target))
+
+
+def _is_xnnpack(lowered: Any) -> bool:
+    return str(lowered.backend_id) == "XnnpackBackend"
 
 
 def _is_portable(node: fx.Node) -> bool:

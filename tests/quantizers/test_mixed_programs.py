@@ -1,5 +1,8 @@
 """Everybody's quantizers side by side, and one program for several backends."""
 
+from pathlib import Path
+
+import openvino
 import pytest
 import torch
 from compositions import (
@@ -17,8 +20,14 @@ from compositions import (
     owners,
     torchaos_x86,
 )
-from executorch.exir.backend.partitioner import Partitioner, PartitionResult
+from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
+from executorch.exir.backend.utils import tag_constant_data
 from executorch.runtime import Runtime
+from openvino.frontend.pytorch.torchdynamo.compile import openvino_compile
+from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+from torch.fx.passes.operator_support import OperatorSupportBase
 from torchao.quantization.pt2e.quantizer import embedding_quantizer as torchao_embedding
 
 import quantplug
@@ -135,6 +144,56 @@ def test_the_head_is_offered_to_other_delegates():
     assert any("addmm" in name for name in other.operators)
     assert any("call_delegate" in name for name in other.operators)
     assert not any("convolution" in name for name in other.operators)
+
+
+class OpenvinoBackend(BackendDetails):
+    """What ExecuTorch's own class of this name does; its package does not import without NNCF."""
+
+    @classmethod
+    def preprocess(cls, program, specs):
+        values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
+        inputs = [values[name] for name in program.graph_signature.user_inputs]
+        compiled = openvino_compile(program.module(), *inputs, options={"device": "CPU"})
+        return PreprocessResult(processed_bytes=compiled.export_model().getvalue())
+
+
+class LinearLayers(OperatorSupportBase):
+    def is_node_supported(self, submodules, node):
+        return any(name in str(node.target) for name in ("linear", "addmm", "permute_copy", "view_copy", "relu"))
+
+
+class OpenVINOPartitioner(Partitioner):
+    def partition(self, program):
+        delegate = DelegationSpec("OpenvinoBackend", [CompileSpec("device", b"CPU")])
+        tags = {}
+        for found in CapabilityBasedPartitioner(program.graph_module, LinearLayers()).propose_partitions():
+            tags[f"openvino {found.id}"] = delegate
+            for node in found.nodes:
+                node.meta["delegation_tag"] = f"openvino {found.id}"
+        tag_constant_data(program)
+        return PartitionResult(tagged_exported_program=program, partition_tags=tags)
+
+    def ops_to_not_decompose(self, program):
+        return [], None
+
+
+def test_a_backbone_on_xnnpack_and_a_head_on_openvino_in_one_program(tmp_path, monkeypatch):
+    library = next((Path(openvino.__file__).parent / "libs").glob("libopenvino_c.so*"))
+    monkeypatch.setenv("OPENVINO_LIB_PATH", str(library))
+    model = Images().eval()
+    reference = converted(model, get_quantizer("xnnpack").set_global("int8").set_module_name("head", None), X)
+    program = get_quantizer("xnnpack").backend.lower(
+        reference, (X,), accepts=lambda node: node in BACKBONE, partitioners=[OpenVINOPartitioner()]
+    )
+    placed = {op.node: (op.placement, op.reason) for op in program.ops}
+    assert {placed[name] for name in ("conv2d", "relu", "conv2d_1", "max_pool2d")} == {("int8", "")}
+    head = ("flatten", "linear", "relu_1", "linear_1")
+    assert {placed[name] for name in head} == {("delegate", "OpenvinoBackend runs it")}
+    assert (program.counts.delegates, program.counts.f32, program.counts.portable) == (1, 0, 0)
+    buffer = program.save(tmp_path / "mixed.pte").read_bytes()
+    assert [buffer.count(name) for name in (b"XnnpackBackend", b"OpenvinoBackend")] == [1, 1]
+    loaded = Runtime.get().load_program(buffer)
+    assert sqnr(loaded.load_method("forward").execute([X])[0], reference(X)) > 40
 
 
 def test_a_program_for_x86_runs_what_both_annotated():
