@@ -202,7 +202,7 @@ def _observer_class(constructor: Any) -> Any:
 
 
 def unchanged(value: Tensor) -> Tensor:
-    """Stands in for the forward of an observer of constants: they are observed once, at convert."""
+    """Stands in for an observer of constants, which are observed once at convert, or of what another one sees."""
     return value
 
 

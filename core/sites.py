@@ -1,5 +1,6 @@
 """Where observers stand in a prepared graph: modules and nodes -> names, repeated calls, channel axes."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +15,7 @@ from quantplug.core.observation import is_observer
 from quantplug.core.observers import DataObserver
 
 _CHANNELS_FIRST = ("conv", "batch_norm", "instance_norm", "group_norm")
-_CHANNELS_LAST = ("linear", "addmm", "aten::mm", "matmul", "layer_norm", "rms_norm", "embedding")
+_CHANNELS_LAST = ("linear", "addmm", "aten.mm.", "matmul", "layer_norm", "rms_norm", "embedding")
 # A channel axis is looked for through operators that keep it; longer chains of them do not occur.
 _WALK = 16
 
@@ -28,12 +29,14 @@ class Site:
         observer: the module.
         calls: the nodes that call it.
         of_constants: only values that are the same at every call reach it.
+        slots: the modules, each with the attribute, where the graphs' code finds it.
     """
 
     name: str
     observer: nn.Module
     calls: tuple[fx.Node, ...]
     of_constants: bool
+    slots: tuple[tuple[nn.Module, str], ...]
 
     @cached_property
     def producers(self) -> tuple[fx.Node, ...]:
@@ -43,7 +46,9 @@ class Site:
     @cached_property
     def place(self) -> str:
         """How errors and reports say where it stands."""
-        return " and ".join(_said(node) for node in dict.fromkeys(self.producers)) or f"module '{self.name}'"
+        said = " and ".join(_said(node) for node in dict.fromkeys(self.producers)) or f"module '{self.name}'"
+        body = self.name.rpartition(".")[0]
+        return f"{said} in '{body}'" if body else said
 
     @property
     def repeats(self) -> tuple[bool, ...]:
@@ -52,19 +57,26 @@ class Site:
 
 
 def observer_sites(prepared: fx.GraphModule) -> list[Site]:
-    """Returns the observers and fake quantizers that the graph calls, in the order of their first calls."""
-    calls: dict[int, list[fx.Node]] = {}
-    found: dict[int, tuple[str, nn.Module]] = {}
-    for node in prepared.graph.nodes:
-        if node.op == "call_module":
-            module = prepared.get_submodule(str(node.target))
-            if is_observer(module):
-                calls.setdefault(id(module), []).append(node)
-                found.setdefault(id(module), (str(node.target), module))
-    constant = constant_nodes(prepared.graph)
+    """Returns the observers and fake quantizers that the graph and the bodies of its control flow call.
+
+    They come in the order of their first calls, those of bodies last.
+    """
+    calls: dict[nn.Module, list[fx.Node]] = {}
+    slots: dict[nn.Module, dict[tuple[nn.Module, str], str]] = {}
+    constant: set[fx.Node] = set()
+    for path, body in list(prepared.named_modules()):
+        if isinstance(body, fx.GraphModule):
+            constant |= constant_nodes(body.graph)
+            for node in body.graph.find_nodes(op="call_module"):
+                owner, _, attribute = str(node.target).rpartition(".")
+                module = body.get_submodule(str(node.target))
+                if is_observer(module):
+                    calls.setdefault(module, []).append(node)
+                    slot = (body.get_submodule(owner), attribute)
+                    slots.setdefault(module, {}).setdefault(slot, f"{path}.{node.target}".lstrip("."))
     return [
-        Site(name, module, tuple(calls[key]), all(call in constant for call in calls[key]))
-        for key, (name, module) in found.items()
+        Site(next(iter(slots[module].values())), module, tuple(nodes), constant.issuperset(nodes), tuple(slots[module]))
+        for module, nodes in calls.items()
     ]
 
 
@@ -89,15 +101,17 @@ def twins(sites: list[Site]) -> dict[DataObserver, DataObserver]:
     They stand behind the same tensors, are of one class and have equal options, so that one of them
     can be run for all.
     """
-    first: dict[Any, DataObserver] = {}
-    found: dict[DataObserver, DataObserver] = {}
+    together: dict[Any, list[DataObserver]] = defaultdict(list)
     for site in sites:
-        observer = site.observer
-        if isinstance(observer, DataObserver):
-            key = (tuple(dict.fromkeys(site.producers)), observer.search_key(), observer.update_key(), observer.ch_axis)
-            if key in first:
-                found[observer] = first[key]
-            first.setdefault(key, observer)
+        if isinstance(site.observer, DataObserver):
+            together[frozenset(site.producers)].append(site.observer)
+    found: dict[DataObserver, DataObserver] = {}
+    for group in together.values():
+        first: dict[Any, DataObserver] = {}
+        for observer in group if len(group) > 1 else ():
+            other = first.setdefault((observer.search_key(), observer.update_key(), observer.ch_axis), observer)
+            if other is not observer:
+                found[observer] = other
     return found
 
 
@@ -116,7 +130,7 @@ def channel_axis(node: fx.Node) -> int | None:
     Looked for at the node and, through operators of one tensor that keep its rank, at its producers.
     """
     for _ in range(_WALK):
-        name = str(getattr(node.target, "_schema", node.target)).split("(")[0].lower()
+        name = str(node.target).lower()
         if any(kind in name for kind in _CHANNELS_FIRST):
             return 1
         if any(kind in name for kind in _CHANNELS_LAST):

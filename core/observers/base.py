@@ -11,7 +11,7 @@ at all: the observer remembers the parameter and reads it when its range is aske
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +31,6 @@ NonFinite = Literal["raise", "report"]
 _PER_TENSOR = (torch.per_tensor_affine, torch.per_tensor_symmetric)
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_symmetric, torch.per_channel_affine_float_qparams)
 _SYMMETRIC = (torch.per_tensor_symmetric, torch.per_channel_symmetric)
-
-
-class Recorder(Protocol):
-    """Who takes an observer's tensors over during a calibration run."""
-
-    def record(self, observer: "DataObserver", value: Tensor) -> None:
-        """Takes one tensor that reached the observer."""
 
 
 class DataObserver(UniformQuantizationObserverBase):
@@ -95,7 +88,6 @@ class DataObserver(UniformQuantizationObserverBase):
             qscheme == torch.per_channel_affine_float_qparams,
         )  # fmt: skip
         self.site = ""
-        self.recorder: Recorder | None = None
         self.nonfinite_elements = 0
         self._state: State | None = None
         self._constants: tuple[nn.Parameter, ...] = ()
@@ -128,10 +120,7 @@ class DataObserver(UniformQuantizationObserverBase):
         """
         if type(x) is nn.Parameter and self._took_constant(x):
             return x
-        if self.recorder is not None:
-            self.recorder.record(self, x)
-        else:
-            self.observe([x])
+        self.observe([x])
         return x
 
     def observe(self, tensors: Sequence[Tensor]) -> None:
