@@ -8,7 +8,7 @@ from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.core.graph import operands, tensor_value
-from quantplug.core.pattern import Match
+from quantplug.core.pattern import Match, operator_overloads
 
 
 def static_only(match: Match | None, config: QuantizationConfig) -> str | None:
@@ -137,6 +137,14 @@ def whole_map(match: Match, config: QuantizationConfig | None) -> str | None:
         dims = sorted(dim % 4 for dim in given.get("dim") or ())
         holds = dimensions == 4 and dims == [2, 3] and given["keepdim"] and given.get("dtype") is None
     return None if holds else "it is no average over height and width that keeps both dimensions"
+
+
+def repeats_nothing(match: Match, config: QuantizationConfig | None) -> str | None:
+    """Holds unless an expand yields more elements than it reads, for targets without a kernel for that."""
+    node = match["op"]
+    grows = math.prod(_shape(node)) != math.prod(_shape(match["x"]))
+    expands = node.target in operator_overloads("expand")
+    return "it repeats elements along a dimension, for which there is no kernel" if expands and grows else None
 
 
 # Those that look at the config alone: they tell under which configs a rule can apply at all.

@@ -10,7 +10,7 @@ from typing import Any
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.annotators.activation import clamps, known_range, own_range
-from quantplug.annotators.constraints import quantizes_input, static_only, whole_map
+from quantplug.annotators.constraints import quantizes_input, repeats_nothing, static_only, whole_map
 from quantplug.annotators.convolution import CLAMPS, convolution, transposed_convolution
 from quantplug.annotators.elementwise import binary
 from quantplug.annotators.groupwise import FOUR_BITS, group_weight_spec, whole_bytes, whole_groups
@@ -34,6 +34,8 @@ WIDE_RANGES = (
     own_range("exp", "log", "sqrt", "rsqrt", "square", "floor", "ceil", "sin", "cos"),
 )
 
+_COPIES = tuple(name for name in COPIES if name != "repeat")  # there is no kernel that repeats
+
 # All operators without weights. The backend leaves those float that carry the state of a recurrent layer. One that
 # wants them in integers too adds the rows as they are: derive(XNNPACK, "xnnpack_states", add=INTEGER_STATES).
 INTEGER_STATES = (
@@ -51,7 +53,7 @@ INTEGER_STATES = (
     known_range("tanh"),
     own_range("hardswish", "gelu", "leaky_relu", "elu", "abs", "neg"),
     clamps("relu", "relu6", "hardtanh", "clamp"),
-    movement((*VIEWS, *COPIES, "pad", "constant_pad_nd")).within(Level.EXACT),
+    movement((*VIEWS, *_COPIES, "pad", "constant_pad_nd")).where(repeats_nothing).within(Level.EXACT),
 )
 
 

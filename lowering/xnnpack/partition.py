@@ -52,7 +52,7 @@ def keeping_whole(partitioners: Sequence[Any]) -> list[Any]:
     """
     from executorch.exir.backend.partitioner import Partitioner, PartitionResult
 
-    class KeepingWhole(Partitioner):  # type: ignore[misc]
+    class KeepingWhole(Partitioner):
         def __init__(self, own: Any) -> None:
             super().__init__()
             self.own = own

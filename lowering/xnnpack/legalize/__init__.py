@@ -16,10 +16,12 @@ from quantplug.lowering.xnnpack.legalize.activations import clamps_as_fusable_ac
 from quantplug.lowering.xnnpack.legalize.integers import one_dequantize_per_use, quantize_scalars, signed_integers
 from quantplug.lowering.xnnpack.legalize.legalized import Legalized
 from quantplug.lowering.xnnpack.legalize.movement import (
+    aliases_are_clones,
     concatenations_share_qparams,
     moves_keep_qparams,
     pads_stay_quantized,
     spell_out_pooling,
+    spell_out_slopes,
 )
 from quantplug.lowering.xnnpack.legalize.operators import GEMMS, after_activation, calls, replace_operand
 from quantplug.lowering.xnnpack.legalize.products import (
@@ -54,7 +56,9 @@ def legalize(working: fx.GraphModule) -> Legalized:
         one_dequantize_per_use,
         convolutions_by_dimension,
         fold_constant_biases,
+        aliases_are_clones,
         spell_out_pooling,
+        spell_out_slopes,
         clamps_as_fusable_activations,
         narrow_ranges_as_clamps,
         quantize_scalars,

@@ -5,6 +5,7 @@ Before: moves, pools, pads and concatenations whose qparams differ. After: the s
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from quantplug.core.graph import operands
@@ -40,6 +41,19 @@ def spell_out_pooling(working: fx.GraphModule) -> None:
         if "dilation" in values:
             values["dilation"] = _pair(values["dilation"])
         node.args, node.kwargs = tuple(values.values()), {}
+
+
+def aliases_are_clones(working: fx.GraphModule) -> None:
+    """A second name for a tensor has no kernel there, a copy has one; names are kept."""
+    for node in calls(working, ("aten::alias", "aten::detach")):
+        node.target = torch.ops.aten.clone.default
+
+
+def spell_out_slopes(working: fx.GraphModule) -> None:
+    """The serializer reads the factor of elu by position; export leaves it out where it equals the default, an int."""
+    for node in calls(working, ("aten::elu", "aten::elu_")):
+        values = operands(node)
+        node.args, node.kwargs = (values["self"], float(values["alpha"])), {}
 
 
 def _pair(value: Any) -> list[int]:

@@ -58,7 +58,7 @@ def select_is_slice(model: fx.GraphModule) -> fx.GraphModule:
 
 def squeeze_is_view(model: fx.GraphModule) -> fx.GraphModule:
     """Writes squeeze and unsqueeze of static shapes as a view: XNNPACK has them for the last dimension only."""
-    for node, values in matching(model, "squeeze", "unsqueeze"):
+    for node, values in matching(model, "squeeze", "squeeze_", "unsqueeze", "unsqueeze_"):
         result = tensor_value(node)
         if result is None or not result.is_floating_point() or not all(isinstance(s, int) for s in result.shape):
             continue
