@@ -80,23 +80,24 @@ def _judge(trial: Trial, check: str) -> Verdict:
         if before.status != "passed":
             return Verdict("skipped", before.reason if before.status == "skipped" else f"not reached: {needed}")
     panel = trial.panel
-    verdict = _attempt(trial, panel, check)
-    while verdict.status == "failed" and len(panel) > 1:
-        panel = panel.half_with(trial)
-        verdict = _attempt(trial, panel, check)
-    return verdict
+    while True:
+        verdict, is_about_panel = _attempt(trial, panel, check)
+        if verdict.status != "failed" or len(panel) == 1:
+            return verdict
+        panel = panel.half_with(trial) if is_about_panel else panel.alone(trial)
 
 
-def _attempt(trial: Trial, panel: Panel, check: str) -> Verdict:
+def _attempt(trial: Trial, panel: Panel, check: str) -> tuple[Verdict, bool]:
+    """Returns what a check finds, and whether a stage of the whole panel failed instead of the trial in it."""
     try:
         reason = CHECKS[check].objection(trial, panel)
     except NotClaimedError as skipped:
-        return Verdict("skipped", str(skipped))
+        return Verdict("skipped", str(skipped)), False
     except QuantplugError as error:
-        return Verdict("failed", str(error))
+        return Verdict("failed", str(error)), True
     except Exception as error:  # a plugin may fail in any way; that is a finding, not the end of the kit
-        return Verdict("failed", first_line(error))
-    return Verdict("failed", reason) if reason else Verdict()
+        return Verdict("failed", first_line(error)), True
+    return Verdict("failed", reason) if reason else Verdict(), False
 
 
 def _shown(trial: Trial, panel: Panel) -> str | None:

@@ -188,8 +188,10 @@ def _single(sample: Sample, known: Known) -> Operands:
 
 
 def _singles(sample: Sample, known: Known) -> Operands:
-    shape = (sample.batch + 1, 1, sample.size)
-    return {"self": Shape(shape), "size": [sample.batch + 1, sample.channels, sample.size]}
+    """An expand that repeats, and one that repeats nothing, as export writes before every product of matrices."""
+    wanted = [sample.batch + 1, sample.channels, sample.size]
+    shape = (wanted[0], wanted[1] if sample.number == 1 else 1, wanted[2])
+    return {"self": Shape(shape), "size": wanted}
 
 
 def _unflatten(sample: Sample, known: Known) -> Operands:

@@ -107,6 +107,7 @@ class Panel:
     def __init__(self, trials: Sequence[Trial]) -> None:
         self.trials = tuple(trials)
         self._fates: dict[tuple[Trial, bool], str] = {}
+        self._alone: dict[Trial, Panel] = {}
 
     def __len__(self) -> int:
         return len(self.trials)
@@ -166,8 +167,12 @@ class Panel:
         return self._fates[trial, is_qat]
 
     def half_with(self, trial: Trial) -> "Panel":
-        """Returns the half of the panel that a trial is in, to find out which one something is about."""
+        """Returns the half of the panel that a trial is in, to find out which one a failure of all is about."""
         return self._halves[trial not in self._halves[0].trials]
+
+    def alone(self, trial: Trial) -> "Panel":
+        """Returns the panel of a trial without the others."""
+        return self._alone.setdefault(trial, Panel([trial]))
 
     @cached_property
     def _halves(self) -> tuple["Panel", "Panel"]:
@@ -178,6 +183,7 @@ class Panel:
         """Forgets the stages, not what was taken: a hundred exported models at once would slow everything down."""
         for made in ("ptq", "qat", "_side", "_halves", "_by_training"):
             self.__dict__.pop(made, None)
+        self._alone.clear()
 
 
 def _fate(flow: Flow, trial: Trial) -> str:
