@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from quantplug.lowering.qparams import FULL_RANGE, QD
 
+INTEGER_OPERATORS = "means, clamps, embedding, data movement, max_pool2d"
 Parameters = tuple[float, int]
 Function = Callable[["Operands"], Tensor]
 
@@ -233,6 +234,27 @@ _SUMS = tuple(
     )
 )
 
+# torch's own operators on integers, which the emulation runs too
+_INTEGERS = (
+    Case(INTEGER_OPERATORS, lambda o: o.x.mean((2, 3))),
+    Case(INTEGER_OPERATORS, lambda o: o.x.mean(1, keepdim=True)),
+    Case(INTEGER_OPERATORS, lambda o: F.adaptive_avg_pool2d(o.x, 1)),
+    Case(INTEGER_OPERATORS, lambda o: F.relu(o.x)),
+    Case(INTEGER_OPERATORS, lambda o: F.hardtanh(o.x, -0.6, 1.7)),
+    Case(INTEGER_OPERATORS, lambda o: F.embedding(torch.arange(9) % 5, o.weight), (5, 12)),
+    Case(INTEGER_OPERATORS, lambda o: F.max_pool2d(o.x, 3, 2, 1)),
+    Case(INTEGER_OPERATORS, lambda o: torch.cat(o.x.chunk(2, 1)[::-1], 1)),
+    Case(INTEGER_OPERATORS, lambda o: F.pad(o.x.permute(0, 2, 3, 1)[:, 1:4], (1, 2, 0, 1))),
+)
+
+# Averages over windows are convolutions with weights of 1.
+_WINDOWS = (
+    Case("convolution", lambda o: F.avg_pool2d(o.x, 3, 2, 1)),
+    Case("convolution", lambda o: F.avg_pool2d(o.x, 2, divisor_override=3)),
+    Case("convolution", lambda o: F.adaptive_avg_pool2d(o.x, (3, 4))),
+    Case("convolution", lambda o: F.conv3d(o.x.reshape(2, 2, 4, 12, 12), o.weight, o.bias), (6, 2, 3, 3, 3)),
+)
+
 _FUNCTIONS = " then silu, gelu or tanh"
 _APPROXIMATED = (
     *_layers(_FUNCTIONS, F.silu),
@@ -243,6 +265,8 @@ _APPROXIMATED = (
 
 X86_CASES = (
     *_PRODUCTS,
+    *_WINDOWS,
+    *_INTEGERS,
     *_layers("", F.relu6),
     *_layers("", lambda y: F.hardswish(y))[:2],
     *_layers("", lambda y: F.leaky_relu(y, 0.1))[2:],

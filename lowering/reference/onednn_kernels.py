@@ -20,6 +20,7 @@ from quantplug.core.graph import operands
 from quantplug.core.levels import Level
 from quantplug.core.pattern import Match, op
 from quantplug.lowering.qparams import FULL_RANGE
+from quantplug.lowering.reference.cases import INTEGER_OPERATORS
 from quantplug.lowering.reference.emulation import KernelSet, Prepared
 from quantplug.lowering.reference.kernels import float32
 from quantplug.lowering.reference.rows import Row, substitute
@@ -155,6 +156,6 @@ def _lowered(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> Prepare
 
 ONEDNN = KernelSet(
     name="x86",
-    rows=(*_rows("convolution", CONVOLUTIONS), *_rows("linear", LINEARS)),
+    rows=(*_rows("convolution", CONVOLUTIONS), *_rows("linear", LINEARS), Row(INTEGER_OPERATORS, ())),
     prepare=_lowered,
 )

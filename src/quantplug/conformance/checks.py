@@ -242,8 +242,6 @@ def _emulated(trial: Trial, panel: Panel) -> str | None:
     """The kernels agree with their emulation as closely as the kernel set says, also beyond the calibrated range."""
     if trial.claim.backend.kernels is None:
         raise NotClaimedError("the backend names no kernels to emulate")
-    if trial.claim.mode != "static":
-        raise NotClaimedError("only kernels with parameters from calibration are emulated")
     flow = panel.flow(trial)
     placed = {op.node: op for op in flow.emulated.ops}
     found = [placed[node.name] for node in flow.operators(flow.converted, trial.placed) if _is_quantized(node)]
