@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from quantplug.core.report import Report
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Quantize exported PyTorch models for real kernels.")
-console = Console()
 
 BackendOption = Annotated[str, typer.Option("--backend", "-b", help="A name that `quantplug backends` lists.")]
 ModelArgument = Annotated[Path, typer.Argument(metavar="MODEL.pt2", help="What torch.export.save wrote.")]
@@ -34,7 +33,7 @@ def demo(out: Annotated[Path, typer.Option(help="Folder for artefacts, picture a
     """Train a small CNN on handwritten digits, quantize it for both backends, run it and show what happened."""
     from quantplug.demo import run
 
-    run(out, console)
+    run(out, Console())
 
 
 @app.command()
@@ -54,7 +53,7 @@ def backends() -> None:
             told = (modes_of(backend, backend.configs), dtypes_of(backend, backend.configs), backend.configs)
             lists = (", ".join(names) for names in told)
             table.add_row(entry.name, entry.distribution, entry.version, *lists, backend.summary)
-    console.print(table)
+    Console().print(table)
 
 
 @app.command()
@@ -65,7 +64,7 @@ def new_backend(
     """Write a package for a backend of your own, which passes the conformance kit as it is."""
     from quantplug.scaffold import new_backend as write_package
 
-    folder = write_package(name, out)
+    folder, console = write_package(name, out), Console()
     console.print(f"Wrote {folder}; install it with `pip install -e {folder}`,", soft_wrap=True)
     console.print(f"then let `pytest --quantplug-backend {name}` judge it.", soft_wrap=True)
 
@@ -110,6 +109,7 @@ def quantize(
     )
     artefact.save(out)
     _write_report(artefact.report, report, model.name)
+    console = Console()
     console.print(artefact.report.table())
     console.print(artefact.report.summary())
     console.print(f"Wrote {out} ({out.stat().st_size / 1e6:.2f} MB; the exported model has {_megabytes(model)} MB).")
@@ -133,6 +133,7 @@ def explain(
         require_writable(report)
     found = explain_model(prepare_pt2e(load_exported(model).module(), quantizer))
     _write_report(found, report, model.name)
+    console = Console()
     console.print(found.table())
     console.print(found.summary())
 
@@ -145,7 +146,7 @@ def numerics(backend: BackendOption = "xnnpack") -> None:
     """
     from quantplug.lowering.reference.mismatch import mismatches
 
-    found = mismatches(backend)
+    found, console = mismatches(backend), Console()
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("kernel", "declared", "elements", "emulation differs", "q/dq graph differs", "steps"):
         table.add_column(heading)
