@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from torch import Tensor, fx
-from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.annotators.presets import config_for
@@ -154,7 +154,7 @@ class Backend:
         """
         function = self._lowering()
         # A slice of a data set would take the whole data set along into a saved program.
-        own_inputs = map_aggregate(example_inputs, lambda v: v.detach().clone() if isinstance(v, Tensor) else v)
+        own_inputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), example_inputs)
         program: Program = function(converted, own_inputs, **options)
         return program
 

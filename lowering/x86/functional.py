@@ -5,6 +5,8 @@ after that point read the result. Where memory may be shared with something else
 that others read), the operator stays in place and is not part of any rule.
 """
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -53,7 +55,8 @@ def _owns_memory(mutator: fx.Node, order: dict[fx.Node, int]) -> bool:
 
     What a view was taken of may be read before it is written: afterwards the reader would miss the change.
     """
-    memory, reader = mutator.args[0], mutator
+    memory: Any = mutator.args[0]
+    reader = mutator
     while isinstance(memory, fx.Node) and memory.op == "call_function":
         others = [user for user in memory.users if user is not reader]
         if any(is_view(user) for user in others):

@@ -103,6 +103,45 @@ def test_another_batch_size_runs_where_export_left_it_open(network):
     assert sqnr(model(*inputs), program(*inputs)) > 40
 
 
+class AnyNumber(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, *tensors):
+        return self.linear(tensors[0]) + self.linear(tensors[1])
+
+
+class Nested(AnyNumber):
+    def forward(self, named, listed):
+        return super().forward(named["x"], listed[0])
+
+
+BATCH = {0: torch.export.Dim("batch", min=1, max=64)}
+
+
+@pytest.mark.parametrize(
+    ("model", "take", "dynamic_shapes"),
+    [
+        (AnyNumber, lambda x: (x, x), ((BATCH, BATCH),)),
+        (AnyNumber, lambda x: (x, x), {"tensors": (BATCH, BATCH)}),
+        (Nested, lambda x: ({"x": x}, [x]), {"named": {"x": BATCH}, "listed": [BATCH]}),
+    ],
+)
+def test_sizes_stay_open_in_a_saved_program_whatever_the_form_of_the_inputs(model, take, dynamic_shapes, tmp_path):
+    inputs = take(torch.randn(2, 8))
+    exported = torch.export.export(model().eval(), inputs, dynamic_shapes=dynamic_shapes).module()
+    prepared = quantplug.prepare_pt2e(exported, quantplug.get_quantizer("x86"))
+    quantplug.calibrate(prepared, [inputs])
+    backend = quantplug.get_quantizer("x86").backend
+    program = backend.lower(quantplug.convert_pt2e(prepared), inputs, dynamic_shapes=dynamic_shapes)
+    loaded = X86Program.load(program.save(tmp_path / "once.pt2"))
+    again = X86Program.load(loaded.save(tmp_path / "twice.pt2"))
+    for size in (1, 5):
+        more = take(torch.randn(size, 8))
+        assert torch.equal(again(*more), program(*more))
+
+
 def test_an_empty_batch_gives_empty_outputs(network):
     model, _, program = network
     nothing = program(torch.randn(0, 3, 32, 32))
