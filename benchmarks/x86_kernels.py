@@ -39,11 +39,13 @@ def integers(x: Tensor) -> Tensor:
     return x.mul(50.0).round_().add_(100).clamp_(0, 255).to(torch.uint8)
 
 
-def convolution(inside: int, outside: int, kernel: int, groups: int = 1) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    """Returns a packed weight, its scales and the operands from zero points to groups."""
+def convolution(
+    inside: int, outside: int, size: int, kernel: int, groups: int
+) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """Returns a weight packed for the size of the image, its scales and the operands from zero points to groups."""
     weight = torch.randint(-127, 128, (outside, inside // groups, kernel, kernel), dtype=torch.int8)
     scales, geometry = torch.rand(outside), ([1, 1], [kernel // 2] * 2, [1, 1], groups)
-    packed = onednn.qconv_prepack(weight, scales, 1.0, 0, *geometry)
+    packed = onednn.qconv_prepack(weight, scales, 1.0, 0, *geometry, [1, inside, size, size])
     return packed, scales, (torch.zeros(outside, dtype=torch.int32), None, *geometry)
 
 
@@ -65,9 +67,8 @@ def averages() -> Iterator[tuple[str, Ways]]:
     for channels, size, kernel, stride, padding in ((64, 56, 2, 2, 0), (256, 14, 2, 2, 0), (192, 35, 3, 1, 1)):
         x, geometry = image(channels, size), ([stride] * 2, [padding] * 2, [1, 1], channels)
         scales = torch.full((channels,), 1.0 / kernel**2)
-        packed = onednn.qconv_prepack(
-            torch.ones(channels, 1, kernel, kernel, dtype=torch.int8), scales, 0.02, 100, *geometry
-        )
+        ones = torch.ones(channels, 1, kernel, kernel, dtype=torch.int8)
+        packed = onednn.qconv_prepack(ones, scales, 0.02, 100, *geometry, list(x.shape))
         rest = (packed, scales, torch.zeros(channels, dtype=torch.int32), None, *geometry, *BYTES)
         window = (kernel, stride, padding)
         yield (
@@ -129,7 +130,7 @@ def dynamic_convolutions() -> Iterator[tuple[str, Ways]]:
         *((64, 64, 56, 3, 1), (256, 256, 14, 3, 1), (64, 256, 56, 1, 1), (64, 128, 56, 1, 1), (160, 960, 7, 1, 1)),
         (144, 144, 56, 3, 144),
     ):
-        packed, scales, rest = convolution(inside, outside, kernel, groups)
+        packed, scales, rest = convolution(inside, outside, size, kernel, groups)
         x = torch.randn(1, inside, size, size).contiguous(memory_format=torch.channels_last)
         weight = torch.randn(outside, inside // groups, kernel, kernel)
 

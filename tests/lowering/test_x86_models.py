@@ -5,6 +5,7 @@ every later layer, so that beside the agreement with the q/dq graph it counts as
 to the float model as the q/dq graph is.
 """
 
+import importlib.util
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from torch import nn
 import quantplug
 from quantplug.core.compare import sqnr
 
+import vision  # isort: skip
 from models import MobileNet, Recurrent, ResNet18, Transformer, settled  # isort: skip
 
 IMAGES = (2, 3, 64, 64)
@@ -31,20 +33,16 @@ class Output(nn.Module):
         return self.pick(self.model(x))
 
 
-def make_importable():
-    """Lets torchvision be imported, by transformers too, where its compiled operators do not fit this torch."""
-    try:
-        import torchvision  # noqa: F401
-    except ImportError:
-        return
-    except RuntimeError:
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
-
-
 def torchvision_models():
-    make_importable()
-    return pytest.importorskip("torchvision", reason="torchvision is in the extra 'bench'").models
+    if not importlib.util.find_spec("torchvision"):
+        pytest.skip("torchvision is in the extra 'bench'")
+    return vision.torchvision_models()
+
+
+def transformers_module(name="transformers"):
+    if importlib.util.find_spec("torchvision"):  # transformers imports it where it is installed
+        vision.torchvision_models()
+    return pytest.importorskip(name, reason="transformers is in the extra 'bench'")
 
 
 def seen(name, size=64, **options):
@@ -148,8 +146,7 @@ INPUTS = {"clip": (2, 3, 32, 32), "wav2vec2": (1, 800), "segformer": (1, 3, 64, 
 
 
 def language(name):
-    make_importable()
-    transformers = pytest.importorskip("transformers", reason="transformers is in the extra 'bench'")
+    transformers = transformers_module()
     model, config, options = LANGUAGE[name]
     built = getattr(transformers, model)(getattr(transformers, config)(**options)).eval()
     inputs = torch.randn(INPUTS[name]) if name in INPUTS else torch.randint(0, 100, (2, 16))
@@ -157,8 +154,7 @@ def language(name):
 
 
 def whisper():
-    make_importable()
-    modeling = pytest.importorskip("transformers.models.whisper.modeling_whisper")
+    modeling = transformers_module("transformers.models.whisper.modeling_whisper")
     options = {"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 128}
     config = modeling.WhisperConfig(d_model=64, num_mel_bins=20, max_source_positions=16, **options)
     return Output(modeling.WhisperEncoder(config).eval(), lambda found: found[0]), (torch.randn(1, 20, 32),)
