@@ -48,6 +48,12 @@ def whole_groups(match: Match, config: QuantizationConfig) -> str | None:
     return f"its {channels} input channels are no multiple of the group of {size}"
 
 
+def no_groups(match: Match | None, config: QuantizationConfig) -> str | None:
+    """Holds unless the config has weights with several scales for an output channel."""
+    size = _group_size(config.weight)
+    return None if size is None else f"the config has a scale for every {size} input channels, the kernel takes one"
+
+
 def whole_bytes(match: Match | None, config: QuantizationConfig) -> str | None:
     """Holds unless the config has weights of four bits, for operators whose kernels hold eight."""
     spec = config.weight

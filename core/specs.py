@@ -8,6 +8,7 @@ functions are named "module:qualified name", so a spec can be read back only whe
 import pkgutil
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -81,7 +82,7 @@ def spec_of(value: SpecValue, find_point: Callable[[str], Any]) -> QuantizationS
 
 
 def plain_value(found: Any) -> Any:
-    """Returns numbers, types, functions, tuples and dataclasses of such as a JSON value.
+    """Returns numbers, types, functions, members of enums, tuples and dataclasses of such as a JSON value.
 
     Raises:
         AnnotationError: something in it has no name to find it by.
@@ -95,6 +96,8 @@ def plain_value(found: Any) -> Any:
     if is_dataclass(found) and not isinstance(found, type):
         values = {field.name: plain_value(getattr(found, field.name)) for field in fields(found)}
         return {"make": plain_value(type(found)), "with": values}
+    if isinstance(found, Enum):
+        return {"name": f"{type(found).__module__}:{type(found).__qualname__}.{found.name}"}
     inner = getattr(found, "p", found)
     if isinstance(inner, partial):
         values = {name: plain_value(value) for name, value in sorted(inner.keywords.items())}

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quantplug.annotators.constraints import OF_CONFIG
-from quantplug.annotators.groupwise import whole_bytes
+from quantplug.annotators.groupwise import no_groups, whole_bytes
 from quantplug.core.annotator import Annotator
 from quantplug.core.dtypes import mode_of
 from quantplug.core.pattern import Pattern, Target
@@ -75,7 +75,7 @@ def _extends(row: Capability, other: Capability) -> bool:
 
 def configs_of(backend: Backend, annotator: Annotator) -> tuple[str, ...]:
     """Returns the names of the configs that no constraint of an annotator rules out as a whole."""
-    checks = [check for check in annotator.constraints if check in (*OF_CONFIG, whole_bytes)]
+    checks = [check for check in annotator.constraints if check in (*OF_CONFIG, whole_bytes, no_groups)]
     return tuple(n for n in backend.configs if not any(check(None, backend.config(n)) for check in checks))
 
 

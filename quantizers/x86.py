@@ -17,6 +17,7 @@ from quantplug.annotators.constraints import (
 )
 from quantplug.annotators.convolution import CLAMPS, convolution
 from quantplug.annotators.embedding import embedding
+from quantplug.annotators.groupwise import no_groups
 from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling
 from quantplug.annotators.presets import get_x86_quantization_config
@@ -30,10 +31,10 @@ from quantplug.quantizers.quantizer import BackendQuantizer
 __all__ = ["X86", "X86Quantizer", "get_x86_quantization_config"]
 
 # Measured: from here on a convolution gains more than it takes to find the range of its input and to quantize it.
-AT_RUN_TIME = (unsigned_if_dynamic, enough_work(512))
+AT_RUN_TIME = (no_groups, unsigned_if_dynamic, enough_work(512))
 
 # The kernel over volumes ends in no function: a clamp behind it is one of its integers, so those it has to write.
-_VOLUMES = convolution((3,), CLAMPS, "conv3d").where(not_dynamic)
+_VOLUMES = convolution((3,), CLAMPS, "conv3d").where(no_groups, not_dynamic)
 CLAMPED_VOLUMES = replace(
     _VOLUMES, patterns=tuple(pair for pair in _VOLUMES.patterns if pair[0] not in ("conv3d", "conv3d_bn"))
 )
@@ -42,12 +43,14 @@ X86 = Backend(
     name="x86",
     summary="oneDNN kernels through torch, eager or compiled (VNNI, AMX)",
     annotators=(
-        residual(convolution(dims=(2,))).writing_float(),
-        residual(linear()).writing_float(),
+        residual(convolution(dims=(2,))).where(no_groups).writing_float(),
+        residual(linear()).where(no_groups).writing_float(),
         convolution(dims=(1, 2), activations=(*CLAMPS, "hardswish", "silu")).where(*AT_RUN_TIME).writing_float(),
         convolution((3,), (), "conv3d").where(*AT_RUN_TIME).writing_float(),
         CLAMPED_VOLUMES,
-        linear(activations=(*CLAMPS, "hardswish", "silu", "gelu", "leaky_relu", "tanh")).writing_float(),
+        linear(activations=(*CLAMPS, "hardswish", "silu", "gelu", "leaky_relu", "tanh"))
+        .where(no_groups)
+        .writing_float(),
         concatenation("cat").within(Level.EXACT),
         pooling("max_pool2d").within(Level.EXACT),
         # Averages of float tensors stay float: to quantize the tensor takes longer than to average it.

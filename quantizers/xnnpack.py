@@ -18,6 +18,7 @@ from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling, resize
 from quantplug.annotators.presets import get_symmetric_quantization_config, get_xnnpack_quantization_config
 from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
+from quantplug.core.errors import ConfigError
 from quantplug.core.levels import Level
 from quantplug.core.pattern import Match
 from quantplug.lowering.xnnpack.rewrites import ALL, computes_state
@@ -74,7 +75,12 @@ def _four_bits(**options: Any) -> dict[str, Any]:
     return {"weight_qmin": FOUR_BITS[0], "weight_qmax": FOUR_BITS[1], **options}
 
 
-def _grouped(group_size: int = 32, **options: Any) -> QuantizationConfig:
+def _grouped(group_size: int = 32, *, is_qat: bool = False, **options: Any) -> QuantizationConfig:
+    if is_qat:
+        raise ConfigError(
+            "Config 'int4_dynamic_groups' has no form for training: torchao fakes no quantization in groups; train "
+            "with 'int4_dynamic'."
+        )
     return replace(_dynamic(**options), weight=group_weight_spec(group_size))
 
 

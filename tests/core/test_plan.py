@@ -54,6 +54,13 @@ def test_a_plan_read_from_json_replays_on_a_re_export(net, backend, strict):
     assert torch.equal(_finish(replayed)(X), _finish(prepared)(X))
 
 
+def test_a_plan_of_weights_in_groups_is_read_from_json():
+    model = torch.export.export(nn.Linear(64, 4), (torch.randn(2, 64),)).module()
+    plan = plan_of(quantplug.get_quantizer("xnnpack").set_global("int4_dynamic_groups").annotate(model))
+    assert Plan.from_json(plan.json()) == plan
+    assert "PerGroup" in plan.json()
+
+
 def test_a_plan_tells_who_decided_what_and_why(net):
     plan = plan_of(_prepare(net, quantplug.get_quantizer("xnnpack").set_global("int8").set_module_name("fc", None)))
     decided = {node.node: node.decided for node in plan.nodes}

@@ -126,10 +126,12 @@ def _output(trial: Trial, panel: Panel) -> str | None:
     """The output's scale comes from where the row says."""
     if not panel.takes(trial):
         raise NotClaimedError("the backend's transforms replaced it by operators of other rows")
-    declared = trial.claim.row.output if trial.claim.mode == "static" else "float"
+    declared = trial.claim.outputs if trial.claim.mode == "static" else ("float",)
     flow = panel.flow(trial)
     found = _kind_of(flow, flow.root(flow.annotated, trial.placed))
-    return None if found == declared else f"the row declares its output '{declared}', the annotation makes it '{found}'"
+    if found in declared:
+        return None
+    return f"the row declares its output '{' or '.join(declared)}', the annotation makes it '{found}'"
 
 
 def _kind_of(flow: Flow, root: fx.Node) -> str:

@@ -51,6 +51,12 @@ class Claim:
             return "weight_only"
         return "dynamic" if activation.is_dynamic else "static"
 
+    @cached_property
+    def outputs(self) -> tuple[str, ...]:
+        """Where the rule's output has its scale from; in a union, rows of several backends may have the rule."""
+        rows = (row for row in self.backend.rows if any(label == self.label for label, _ in row.patterns))
+        return tuple(dict.fromkeys(row.output for row in rows))
+
     @property
     def is_taken(self) -> bool:
         """Whether the backend takes any form of the rule, in training or after it."""
