@@ -21,6 +21,7 @@ from quantplug.annotators.presets import get_symmetric_quantization_config
 from quantplug.annotators.shape import movement
 from quantplug.annotators.weighted import per_tensor_weight
 from quantplug.lowering.cortex_m.rewrites import means_are_poolings
+from quantplug.lowering.xnnpack.rewrites.products import products_are_linear
 from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.quantizer import BackendQuantizer
 
@@ -40,7 +41,7 @@ CORTEX_M = Backend(
         movement(("view", "reshape", "flatten", "permute", "transpose", "contiguous", "clone", "dropout")),
     ),
     configs={"int8": lambda **options: get_symmetric_quantization_config(True, int32_bias=True, **options)},
-    transforms=(means_are_poolings,),
+    transforms=(products_are_linear, means_are_poolings),
     lowering="quantplug.lowering.cortex_m:lower",
 )
 

@@ -87,6 +87,11 @@ def _elementwise(sample: Sample, known: Known) -> Operands:
     return {"*": Shape(sample.image if like is None else tuple(like.shape))}
 
 
+def _hardtanh(sample: Sample, known: Known) -> Operands:
+    """A relu with an upper bound, which is all that some kernels have, and one that begins below zero."""
+    return {**_elementwise(sample, known), "min_val": 0.0 if sample.number == 0 else -0.5, "max_val": 0.75}
+
+
 def _shape(known: Known, name: str, otherwise: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(known[name].shape) if name in known else otherwise
 
@@ -232,6 +237,7 @@ _RECIPES: Mapping[str, Recipe] = {
     "softmax": _given(dim=-1),
     "_softmax": _given(dim=-1, half_to_float=False),
     "log_softmax": _given(dim=-1),
+    "hardtanh": _hardtanh,
     "clamp": _given(min=-0.5, max=0.75),
     "pow": _given(exponent=2.0),
     "view": _sized(_flat),

@@ -53,9 +53,12 @@ class Claim:
 
     @cached_property
     def outputs(self) -> tuple[str, ...]:
-        """Where the rule's output has its scale from; in a union, rows of several backends may have the rule."""
-        rows = (row for row in self.backend.rows if any(label == self.label for label, _ in row.patterns))
-        return tuple(dict.fromkeys(row.output for row in rows))
+        """Where the rule's output has its scale from; a union may have rows of several backends with the rule."""
+        others = (r for r in self.backend.rows if r is not self.row and any(n == self.label for n, _ in r.patterns))
+        found = [self.row.output]
+        for row in others:
+            found += [row.output, "float"] if row.writes_float else [row.output]
+        return tuple(dict.fromkeys(found))
 
     @property
     def is_taken(self) -> bool:
