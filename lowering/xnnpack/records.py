@@ -1,7 +1,7 @@
 """What the XNNPACK serializer wrote: every kernel call with its data types, and the graph node behind it.
 
-Before: ExecuTorch's node visitors write each delegate's graph. After: the same bytes, and a record of
-each kernel call, from which the placement of every operator is read instead of guessed.
+Before: ExecuTorch's node visitors write each delegate's graph. After: the same graph, and a record of each kernel
+call, from which the placement of every operator is read instead of guessed. What the visitors leave out is added.
 """
 
 from collections.abc import Iterator
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
+
+from quantplug.lowering.xnnpack.room import make_room
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ def _recording(original: Any, calls: list[KernelCall]) -> type:
         before = len(xnn_graph.xnodes)
         original.define_node(self, node, xnn_graph, vals_to_ids, debug_handle)
         calls.extend(_call(node, xnn_graph, written) for written in xnn_graph.xnodes[before:])
+        if node.next.op == "output":
+            make_room(xnn_graph)
 
     return type(f"Recording{original.__name__}", (original,), {"define_node": define_node})
 

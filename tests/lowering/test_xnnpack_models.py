@@ -49,3 +49,29 @@ def test_four_bit_linear_layers_of_an_mlp_are_a_sixth_of_their_float_file(config
     model, x = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).eval(), torch.randn(2, 1024)
     artefact = quantplug.quantize(model, (x,), "xnnpack", config=config, progress=False)
     assert artefact.nbytes <= 0.16 * sum(p.numel() * 4 for p in model.parameters())
+
+
+class Branches(nn.Module):
+    """A model whose branches hold layers, one of them below another branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def inner(t: torch.Tensor) -> torch.Tensor:
+            return torch.cond(t[0, 0] > 0, lambda u: self.b(u).relu(), lambda u: u * 2.0, (t,))
+
+        return self.c(torch.cond(x.sum() > 0, self.a, inner, (x,)))
+
+
+@pytest.mark.parametrize("config", ["int8", "int8_dynamic"])
+def test_layers_in_branches_run_on_integer_kernels(config):
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 8) for _ in range(8)]
+    calibration = None if config == "int8_dynamic" else inputs
+    artefact = quantplug.quantize(Branches().eval(), (inputs[0],), "xnnpack", calibration, config, progress=False)
+    linears = [op.placement for op in artefact.program.ops if "linear" in op.target]
+    assert linears == ["int8"] * 3
+    for x in inputs:
+        assert decibels(artefact(x), artefact.reference(x)) >= 35

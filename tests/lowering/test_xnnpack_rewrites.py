@@ -167,6 +167,7 @@ RECURRENT = [
     ("LSTM", {}),
     ("LSTM", {"batch_first": True, "num_layers": 2}),
     ("LSTM", {"bidirectional": True, "bias": False}),
+    ("LSTM", {"bidirectional": True, "num_layers": 2, "proj_size": 3}),
     ("GRU", {"batch_first": True}),
     ("GRU", {"num_layers": 2, "bidirectional": True}),
     ("RNN", {"batch_first": True}),

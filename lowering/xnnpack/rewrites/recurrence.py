@@ -86,7 +86,9 @@ class _Recurrence:
         self.cell = cell
         self.batch_first = bool(values["batch_first"])
         self.parameters = list(values["params"])
-        self.per_cell = 4 if values["has_biases"] else 2
+        directions = 2 if values["bidirectional"] else 1
+        # Weights of input and state, a bias of each, and the projection of an LSTM's state to fewer features.
+        self.per_cell = len(self.parameters) // (values["num_layers"] * directions)
         first, second = value_of(values["input"]).shape[:2]
         self.steps, self.batch = (second, first) if self.batch_first else (first, second)
 
@@ -125,7 +127,8 @@ class _Recurrence:
     def _direction(self, layer: fx.Node, cell: int, backward: bool) -> tuple[fx.Node, tuple[fx.Node, ...]]:
         start = cell * self.per_cell
         weights = self.parameters[start : start + self.per_cell]
-        biases = weights[2:] if self.per_cell == 4 else [None, None]
+        biases = weights[2:4] if self.values["has_biases"] else [None, None]
+        projection = weights[-1] if self.per_cell % 2 else None
         gates = self.write.call(_ATEN.linear.default, layer, weights[0], biases[0])
         states = tuple(
             self._rows(self._view(given, [-1, value_of(given).shape[-1]]), cell) for given in self._initial()
@@ -134,9 +137,14 @@ class _Recurrence:
         for step in reversed(range(self.steps)) if backward else range(self.steps):
             now = self._rows(gates, step)
             recurrent = self.write.call(_ATEN.linear.default, states[0], weights[1], biases[1])
-            states = self.cell.step(now, recurrent, states)
+            states = self._projected(self.cell.step(now, recurrent, states), projection)
             hidden.append(states[0])
         return self._joined(hidden[::-1] if backward else hidden, 0), states
+
+    def _projected(self, states: tuple[fx.Node, ...], projection: fx.Node | None) -> tuple[fx.Node, ...]:
+        if projection is None:
+            return states
+        return self.write.call(_ATEN.linear.default, states[0], projection), *states[1:]
 
     def _initial(self) -> list[fx.Node]:
         given: Any = self.values["hx"]

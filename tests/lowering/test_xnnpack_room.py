@@ -1,0 +1,42 @@
+"""Delegates of the sizes at which XNNPACK's optimizer reads freed memory."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from qdq_graphs import Net, decibels
+from torch import nn
+
+import quantplug
+from quantplug.lowering.xnnpack.room import capacity, make_room
+
+
+@pytest.mark.parametrize(("calls", "expected"), [(1, 64), (64, 64), (65, 128), (257, 512), (513, 1024), (1025, 1536)])
+def test_the_array_of_calls_grows_as_xnnpack_grows_it(calls, expected):
+    assert capacity(calls) == expected
+
+
+@pytest.mark.parametrize("calls", [3, 60, 61, 64, 65, 128, 1022, 1024, 1536])
+def test_a_full_array_of_calls_gets_another_call_that_nothing_reads(calls):
+    held = SimpleNamespace(dims=[2, 3], id_out=0, external_id=0, flags=1)
+    value, call = SimpleNamespace(xvalue_union=held), SimpleNamespace(debug_handle=7)
+    graph = SimpleNamespace(xnodes=[call] * calls, xvalues=[value], input_ids=[0])
+    make_room(graph)
+    assert capacity(len(graph.xnodes)) - len(graph.xnodes) >= 4
+    assert len(graph.xnodes) - calls <= 4
+    assert all(node.xnode_union.input_id == 0 for node in graph.xnodes[calls:])
+    assert (held.dims, held.flags) == ([2, 3], 1)
+
+
+def test_a_delegate_of_64_calls_with_merging_reshapes_loads_and_runs():
+    def forward(net, x):
+        x = net.layer(x)
+        for _ in range(29):
+            x = torch.neg(torch.abs(x))
+        return x.reshape(4, 8).reshape(2, 16) + 1
+
+    x = torch.randn(2, 16)
+    artefact = quantplug.quantize(Net(forward, layer=nn.Linear(16, 16)).eval(), (x,), "xnnpack", [x], progress=False)
+    counts = artefact.program.counts
+    assert counts.int8 + counts.f32 + counts.converts + counts.moves == 64
+    assert decibels(artefact(x), artefact.reference(x)) >= 40
