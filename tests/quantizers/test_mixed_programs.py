@@ -87,6 +87,15 @@ def test_foreign_quantizers_keep_to_their_regions_beside_ours(core, backbone, he
     assert explain(reference).notes == ()
 
 
+def test_what_foreign_quantizers_annotated_side_by_side_runs_on_either_target():
+    quantizer = ComposableQuantizer().add(torchaos_x86(), HEAD).add(executorchs(), BACKBONE)
+    reference = converted(Images().eval(), quantizer, X)
+    for backend, floats in (("xnnpack", {"linear_1"}), ("x86", set())):
+        program = get_quantizer(backend).backend.lower(reference, (X,))
+        assert sqnr(program(X), reference(X)) > 40
+        assert {op.node for op in program.ops if op.placement != "int8"} == floats
+
+
 @pytest.mark.parametrize("core", CORES)
 def test_both_cores_give_the_same_numbers(core):
     torch.manual_seed(3)
