@@ -14,6 +14,7 @@ from torch import fx
 
 from quantplug.lowering.xnnpack.rewrites.activations import (
     clamp_is_activation,
+    elu_is_plain,
     hardsigmoid_is_clamp,
     rrelu_is_leaky_relu,
     silu_is_product,
@@ -49,8 +50,8 @@ __all__ = ["ALL", "AT_LOWERING", "Rewrite", "computes_state", "rewrite_for_xnnpa
 
 Rewrite = Callable[[fx.GraphModule], fx.GraphModule]
 
-# What the runtime lacks altogether, in float too.
-_RUNNABLE: tuple[Rewrite, ...] = (rrelu_is_leaky_relu, convolution_3d_is_2d, pooling_3d_is_2d)
+# What the runtime lacks altogether, in float too, or computes wrongly.
+_RUNNABLE: tuple[Rewrite, ...] = (rrelu_is_leaky_relu, elu_is_plain, convolution_3d_is_2d, pooling_3d_is_2d)
 # For a q/dq graph that comes to the lowering, perhaps without these rewrites; nothing of it will be trained.
 AT_LOWERING: tuple[Rewrite, ...] = (conditions_are_selections, all_constant_expressions_are_folded, *_RUNNABLE)
 

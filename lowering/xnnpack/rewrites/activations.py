@@ -11,6 +11,8 @@ from quantplug.lowering.xnnpack.conversions import operator_name
 from quantplug.lowering.xnnpack.rewrites.writing import Writer, constant_operand, done, matching
 
 _ATEN = torch.ops.aten
+# Klambauer et al., "Self-Normalizing Neural Networks", 2017: what torch.nn.SELU computes with.
+_SELU = {"alpha": 1.6732632423543772848170429916717, "scale": 1.0507009873554804934193349852946}
 
 
 def silu_is_product(model: fx.GraphModule) -> fx.GraphModule:
@@ -67,6 +69,35 @@ def rrelu_is_leaky_relu(model: fx.GraphModule) -> fx.GraphModule:
             slope = (values["lower"] + values["upper"]) / 2
             write.replace(write.call(_ATEN.leaky_relu.default, values["self"], slope))
     return done(model)
+
+
+def elu_is_plain(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes selu, celu and elu with scales as b * elu(x * a): ExecuTorch drops the scales of an elu in silence.
+
+    scale * elu(x), with exp(input_scale * x) in it, is (scale / input_scale) * elu(input_scale * x).
+    """
+    for node, values in matching(model, "elu", "elu_", "selu", "selu_", "celu", "celu_"):
+        result, (alpha, scale, inner) = tensor_value(node), _elu_numbers(operator_name(node), values)
+        if result is None or (scale == inner == 1 and operator_name(node).startswith("aten::elu")):
+            continue
+        write = Writer(model, node)
+        source = _times(write, values["self"], inner, result)
+        plain = write.call(_ATEN.elu.default, source, alpha * inner)
+        write.replace(_times(write, plain, scale / inner, result))
+    return done(model)
+
+
+def _elu_numbers(name: str, values: dict[str, Any]) -> tuple[float, float, float]:
+    """Returns alpha, the scale of the result and the scale of the input."""
+    if name.startswith("aten::selu"):
+        return _SELU["alpha"], _SELU["scale"], 1.0
+    if name.startswith("aten::celu"):
+        return values["alpha"], 1.0, 1.0 / values["alpha"]
+    return values["alpha"], values["scale"], values["input_scale"]
+
+
+def _times(write: Writer, source: fx.Node, number: float, beside: Tensor) -> fx.Node:
+    return source if number == 1 else write.call(_ATEN.mul.Tensor, source, write.number(number, beside, "elu_scale"))
 
 
 def clamp_is_activation(model: fx.GraphModule) -> fx.GraphModule:
