@@ -46,6 +46,7 @@ class Bert(nn.Module):
         import transformers
 
         self.encoder = transformers.BertModel(transformers.BertConfig(attn_implementation=attention))
+        self.encoder.pooler = None  # nobody reads its result, and on a linear without reader torchao's quantizer fails
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Returns hidden states (batch, length, 768)."""
