@@ -6,7 +6,7 @@ stand side by side in one model, a `Panel`, because exporting and lowering cost 
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -54,11 +54,7 @@ class Claim:
     @cached_property
     def outputs(self) -> tuple[str, ...]:
         """Where the rule's output has its scale from; a union may have rows of several backends with the rule."""
-        others = (r for r in self.backend.rows if r is not self.row and any(n == self.label for n, _ in r.patterns))
-        found = [self.row.output]
-        for row in others:
-            found += [row.output, "float"] if row.writes_float else [row.output]
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(row.output for row in _rows_of(self.backend, self.label)))
 
     @property
     def is_taken(self) -> bool:
@@ -218,11 +214,22 @@ def _claims(backend: Backend, labels: Sequence[str]) -> Iterator[Claim]:
         number = itertools.count()
         for label in dict.fromkeys(label for label, _ in row.patterns if not labels or label in labels):
             kin: list[Claim] = []
+            asking = _asking_for_all(row, _rows_of(backend, label))
             for name in _different_configs(backend, row, label):
                 claim, turn = Claim(backend, row, label, name, kin), Turn(next(number), not kin)
-                claim.trials = [Trial(claim, form) for form in forms_of(row, label, name, turn, choose)]
+                claim.trials = [Trial(claim, form) for form in forms_of(asking, label, name, turn, choose)]
                 kin.append(claim)
             yield from kin
+
+
+def _rows_of(backend: Backend, label: str) -> list[Annotator]:
+    return [row for row in backend.rows if any(name == label for name, _ in row.patterns)]
+
+
+def _asking_for_all(row: Annotator, kin: Sequence[Annotator]) -> Annotator:
+    """Returns a row with the neighbours that any row of its rule asks for; in a union an earlier one takes forms."""
+    follows = tuple(dict.fromkeys(name for other in kin for name in other.follows))
+    return replace(row, follows=follows, writes_float=any(other.writes_float for other in kin))
 
 
 def _different_configs(backend: Backend, row: Annotator, label: str) -> Iterator[str]:
