@@ -75,3 +75,27 @@ def test_layers_in_branches_run_on_integer_kernels(config):
     assert linears == ["int8"] * 3
     for x in inputs:
         assert decibels(artefact(x), artefact.reference(x)) >= 35
+
+
+class Scopes(nn.Module):
+    """A model of which one layer is in a scope without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = self.a(x).relu()
+        with torch.autocast("cpu", enabled=False):
+            y = y * 2.0
+        return self.b(y.mean((-2, -1)))
+
+
+def test_layers_in_scopes_run_on_integer_kernels():
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, 3, 8, 8) for _ in range(8)]
+    artefact = quantplug.quantize(Scopes().eval(), (inputs[0],), "xnnpack", inputs, progress=False)
+    assert (artefact.program.counts.f32, artefact.program.counts.portable) == (0, 0)
+    for x in inputs:
+        assert decibels(artefact(x), artefact.reference(x)) >= 40

@@ -24,7 +24,7 @@ from quantplug.lowering.xnnpack.rewrites.constants import (
     batch_norm_is_depthwise,
     numbers_are_constants,
 )
-from quantplug.lowering.xnnpack.rewrites.control import conditions_are_selections
+from quantplug.lowering.xnnpack.rewrites.control import submodels_are_inlined
 from quantplug.lowering.xnnpack.rewrites.dimensions import (
     convolution_3d_is_2d,
     global_pooling_is_2d,
@@ -53,7 +53,7 @@ Rewrite = Callable[[fx.GraphModule], fx.GraphModule]
 # What the runtime lacks altogether, in float too, or computes wrongly.
 _RUNNABLE: tuple[Rewrite, ...] = (rrelu_is_leaky_relu, elu_is_plain, convolution_3d_is_2d, pooling_3d_is_2d)
 # For a q/dq graph that comes to the lowering, perhaps without these rewrites; nothing of it will be trained.
-AT_LOWERING: tuple[Rewrite, ...] = (conditions_are_selections, all_constant_expressions_are_folded, *_RUNNABLE)
+AT_LOWERING: tuple[Rewrite, ...] = (submodels_are_inlined, all_constant_expressions_are_folded, *_RUNNABLE)
 
 ALL: tuple[Rewrite, ...] = (
     constant_expressions_are_folded,
