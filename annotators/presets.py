@@ -89,17 +89,19 @@ def weight_spec(
     quant_max: int = 127,
     *,
     per_channel: bool = True,
+    symmetric: bool = True,
     is_qat: bool = False,
     observer: str = "minmax",
     dtype: torch.dtype = torch.int8,
     eps: float = SMALLEST_SCALE,
 ) -> QuantizationSpec:
-    """Returns the symmetric spec of weights.
+    """Returns the spec of weights.
 
     Args:
         quant_min: smallest integer; -127 keeps the range symmetric.
         quant_max: largest integer.
         per_channel: one scale for each output channel, or one for the tensor.
+        symmetric: whether zero points are fixed in the middle.
         is_qat: whether the spec makes fake quantizes for training instead of observers.
         observer: how the range is found, a name of `OBSERVERS`; "mse" keeps more at 4 bits.
         dtype: of the stored integers.
@@ -118,10 +120,19 @@ def weight_spec(
         dtype=dtype,
         quant_min=quant_min,
         quant_max=quant_max,
-        qscheme=torch.per_channel_symmetric if per_channel else torch.per_tensor_symmetric,
+        qscheme=_WEIGHT_SCHEMES[per_channel, symmetric],
         ch_axis=0,
         observer_or_fake_quant_ctr=constructor,
     )
+
+
+# (per channel, symmetric) -> scheme
+_WEIGHT_SCHEMES = {
+    (True, True): torch.per_channel_symmetric,
+    (True, False): torch.per_channel_affine,
+    (False, True): torch.per_tensor_symmetric,
+    (False, False): torch.per_tensor_affine,
+}
 
 
 @cache
@@ -235,7 +246,7 @@ def config_for(
     """Returns the config that a dtype config asks for: one object gives the specs of all four ports.
 
     Ranges are the bounds of the constraints, or all of the dtype; the smallest scale is the bound on scales.
-    Weights are per channel and activations affine, unless `qschemes` begins with another scheme.
+    Weights are symmetric by channel and activations affine, unless `qschemes` begins with another scheme.
 
     Args:
         dtypes: the dtypes with constraints of each port.
@@ -273,11 +284,14 @@ def _weight(taken: DTypeWithConstraints | None, observer: str, is_qat: bool) -> 
     if taken is None or taken.dtype.is_floating_point:
         return _half(taken)
     low, high = taken.range
-    per_channel = torch.per_tensor_symmetric not in taken.qschemes[:1]
-    eps = taken.scale_min_lower_bound or SMALLEST_SCALE
+    by_scheme = {scheme: asked for asked, scheme in _WEIGHT_SCHEMES.items()}
+    per_channel, symmetric = by_scheme.get(taken.qschemes[0], (True, True)) if taken.qschemes else (True, True)
     # A symmetric range loses its lowest integer, so that a weight and its negative are equally precise.
-    low = max(low, -high) if taken.dtype.is_signed else low
-    return weight_spec(low, high, per_channel=per_channel, is_qat=is_qat, observer=observer, dtype=taken.dtype, eps=eps)
+    low = max(low, -high) if taken.dtype.is_signed and symmetric else low
+    return weight_spec(
+        low, high, per_channel=per_channel, symmetric=symmetric, is_qat=is_qat, observer=observer, dtype=taken.dtype,
+        eps=taken.scale_min_lower_bound or SMALLEST_SCALE,
+    )  # fmt: skip
 
 
 def _half(taken: DTypeWithConstraints | None) -> QuantizationSpec | None:

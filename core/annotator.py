@@ -84,6 +84,12 @@ class Annotator:
     def __post_init__(self) -> None:
         if self.output not in OUTPUTS:
             raise ConfigError(f"Annotator '{self.name}' has output '{self.output}'; choose one of {list(OUTPUTS)}.")
+        if not isinstance(self.level, Level):
+            raise ConfigError(f"Annotator '{self.name}' has level {self.level!r}; choose one of {list(Level)}.")
+        for what, functions in (("constraint", self.constraints), ("example", self.examples)):
+            wrong = next((found for found in functions if not callable(found)), None)
+            if wrong is not None:
+                raise ConfigError(f"Annotator '{self.name}' has the {what} {wrong!r}; give a function.")
         for label, pattern in self.patterns:
             if "op" not in _bound_names(pattern):
                 raise PatternError(

@@ -66,6 +66,11 @@ class DTypeWithConstraints:
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype):
             raise ConfigError(f"A dtype with constraints has dtype {self.dtype!r}; give a torch.dtype.")
+        wrong = next((scheme for scheme in self.qschemes if not isinstance(scheme, torch.qscheme)), None)
+        if wrong is not None:
+            raise ConfigError(
+                f"A dtype with constraints has the scheme {wrong!r}; give one like torch.per_tensor_affine."
+            )
         _ordered(
             "quant_min_lower_bound", self.quant_min_lower_bound, "quant_max_upper_bound", self.quant_max_upper_bound
         )
