@@ -7,6 +7,7 @@ those of linear may have four bits, with one scale for each output channel or fo
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.annotators.activation import clamps, known_range, own_range
@@ -19,6 +20,7 @@ from quantplug.annotators.pooling import pooling, resize
 from quantplug.annotators.presets import get_symmetric_quantization_config, get_xnnpack_quantization_config
 from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
 from quantplug.core.errors import ConfigError
+from quantplug.core.graph import operands
 from quantplug.core.levels import Level
 from quantplug.core.pattern import Match
 from quantplug.lowering.xnnpack.rewrites import ALL, computes_state
@@ -63,6 +65,16 @@ def outside_of_states(match: Match, config: QuantizationConfig) -> str | None:
     return "it carries the state of a recurrence, where roundings add up" if computes_state(match["op"]) else None
 
 
+def one_group_or_scale(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds for transposed convolutions without groups, and for weights of one scale.
+
+    Groups share the axis of the weight that holds output channels, and with it their scales.
+    """
+    groups = operands(match["op"])["groups"]
+    by_channel = getattr(config.weight, "qscheme", None) in (torch.per_channel_symmetric, torch.per_channel_affine)
+    return f"{groups} groups, of which each would need scales of its own" if groups > 1 and by_channel else None
+
+
 def _dynamic(**options: Any) -> QuantizationConfig:
     return get_symmetric_quantization_config(True, is_dynamic=True, **options)
 
@@ -89,7 +101,7 @@ XNNPACK = Backend(
     summary="ExecuTorch programs on XNNPACK kernels (ARM, x86, WebAssembly)",
     annotators=(
         convolution(dims=(1, 2)).where(whole_bytes, quantizes_input),
-        transposed_convolution(dims=(2,)).where(whole_bytes, static_only),
+        transposed_convolution(dims=(2,)).where(whole_bytes, static_only, one_group_or_scale),
         linear().where(whole_groups),
         *(row.where(outside_of_states) for row in INTEGER_STATES),
     ),

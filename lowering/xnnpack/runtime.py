@@ -27,9 +27,10 @@ class Chatter:
         self.lines: list[str] = []
 
     def last(self) -> str:
-        """Returns the last line of the runtime's log that reads like an error, "" if there is none."""
+        """Returns the kernel that the runtime did not find, or the last line of its log that reads like an error."""
         worth = [line for line in self.lines if not re.search(r"midr|cpus dont match|soc0", line)]
-        return worth[-1] if worth else ""
+        missing = [line for line in worth if re.fullmatch(r"kernel '.*' not found\.", line)]
+        return next(iter(missing or worth[-1:]), "").rstrip(".")
 
 
 @contextmanager

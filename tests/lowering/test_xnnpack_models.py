@@ -99,3 +99,26 @@ def test_layers_in_scopes_run_on_integer_kernels():
     assert (artefact.program.counts.f32, artefact.program.counts.portable) == (0, 0)
     for x in inputs:
         assert decibels(artefact(x), artefact.reference(x)) >= 40
+
+
+@pytest.mark.parametrize("config", ["int8", "int8_per_tensor"])
+def test_transposed_convolutions_with_groups_run(config):
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, 8, 8, 8) for _ in range(4)]
+    layers = nn.ConvTranspose2d(8, 8, 3, 2, 1, 1, groups=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1)
+    model = nn.Sequential(*layers).eval()
+    artefact = quantplug.quantize(model, (inputs[0],), "xnnpack", inputs, config, progress=False)
+    placed = {op.target.split(".")[1]: op.placement for op in artefact.program.ops}
+    assert placed["conv_transpose2d"] == ("float" if config == "int8" else "int8")
+    assert placed["conv2d"] == "int8"
+    assert decibels(artefact(inputs[1]), artefact.reference(inputs[1])) >= 40
+
+
+def test_a_channels_last_model_runs():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(8 * 49, 3)
+    model = nn.Sequential(*layers).to(memory_format=torch.channels_last).eval()
+    x = torch.randn(1, 3, 16, 16).to(memory_format=torch.channels_last)
+    artefact = quantplug.quantize(model, (x,), "xnnpack", [x], progress=False)
+    assert (artefact.program.counts.f32, artefact.program.counts.portable) == (0, 0)
+    assert decibels(artefact(x), artefact.reference(x)) >= 40

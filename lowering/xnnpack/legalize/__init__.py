@@ -18,6 +18,7 @@ from quantplug.lowering.xnnpack.legalize.legalized import Legalized
 from quantplug.lowering.xnnpack.legalize.movement import (
     aliases_are_clones,
     concatenations_share_qparams,
+    contiguous_constants,
     moves_keep_qparams,
     pads_stay_quantized,
     spell_out_pooling,
@@ -52,6 +53,7 @@ def legalize(working: fx.GraphModule) -> Legalized:
     """
     steps: tuple[Callable[[fx.GraphModule], None], ...] = (
         _operators_of_the_runtime,
+        contiguous_constants,
         signed_integers,
         one_dequantize_per_use,
         convolutions_by_dimension,

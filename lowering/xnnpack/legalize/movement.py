@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantplug.core.graph import operands
+from quantplug.core.graph import constant_value, operands
 from quantplug.lowering.xnnpack.conversions import (
     QParams,
+    add_constant,
     is_dequantize,
     operator_name,
     qparams,
@@ -29,6 +30,17 @@ _MOVES = {
     "aten::detach", "aten::movedim", "aten::swapaxes", "aten::upsample_bilinear2d",
 }  # fmt: skip
 _PADS = {"aten::pad", "aten::constant_pad_nd"}
+
+
+def contiguous_constants(working: fx.GraphModule) -> None:
+    """ExecuTorch's layout pass turns weights itself, and refuses those that are channels-last already."""
+    for node in working.graph.find_nodes(op="get_attr"):
+        value = constant_value(node)
+        if value is not None and not value.is_contiguous():
+            with working.graph.inserting_before(node):
+                plain = add_constant(working, working.graph, value.detach().contiguous(), "contiguous")
+            node.replace_all_uses_with(plain)
+            working.graph.erase_node(node)
 
 
 def spell_out_pooling(working: fx.GraphModule) -> None:
