@@ -36,7 +36,8 @@ def _move(name: str) -> Op:
         return op(name, self=value("x"), mode="constant", value=literal(None, 0, 0.0), name="op")
     if name == "constant_pad_nd":
         return op(name, self=value("x"), value=literal(0, 0.0), name="op")
-    return op(name, self=value("x"), name="op")
+    # The other view, to a dtype, reads the bits of a number as another number.
+    return op("view.default" if name == "view" else name, self=value("x"), name="op")
 
 
 def concatenation(*names: str) -> Annotator:

@@ -294,8 +294,18 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("backend", ["xnnpack", "x86"])
-@pytest.mark.parametrize("name", MOVES)
+REPEATING = ("expand", "repeat")
+
+
+@pytest.mark.parametrize("name", REPEATING)
+def test_xnnpack_has_no_kernel_that_repeats_elements(name):
+    model = Function(lambda m, x: torch.cat([MOVES[name](m.c(x))] * 2), c=nn.Conv2d(3, 3, 1))
+    assert not explain(reference(model, get_quantizer("xnnpack"), X)).row(name).quantized
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [*((n, "x86") for n in MOVES), *((n, "xnnpack") for n in MOVES if n not in REPEATING)]
+)
 def test_data_movement_keeps_scale_and_value(name, backend):
     model = Function(lambda m, x: torch.cat([MOVES[name](m.c(x))] * 2), c=nn.Conv2d(3, 3, 1))
     converted = reference(model, get_quantizer(backend), X)
