@@ -3,7 +3,8 @@
 Prints, for each model and both flows: kernel calls inside the delegates (int8, f32, converts), delegates,
 portable operators, float islands of the q/dq graph; signal to noise of the program against the q/dq graph and
 of the q/dq graph against float (all seeds of weights and inputs together); size of the `.pte`, seconds of
-lowering, and medians of the latency with the ratio theirs / ours, runs interleaved A B A B. Below the table stand
+lowering, and medians of the latency (one thread: processor time) with the ratio theirs / ours, runs interleaved
+A B A B. Below the table stand
 the float kernels of our programs by kind.
 
     python benchmarks/xnnpack.py                             # the table of the documentation
@@ -141,27 +142,31 @@ def to_float(models: Iterable[tuple[nn.Module, Sample]], ours: bool, dynamic: bo
     return noise.decibels
 
 
-def interleaved(first: Callable[[], Any], second: Callable[[], Any], rounds: int) -> tuple[float, float]:
+def interleaved(
+    first: Callable[[], Any], second: Callable[[], Any], rounds: int, clock: Callable[[], float]
+) -> tuple[float, float]:
     """Returns both medians in milliseconds of runs that take turns, so that other load strikes both."""
     times: tuple[list[float], list[float]] = ([], [])
     for function in (first, second) * 3:
         function()
     for _ in range(rounds):
         for function, kept in zip((first, second), times, strict=True):
-            start = time.perf_counter()
+            start = clock()
             function()
-            kept.append((time.perf_counter() - start) * 1e3)
+            kept.append((clock() - start) * 1e3)
     return statistics.median(times[0]), statistics.median(times[1])
 
 
 def latencies(theirs: Outcome, ours: Outcome, inputs: Inputs, threads: int, rounds: int) -> tuple[float, float]:
     """Returns the milliseconds of both programs on a number of threads.
 
-    Both run as bare methods: the checks of our own program's inputs are no part of the kernels' time.
+    Both run as bare methods: the checks of our own program's inputs are no part of the kernels' time. On one thread
+    processor time is counted, which other work on the machine changes little.
     """
     slow, fast = Method(theirs.buffer, threads), Method(ours.buffer, threads)
     flat = list(inputs)
-    return interleaved(lambda: slow(flat), lambda: fast(flat), rounds)
+    clock = time.process_time if threads == 1 else time.perf_counter
+    return interleaved(lambda: slow(flat), lambda: fast(flat), rounds, clock)
 
 
 def attempt(name: str, options: argparse.Namespace, ours: bool) -> Outcome | str:
