@@ -3,9 +3,8 @@
 Prints, for each model and both flows: kernel calls inside the delegates (int8, f32, converts), delegates,
 portable operators, float islands of the q/dq graph; signal to noise of the program against the q/dq graph and
 of the q/dq graph against float (all seeds of weights and inputs together); size of the `.pte`, seconds of
-lowering, and medians of the latency (one thread: processor time) with the ratio theirs / ours, runs interleaved
-A B A B. Below the table stand
-the float kernels of our programs by kind.
+lowering, and medians of the latency (one thread: processor time) with the ratio theirs / ours, interleaved A B A B.
+Below the table stand the float kernels of our programs by kind.
 
     python benchmarks/xnnpack.py                             # the table of the documentation
     python benchmarks/xnnpack.py mobilenet_v3_small LSTM     # some of it, or any model of torchvision
