@@ -60,6 +60,11 @@ def quantizes_weight(match: Match | None, config: QuantizationConfig) -> str | N
     return None if config.weight is not None else "the config leaves weights float"
 
 
+def weights_alone(match: Match | None, config: QuantizationConfig) -> str | None:
+    """Holds for configs that leave activations float."""
+    return None if config.input_activation is None else "it has no activation to quantize; give it a weight-only config"
+
+
 def qat_only(match: Match, config: QuantizationConfig) -> str | None:
     """Holds for configs of quantization-aware training, where batch norms stay in the graph."""
     return None if config.is_qat else "batch norm is folded before annotation unless the config is for training"
@@ -148,4 +153,4 @@ def repeats_nothing(match: Match, config: QuantizationConfig | None) -> str | No
 
 
 # Those that look at the config alone: they tell under which configs a rule can apply at all.
-OF_CONFIG = (static_only, not_dynamic, unsigned_if_dynamic, quantizes_weight, quantizes_input)
+OF_CONFIG = (static_only, not_dynamic, unsigned_if_dynamic, quantizes_weight, quantizes_input, weights_alone)

@@ -12,6 +12,7 @@ Below the table stand the float kernels of our programs by kind.
 """
 
 import argparse
+import multiprocessing
 import statistics
 import sys
 import time
@@ -122,12 +123,34 @@ def outcome(graph: fx.GraphModule, sample: Sample, ours: bool, dynamic: bool) ->
         floats = Counter(op.target.removesuffix(".default") for op in program.ops if op.placement != "int8")
     else:
         buffer, counts = lowered_by_them(graph, sample(0), dynamic)
-    seconds, method, noise = time.perf_counter() - start, Method(buffer), Noise()
+    seconds = time.perf_counter() - start
+    require_alive(buffer, sample(0))
+    method, noise = Method(buffer), Noise()
     for seed in TESTS:
         with torch.no_grad():
             noise.add(method(list(sample(seed))), graph(*sample(seed)))
     islands = len(quantplug.explain(graph).islands)
     return Outcome(buffer, counts, islands, seconds, noise.decibels, floats=floats)
+
+
+def require_alive(buffer: bytes, inputs: Inputs) -> None:
+    """Runs a program in a process of its own: one that writes past its memory would end the benchmark.
+
+    Raises:
+        RuntimeError: the process did not end by itself.
+    """
+    child = multiprocessing.get_context("fork").Process(target=load_and_run, args=(buffer, inputs))
+    child.start()
+    child.join()
+    if child.exitcode:
+        raise RuntimeError(f"ends its process with signal {-child.exitcode}")
+
+
+def load_and_run(buffer: bytes, inputs: Inputs) -> None:
+    """Loads a program, runs it twice and lets it go."""
+    method = Method(buffer)
+    for _ in range(2):
+        method(list(inputs))
 
 
 def to_float(models: Iterable[tuple[nn.Module, Sample]], ours: bool, dynamic: bool) -> float:

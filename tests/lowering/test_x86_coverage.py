@@ -12,10 +12,12 @@ from quantplug.lowering.x86 import X86Program
 IMAGE = (2, 6, 12, 12)
 
 
-def quantized(model, *inputs, config=None, strict=False):
+def quantized(model, *inputs, config=None, strict=False, types=()):
     """Quantizes for x86, calibrated on the inputs; returns the q/dq graph and the program."""
     torch.manual_seed(0)
     quantizer = quantplug.get_quantizer("x86").set_global(config or "int8")
+    for kind, its_config in types:
+        quantizer.set_module_type(kind, its_config)
     exported = torch.export.export(model.eval(), inputs, strict=strict).module()
     prepared = quantplug.prepare_pt2e(exported, quantizer)
     with torch.no_grad():
@@ -226,7 +228,8 @@ class Words(nn.Module):
 
 @pytest.mark.parametrize("config", ["int8", "int8_dynamic", "int8_weight_only"])
 def test_an_embedding_looks_integers_up_and_is_exact(config, tmp_path):
-    reference, program = quantized(Words(), torch.randint(50, (2, 7)), config=config)
+    tables_too = [(nn.Embedding, "int8_weight_only")]
+    reference, program = quantized(Words(), torch.randint(50, (2, 7)), config=config, types=tables_too)
     assert placements(program, "embedding") == {"int8"}
     tables = [tensor for tensor in program.module.state_dict().values() if tensor.dim() == 2 and len(tensor) == 50]
     assert {tensor.dtype for tensor in tables if tensor.shape[1] == 16} == {torch.int8}
@@ -236,6 +239,14 @@ def test_an_embedding_looks_integers_up_and_is_exact(config, tmp_path):
         assert Level.APPROXIMATE.objection(program(indices), reference(indices), decibels=60) is None
     loaded = X86Program.load(program.save(tmp_path / "words.pt2"))
     assert torch.equal(loaded(indices), program(indices))
+
+
+@pytest.mark.parametrize("config", ["int8", "int8_dynamic"])
+def test_an_embedding_keeps_its_floats_where_activations_are_quantized(config):
+    reference, _ = quantized(Words(), torch.randint(50, (2, 7)), config=config)
+    row = quantplug.explain(reference).row("embedding")
+    assert not row.quantized
+    assert row.reason.endswith("it has no activation to quantize; give it a weight-only config")
 
 
 def test_a_lone_embedding_is_exact():
