@@ -152,5 +152,15 @@ def repeats_nothing(match: Match, config: QuantizationConfig | None) -> str | No
     return "it repeats elements along a dimension, for which there is no kernel" if expands and grows else None
 
 
+def one_group_or_scale(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds for transposed convolutions without groups, and for weights of one scale.
+
+    Groups share the axis of the weight that holds output channels, and with it their scales.
+    """
+    groups = operands(match["op"])["groups"]
+    by_channel = getattr(config.weight, "qscheme", None) in (torch.per_channel_symmetric, torch.per_channel_affine)
+    return f"{groups} groups, of which each would need scales of its own" if groups > 1 and by_channel else None
+
+
 # Those that look at the config alone: they tell under which configs a rule can apply at all.
 OF_CONFIG = (static_only, not_dynamic, unsigned_if_dynamic, quantizes_weight, quantizes_input, weights_alone)

@@ -1,5 +1,6 @@
 """Weights in four bits: one scale for a group of input channels, and which operators may have them."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -37,6 +38,20 @@ def group_weight_spec(group_size: int = 32) -> QuantizationSpec:
         eps=torch.finfo(torch.float32).eps,
     )
     return QuantizationSpec(torch.int8, observer, *FOUR_BITS)
+
+
+def in_groups(config: QuantizationConfig, group_size: int = 32) -> QuantizationConfig:
+    """Returns a config with 4-bit weights of one scale for each group of input channels.
+
+    Raises:
+        ConfigError: the config is for training, or the group size is no positive multiple of 32.
+    """
+    if config.is_qat:
+        raise ConfigError(
+            "Config 'int4_dynamic_groups' has no form for training: torchao fakes no quantization in groups; train "
+            "with 'int4_dynamic'."
+        )
+    return replace(config, weight=group_weight_spec(group_size))
 
 
 def whole_groups(match: Match, config: QuantizationConfig) -> str | None:

@@ -4,23 +4,25 @@ Activations are int8 with one scale, weights symmetric int8 with one scale or on
 those of linear may have four bits, with one scale for each output channel or for groups of input channels.
 """
 
-from dataclasses import replace
 from typing import Any
 
-import torch
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.annotators.activation import clamps, known_range, own_range
-from quantplug.annotators.constraints import quantizes_input, repeats_nothing, static_only, whole_map
+from quantplug.annotators.constraints import (
+    one_group_or_scale,
+    quantizes_input,
+    repeats_nothing,
+    static_only,
+    whole_map,
+)
 from quantplug.annotators.convolution import CLAMPS, convolution, transposed_convolution
 from quantplug.annotators.elementwise import binary
-from quantplug.annotators.groupwise import FOUR_BITS, group_weight_spec, whole_bytes, whole_groups
+from quantplug.annotators.groupwise import FOUR_BITS, in_groups, whole_bytes, whole_groups
 from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling, resize
 from quantplug.annotators.presets import get_symmetric_quantization_config, get_xnnpack_quantization_config
 from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
-from quantplug.core.errors import ConfigError
-from quantplug.core.graph import operands
 from quantplug.core.levels import Level
 from quantplug.core.pattern import Match
 from quantplug.lowering.xnnpack.rewrites import ALL, computes_state
@@ -65,16 +67,6 @@ def outside_of_states(match: Match, config: QuantizationConfig) -> str | None:
     return "it carries the state of a recurrence, where roundings add up" if computes_state(match["op"]) else None
 
 
-def one_group_or_scale(match: Match, config: QuantizationConfig) -> str | None:
-    """Holds for transposed convolutions without groups, and for weights of one scale.
-
-    Groups share the axis of the weight that holds output channels, and with it their scales.
-    """
-    groups = operands(match["op"])["groups"]
-    by_channel = getattr(config.weight, "qscheme", None) in (torch.per_channel_symmetric, torch.per_channel_affine)
-    return f"{groups} groups, of which each would need scales of its own" if groups > 1 and by_channel else None
-
-
 def _dynamic(**options: Any) -> QuantizationConfig:
     return get_symmetric_quantization_config(True, is_dynamic=True, **options)
 
@@ -85,15 +77,6 @@ def _weight_only(**options: Any) -> QuantizationConfig:
 
 def _four_bits(**options: Any) -> dict[str, Any]:
     return {"weight_qmin": FOUR_BITS[0], "weight_qmax": FOUR_BITS[1], **options}
-
-
-def _grouped(group_size: int = 32, *, is_qat: bool = False, **options: Any) -> QuantizationConfig:
-    if is_qat:
-        raise ConfigError(
-            "Config 'int4_dynamic_groups' has no form for training: torchao fakes no quantization in groups; train "
-            "with 'int4_dynamic'."
-        )
-    return replace(_dynamic(**options), weight=group_weight_spec(group_size))
 
 
 XNNPACK = Backend(
@@ -111,7 +94,7 @@ XNNPACK = Backend(
         "int8_dynamic": _dynamic,
         "int8_weight_only": _weight_only,
         "int4_dynamic": lambda **options: _dynamic(**_four_bits(**options)),
-        "int4_dynamic_groups": _grouped,
+        "int4_dynamic_groups": lambda group_size=32, **options: in_groups(_dynamic(**options), group_size),
         "int4_weight_only": lambda **options: _weight_only(**_four_bits(**options)),
     },
     lowering="quantplug.lowering.xnnpack:lower",

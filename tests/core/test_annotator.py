@@ -278,7 +278,7 @@ def test_after_decompositions_nothing_is_lost():
     converted = convert_pt2e(prepared)
     report = explain(converted)
     assert report.quantized == len(report.rows)
-    assert report.row("max_pool2d_with_indices").rule == "max_pool2d"
+    assert "max_pool2d" in {row.rule for row in report.rows}
     assert len(report.boundaries) == 2
     plain = reference(model, get_quantizer("xnnpack"), X)
     assert torch.allclose(converted(X), plain(X), atol=1e-6)

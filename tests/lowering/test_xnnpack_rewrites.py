@@ -53,6 +53,7 @@ CASES = {
     "unbind": (lambda s, x: x.unbind(1)[2] + x.unbind(1)[-1], {}, IMAGE, "unbind", "split_is_slices"),
     "select": (lambda s, x: x[:, -1] + x.select(-1, 2).sum(), {}, IMAGE, "select", "select_is_slice"),
     "squeeze": (lambda s, x: x[:, :1].squeeze(1).unsqueeze(0), {}, IMAGE, "squeeze", "squeeze_is_view"),
+    "cat of one": (lambda s, x: torch.cat([x * 2]), {}, IMAGE, "cat", "lone_concatenation_is_copy"),
     "silu": (lambda s, x: F.silu(x), {}, IMAGE, "silu", "silu_is_product"),
     "silu in place": (lambda s, x: F.silu(x * 2, inplace=True), {}, IMAGE, "silu_", "silu_is_product"),
     "hardsigmoid": (lambda s, x: F.hardsigmoid(x * 3), {}, IMAGE, "hardsigmoid", "hardsigmoid_is_clamp"),

@@ -36,7 +36,12 @@ from quantplug.lowering.xnnpack.rewrites.folding import (
     all_constant_expressions_are_folded,
     constant_expressions_are_folded,
 )
-from quantplug.lowering.xnnpack.rewrites.movement import select_is_slice, split_is_slices, squeeze_is_view
+from quantplug.lowering.xnnpack.rewrites.movement import (
+    lone_concatenation_is_copy,
+    select_is_slice,
+    split_is_slices,
+    squeeze_is_view,
+)
 from quantplug.lowering.xnnpack.rewrites.pooling import (
     average_pooling_is_depthwise,
     global_pooling_is_mean,
@@ -68,6 +73,7 @@ ALL: tuple[Rewrite, ...] = (
     split_is_slices,
     select_is_slice,
     squeeze_is_view,
+    lone_concatenation_is_copy,
     global_pooling_is_mean,
     spatial_mean_keeps_dims,
     average_pooling_is_depthwise,

@@ -56,6 +56,15 @@ def select_is_slice(model: fx.GraphModule) -> fx.GraphModule:
     return done(model)
 
 
+def lone_concatenation_is_copy(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes cat([x]) as a copy: XNNPACK concatenates two tensors or more."""
+    for node, values in matching(model, "cat"):
+        if len(values["tensors"]) == 1:
+            write = Writer(model, node)
+            write.replace(write.call(_ATEN.clone.default, *values["tensors"]))
+    return done(model)
+
+
 def squeeze_is_view(model: fx.GraphModule) -> fx.GraphModule:
     """Writes squeeze and unsqueeze of static shapes as a view: XNNPACK has them for the last dimension only."""
     for node, values in matching(model, "squeeze", "squeeze_", "unsqueeze", "unsqueeze_"):
