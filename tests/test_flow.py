@@ -36,7 +36,7 @@ def small():
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5)).eval()
 
 
-X = torch.randn(1, 3, 8, 8)
+X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")

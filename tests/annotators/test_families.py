@@ -20,8 +20,8 @@ from quantplug.core.compare import sqnr
 from quantplug.core.observers import HistogramObserver
 
 CONFIG = get_symmetric_quantization_config(True)
-X = torch.randn(1, 3, 8, 8)
-Y = torch.randn(1, 3, 8, 8)
+X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+Y = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 KEY = "quantization_annotation"
 QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
 

@@ -21,7 +21,7 @@ from quantplug.annotators.qspecs import fixed_qspec, on_axis
 from quantplug.core.errors import ConfigError
 
 QDQ = torch.ops.quantized_decomposed
-LINEAR_INPUT = torch.randn(6, 4)
+LINEAR_INPUT = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
 
 def linear(bias=True):

@@ -36,7 +36,7 @@ from quantplug.core.errors import AnnotationError, PatternError
 from quantplug.core.pattern import op, value
 
 CONFIG = get_symmetric_quantization_config(True)
-X = torch.randn(1, 3, 8, 8)
+X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 KEY = "quantization_annotation"
 
 

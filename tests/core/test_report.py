@@ -15,7 +15,7 @@ from quantplug import XNNPACKQuantizer, calibrate, convert_pt2e, explain, get_qu
 from quantplug.core.errors import ModelError
 from quantplug.core.graph import compute_nodes
 
-X = torch.randn(1, 3, 10, 10)
+X = torch.randn(1, 3, 10, 10, generator=torch.Generator().manual_seed(0))
 QDQ = "quantized_decomposed"
 
 

@@ -11,7 +11,7 @@ from quantplug import X86Quantizer, XNNPACKQuantizer, explain, get_quantizer, ge
 from quantplug.core.errors import ConfigError, PatternError
 from quantplug.quantizers.scopes import Scopes
 
-X = torch.randn(1, 3, 32, 32)
+X = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 KEY = "quantization_annotation"
 
 
