@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from quantplug.core.constants import written_buffers
 from quantplug.core.decision import decision
 from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.graph import compute_nodes, require_graph_module
@@ -173,6 +174,8 @@ def _elementwise(working: fx.GraphModule, legal: Legalized) -> list[list[str]]:
 def _proved(task: _Task, legal: Legalized) -> XNNPACKProgram:
     program = _emit(task, legal)
     found = program(*task.inputs)
+    if written_buffers(task.working.graph):
+        program.restart()
     program.sqnr = agreement(found, task.expected, task.working, task.inputs, task.minimum_sqnr)
     return program
 
@@ -237,7 +240,7 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
                 partitioner=keeping_whole([partitioner(graph, legal), *task.partitioners]),
                 compile_config=get_xnnpack_edge_compile_config(),  # the runtime has the last word, not the verifier
             )
-            buffer = edge.to_executorch().buffer
+            buffer = edge.to_executorch(_starting_from_state(edge.exported_program())).buffer
         except Exception as error:
             raise LoweringError(
                 f"The q/dq graph cannot be lowered to XNNPACK: {first_line(error)}; keep the operator it names float."
@@ -246,6 +249,17 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
     others = taken_by_others(edge.exported_program(), graph)
     ops = [_outside(op, legal.portable, others) for op in ops]
     return XNNPACKProgram(Method(buffer, task.threads), ops, counts, _signature(exported))
+
+
+def _starting_from_state(program: torch.export.ExportedProgram) -> Any:
+    """Returns the config of a program whose buffers begin as the model's; by default they begin as anything."""
+    from executorch.exir import ExecutorchBackendConfig
+    from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
+
+    signature = program.graph_signature
+    written = set(signature.buffers_to_mutate.values())
+    names = [name for name, buffer in signature.inputs_to_buffers.items() if buffer in written]
+    return ExecutorchBackendConfig(passes=[InitializedMutableBufferPass(names)])
 
 
 def _outside(placed: LoweredOp, portable: Mapping[str, str], others: Mapping[str, str]) -> LoweredOp:

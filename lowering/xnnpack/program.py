@@ -71,6 +71,10 @@ class XNNPACKProgram(Program):
         """
         return self._signature.pack(self._method(self._signature.flatten(inputs)))
 
+    def restart(self) -> None:
+        """Puts the buffers that the program writes (a cache, a counter) back to what the model began with."""
+        self._method = Method(self._method.buffer, self._method.threads)
+
     @property
     def buffer(self) -> bytes:
         """The bytes of the `.pte`."""

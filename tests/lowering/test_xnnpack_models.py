@@ -1,5 +1,7 @@
 """Whole models in the runtime: sizes of files, dynamic sequences, encoders in every mode."""
 
+import copy
+
 import pytest
 import torch
 from models import ResNet18
@@ -122,3 +124,33 @@ def test_a_channels_last_model_runs():
     artefact = quantplug.quantize(model, (x,), "xnnpack", [x], progress=False)
     assert (artefact.program.counts.f32, artefact.program.counts.portable) == (0, 0)
     assert decibels(artefact(x), artefact.reference(x)) >= 40
+
+
+class Remembers(nn.Module):
+    """A counter and a cache that each call changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.full((1,), 3.0))
+        self.register_buffer("last", torch.ones(1, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        y = self.layer(x) + 0.1 * self.calls + 0.5 * self.last
+        self.last.copy_(y)
+        return y
+
+
+def test_a_program_begins_with_the_state_of_its_model_and_keeps_it_between_calls():
+    torch.manual_seed(0)
+    model, inputs = Remembers().eval(), [torch.randn(1, 4) for _ in range(6)]
+    fresh = copy.deepcopy(model)
+    artefact = quantplug.quantize(model, (inputs[0],), "xnnpack", inputs, progress=False)
+    with torch.no_grad():
+        expected = [fresh(x) for x in inputs]
+    for _ in range(2):
+        found = [artefact(x) for x in inputs]
+        assert decibels(torch.cat(found), torch.cat(expected)) > 30
+        artefact.program.restart()
+    assert model.calls == 3
