@@ -42,6 +42,16 @@ def enough_work(products: int) -> Callable[[Match, QuantizationConfig], str | No
     return check
 
 
+def images_if_dynamic(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds unless activations get their scales at run time, or for 2-D convolutions that are not depthwise."""
+    if not_dynamic(match, config) is None:
+        return None
+    groups, weight = operands(match["op"])["groups"], _shape(match["w"])
+    if len(weight) == 4 and (groups == 1 or weight[1] > 1):
+        return None
+    return "the kernel that quantizes its input at run time is for 2-D convolutions that are not depthwise"
+
+
 def unsigned_if_dynamic(match: Match | None, config: QuantizationConfig) -> str | None:
     """Holds unless activations of run time are signed, for kernels of uint8: scales known before can be shifted."""
     spec = config.input_activation

@@ -10,6 +10,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.annotators.activation import clamps, known_range, own_range
 from quantplug.annotators.constraints import (
+    images_if_dynamic,
     one_group_or_scale,
     quantizes_input,
     repeats_nothing,
@@ -83,7 +84,7 @@ XNNPACK = Backend(
     name="xnnpack",
     summary="ExecuTorch programs on XNNPACK kernels (ARM, x86, WebAssembly)",
     annotators=(
-        convolution(dims=(1, 2)).where(whole_bytes, quantizes_input),
+        convolution(dims=(1, 2)).where(whole_bytes, quantizes_input, images_if_dynamic),
         transposed_convolution(dims=(2,)).where(whole_bytes, static_only, one_group_or_scale),
         linear().where(whole_groups),
         *(row.where(outside_of_states) for row in INTEGER_STATES),
