@@ -17,11 +17,9 @@ from torch import fx
 
 from quantplug.core.calibration_run import FindingPolicy, MisfitPolicy, NonFinitePolicy, Options, Run
 from quantplug.core.checkpoint import remove_checkpoint
-from quantplug.core.constants import written_buffers
 from quantplug.core.coverage import CalibrationResult
 from quantplug.core.errors import CalibrationError
 from quantplug.core.foreign import undone_on_error
-from quantplug.core.graph import attribute
 from quantplug.core.merge import Exchange, is_distributed
 from quantplug.core.progress import batch_total, progress_bar
 from quantplug.core.sites import Site, observer_sites, require_prepared
@@ -90,7 +88,7 @@ def calibrate(
         limit, inputs, device, nonfinite, misfit, dead, constant, tolerance, check_every, path, checkpoint_every, resume
     )  # fmt: skip
     try:
-        with undone_on_error(observer_sites(model)) as sites, _own_state(model), _seeded(seed), torch.no_grad():
+        with undone_on_error(observer_sites(model)) as sites, _seeded(seed), torch.no_grad():
             result = _calibrated(model, sites, options, loader, progress, exchange)
         if path is not None:
             remove_checkpoint(path)
@@ -139,19 +137,6 @@ def _told_to(exchange: Exchange | None) -> Iterator[None]:
             exchange.gather(None, str(error) or type(error).__name__)
         except CalibrationError as told:
             raise error from told
-
-
-@contextmanager
-def _own_state(model: fx.GraphModule) -> Iterator[None]:
-    """Gives buffers that the graph writes (a cache, a counter) their values back: no model begins where data ends."""
-    buffers = [attribute(model, name) for name in written_buffers(model.graph)]
-    before = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
 
 
 @contextmanager

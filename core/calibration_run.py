@@ -17,10 +17,11 @@ from torch import Tensor, fx
 
 from quantplug.core.batches import BatchReader, batch_digest, loader_iterator, nonfinite_input, sample_count
 from quantplug.core.checkpoint import read_checkpoint, write_checkpoint
+from quantplug.core.constants import written_buffers
 from quantplug.core.coverage import ObserverSummary, SkippedBatch, summarize
 from quantplug.core.errors import CalibrationError
 from quantplug.core.foreign import foreign_sites, foreign_states, require_finite, require_mergeable, restore_foreign
-from quantplug.core.graph import constant_value
+from quantplug.core.graph import attribute, constant_value
 from quantplug.core.observation import unchanged
 from quantplug.core.observers import DataObserver, NonFiniteError
 from quantplug.core.observers.activity import ChannelActivity
@@ -113,6 +114,7 @@ class Run:
             {observer: site.repeats for site, observer in self._ours if not all(site.repeats)},
             {observer: ChannelActivity(axis) for observer, axis in self._watched()},
         )
+        self._buffers = {name: attribute(model, name) for name in sorted(written_buffers(model.graph))}
         self._reader = BatchReader(model, options.place)
         self._settling = Settling(options.tolerance or 0.0)
         self._taken_up: dict[str, Any] = {}
@@ -135,23 +137,25 @@ class Run:
         """Puts stand-ins into the places where the graphs' code finds our observers.
 
         A call of one costs a fifth of that of a module, which is most of what a tiny layer's observer costs; hooks
-        of observers rest.
+        of observers rest. At the end, buffers that the model writes (a cache, a counter) have their values back.
         """
+        begun = self._model_state()
         policies = [observer.nonfinite for observer in self.observers]
         policy = "report" if self.options.nonfinite == "report" else "raise"
         try:
             for site, observer in self._ours:
                 _set(observer, site=site.place, nonfinite=policy)
                 stand_in = self._stand_in(site, observer)
-                for owner, attribute in site.slots:
-                    owner.__dict__[attribute] = stand_in
+                for owner, name in site.slots:
+                    owner.__dict__[name] = stand_in
             yield
             self._session.flush()
         finally:
             for (site, observer), former in zip(self._ours, policies, strict=True):
                 _set(observer, nonfinite=former)
-                for owner, attribute in site.slots:
-                    owner.__dict__.pop(attribute, None)
+                for owner, name in site.slots:
+                    owner.__dict__.pop(name, None)
+            self._restore_model(begun)
         for observer, twin in self._twins.items():
             observer.data = twin.data
 
@@ -219,6 +223,7 @@ class Run:
     def _run_batch(self, named: dict[str, Any], index: int) -> None:
         skips = self.options.nonfinite == "skip"
         foreign = foreign_states(self._foreign) if skips else {}
+        model_state = self._model_state()
         try:
             self._check_finite(named, index)
             self._reader.call(self.model, named)
@@ -230,9 +235,17 @@ class Run:
             if not skips:
                 raise NonFiniteError(f"Batch {index}: {error}") from error
             restore_foreign(self._foreign, foreign)
+            self._restore_model(model_state)
             self.skipped.append(SkippedBatch(index, str(error)))
         else:
             self.batches, self.samples = self.batches + 1, self.samples + sample_count(named)
+
+    def _model_state(self) -> dict[str, Tensor]:
+        return {name: buffer.clone() for name, buffer in self._buffers.items()}
+
+    def _restore_model(self, state: dict[str, Tensor]) -> None:
+        for name, value in state.items():
+            self._buffers[name].copy_(value)
 
     def _check_finite(self, named: dict[str, Any], index: int) -> None:
         culprit = None if self.options.nonfinite == "report" else nonfinite_input(named)
@@ -263,6 +276,7 @@ class Run:
             "fingerprint": self._fingerprint,
             "states": self.states(),
             "foreign": foreign_states(self._foreign),
+            "model": self._model_state(),
             "activity": {s.name: activity[s.observer].saved() for s in self.sites if s.observer in activity},
             "widened": {s.name: widened.get(s.observer) for s in self.sites},
             "counts": (self.batches, self.samples, self._position),
@@ -282,6 +296,7 @@ class Run:
         self._taken_up = content
         self._restore_observers(content)
         restore_foreign(self._foreign, content["foreign"])
+        self._restore_model(content["model"])
         self.batches, self.samples, self._position = content["counts"]
         self._session.batch, self.resumed_at = self._position, self.batches
         self.skipped = [SkippedBatch(*pair) for pair in content["skipped"]]

@@ -13,7 +13,7 @@ import torch
 
 from quantplug.core.errors import ArtefactError, CalibrationError
 
-FORMAT = 2
+FORMAT = 3
 
 
 def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
