@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import ArtefactError
+from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.program import LoweredOp, Program, require_folder
 from quantplug.lowering.x86.compiled import compiled, package
 from quantplug.lowering.x86.packing import pack, register_fakes
@@ -90,7 +91,7 @@ class X86Program(Program):
     def exported(self) -> torch.export.ExportedProgram:
         """Returns the portable form as an exported program."""
         register_fakes()
-        shapes = _open_sizes(self.portable.graph, self.example_inputs) or self.dynamic_shapes
+        shapes = open_sizes(self.portable.graph, self.example_inputs) or self.dynamic_shapes
         with torch.no_grad():
             return torch.export.export(self.portable, self.example_inputs, dynamic_shapes=shapes, strict=False)
 
@@ -140,29 +141,6 @@ class X86Program(Program):
         """Size of the saved program in bytes; writes it to a temporary file to measure."""
         with tempfile.TemporaryDirectory() as folder:
             return self.save(Path(folder) / "program.pt2").stat().st_size
-
-
-def _open_sizes(graph: fx.Graph, example_inputs: tuple[Any, ...]) -> Any:
-    """Returns the sizes that a graph leaves open, in the structure of its inputs, or None where it leaves none.
-
-    What the model was exported with names parameters that its graph no longer has, where they were `*args`.
-    """
-    values = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
-    sizes = [_open_dims(found) if isinstance(found, Tensor) else None for found in values]
-    return pytree.tree_unflatten(sizes, pytree.tree_structure(example_inputs)) if any(sizes) else None
-
-
-def _open_dims(found: Tensor) -> dict[int, Any]:
-    sizes: tuple[Any, ...] = tuple(found.shape)
-    symbols = {dim: size.node for dim, size in enumerate(sizes) if not isinstance(size, int)}
-    ranges = {dim: symbol.shape_env.bound_sympy(symbol.expr) for dim, symbol in symbols.items()}
-    return {
-        dim: torch.export.Dim.DYNAMIC(min=_end(given.lower), max=_end(given.upper)) for dim, given in ranges.items()
-    }
-
-
-def _end(bound: Any) -> int | None:
-    return int(bound) if bound.is_finite else None
 
 
 def _of_nothing(module: fx.GraphModule, inputs: Iterable[Any]) -> Any:

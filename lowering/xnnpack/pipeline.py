@@ -19,6 +19,7 @@ from quantplug.core.constants import written_buffers
 from quantplug.core.decision import decision
 from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.graph import compute_nodes, require_graph_module
+from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.program import LoweredOp
 from quantplug.lowering.sizes import write_sizes_out
 from quantplug.lowering.xnnpack.comparison import agreement
@@ -72,7 +73,7 @@ def lower(
     inputs = pytree.tree_map(lambda v: v.detach().contiguous() if isinstance(v, Tensor) else v, tuple(example_inputs))
     with quiet(), torch.no_grad():
         expected = _reference(model, inputs)
-        shapes = _dynamic_sizes(model, inputs) if dynamic_shapes is None else dynamic_shapes
+        shapes = open_sizes(model.graph, inputs) if dynamic_shapes is None else dynamic_shapes
         working = _working_copy(model)
         compute_in_float32(working, expected)
         read_tables_by_row(working)
@@ -188,28 +189,6 @@ def _reference(model: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
             f"The q/dq graph does not run on the example inputs: {first_line(error)}; "
             "pass inputs like those it was exported with."
         ) from error
-
-
-def _dynamic_sizes(model: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
-    """Returns the dynamic sizes that a graph was exported with, as `torch.export.export` takes them."""
-    known: dict[str, Any] = {}
-    specs = [_dynamic_size(n.meta.get("val"), known) for n in model.graph.nodes if n.op == "placeholder"]
-    leaves, structure = pytree.tree_flatten(inputs)
-    return pytree.tree_unflatten(specs, structure) if known and len(specs) == len(leaves) else None
-
-
-def _dynamic_size(value: Any, known: dict[str, Any]) -> dict[int, Any] | None:
-    if not isinstance(value, Tensor):
-        return None
-    found: dict[int, Any] = {}
-    sizes: list[Any] = list(value.shape)
-    for axis, size in enumerate(sizes):
-        if isinstance(size, torch.SymInt):
-            limits = size.node.shape_env.bound_sympy(size.node.expr)
-            name = f"size{len(known)}"
-            known.setdefault(str(size), torch.export.Dim(name, min=int(limits.lower), max=int(limits.upper)))
-            found[axis] = known[str(size)]
-    return found
 
 
 def _working_copy(model: fx.GraphModule) -> fx.GraphModule:
