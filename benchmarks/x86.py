@@ -3,17 +3,19 @@
     python benchmarks/x86.py resnet18 mlp --batch 1 8 --threads 2 --folder /tmp/x86
     python benchmarks/x86.py resnet18 --engines float quantplug --build    # only build the artefacts
 
-Artefacts are built once into the folder (compiling takes minutes) and found there again. Every engine is loaded into a
-process of its own, and they take turns (A B A B ...), so load on the machine meets all of them alike. Printed are the
-ratios to fp32 eager of the medians over the turns, with the quartiles of each round's ratio. Peak is the rate of one
-large uint8 product through oneDNN. On one thread, `--clock cpu` counts the time that the process computed, which other
-work on the machine changes little; OMP_THREAD_LIMIT=1 holds a package compiled for more threads to one. Weights are
-random: SQNR compares engines, it says nothing about accuracy.
+Models are quantized once and artefacts built once for each batch into the folder (compiling takes minutes), and found
+there again; packages are compiled for all threads of the machine and held to fewer by OMP_THREAD_LIMIT. Every engine
+is loaded into a process of its own, and they take turns (A B A B ...), so load on the machine meets all of them alike.
+Printed are the ratios to fp32 eager of the medians over the turns, with the quartiles of each round's ratio. Peak is
+the rate of one large uint8 product through oneDNN. On one thread, `--clock cpu` counts the time that the process
+computed, which other work on the machine changes little. Weights are random: SQNR compares engines, it says nothing
+about accuracy.
 """
 
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
 import time
 import traceback
@@ -65,6 +67,7 @@ class Worker:
     """A process of its own for one engine: runtimes that share one disturb each other with threads that spin."""
 
     def __init__(self, engine: str, folder: Path, threads: int, chosen: argparse.Namespace) -> None:
+        os.environ["OMP_THREAD_LIMIT"] = str(threads)  # read when the process starts
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         args = (theirs, engine, folder, threads, chosen.compile, chosen.clock)
@@ -99,7 +102,7 @@ def serve(connection: Any, name: str, folder: Path, threads: int, compiles: bool
     inputs = torch.load(folder / "inputs.pt")
     engine = next(each for each in ENGINES if each.name == name)
     with torch.no_grad():
-        loaded = list(engine.load(inputs, folder / name, compiles))
+        loaded = list(engine.load(inputs, folder.parent / name, folder / name, compiles))
         sizes = [path.stat().st_size / 1e6 if path else 0.0 for _, _, path in loaded]
         connection.send([(way, size, _first(run(*inputs))) for (way, run, _), size in zip(loaded, sizes, strict=True)])
         while True:
@@ -157,7 +160,7 @@ def measure(workers: dict[str, Worker], folder: Path, macs: int, chosen: argpars
     first, reference = next(iter(times.values())), next(iter(workers.values())).ways[0][2]
     rows = []
     for engine, worker in workers.items():
-        spent = float((folder / engine / "seconds").read_text())
+        spent = float((folder.parent / engine / "seconds").read_text())
         for way, megabytes, output in worker.ways:
             ratios = sorted(a / b for a, b in zip(first, times[way], strict=True))
             quarter, median = len(ratios) // 4, statistics.median(times[way])
@@ -192,10 +195,10 @@ def prepare(name: str, batch: int, folder: Path, engines: list[Engine]) -> int:
     for engine in engines:
         started = time.perf_counter()
         try:
-            build(engine, given, folder / engine.name)
+            build(engine, given, folder.parent / engine.name, folder / engine.name)
         except Exception:
             print(f"  {engine.name} on {name}: not built\n{traceback.format_exc(limit=-2)}")
-        print(f"  {engine.name} of {folder.name}: {time.perf_counter() - started:.0f} s", flush=True)
+        print(f"  {engine.name} of {name}: {time.perf_counter() - started:.0f} s", flush=True)
     torch.save(given.inputs, folder / "inputs.pt")
     return given.macs()
 
@@ -203,9 +206,11 @@ def prepare(name: str, batch: int, folder: Path, engines: list[Engine]) -> int:
 def compare(name: str, batch: int, chosen: argparse.Namespace) -> None:
     """Builds what is missing for one model and batch, and prints one table."""
     threads = torch.get_num_threads()
-    folder = chosen.folder / f"{name}_batch{batch}_threads{threads}"
+    folder = chosen.folder / name / f"batch{batch}"
     wanted = [e for e in ENGINES if e.is_there and e.name in chosen.engines and e.name not in chosen.without]
+    torch.set_num_threads(multiprocessing.cpu_count())  # which packages are compiled for
     macs = prepare(name, batch, folder, wanted)
+    torch.set_num_threads(threads)
     if chosen.build:
         return
     workers = {engine.name: Worker(engine.name, folder, threads, chosen) for engine in wanted}

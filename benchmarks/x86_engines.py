@@ -1,6 +1,7 @@
-"""The engines of the x86 benchmark: each builds its artefacts into a folder once, and loads them to be timed.
+"""The engines of the x86 benchmark: each quantizes a model once, builds artefacts for a batch, loads them to be timed.
 
-Engines whose package is missing are left out. Nothing here is special to a model.
+Everything is kept in folders and found there again. Engines whose package is missing are left out. Nothing here is
+special to a model.
 """
 
 import importlib.util
@@ -33,14 +34,16 @@ class Engine:
     Attributes:
         name: what the command line calls it.
         needs: packages without which it is left out.
-        build: writes artefacts into a folder; returns seconds from the float model to a quantized one.
-        load: from the model's inputs, yields (way, what runs, artefact's file or None).
+        quantize: writes a quantized model for any batch into a folder; returns the seconds from the float model to it.
+        build: from the case's inputs and that folder, writes what depends on the batch into a second folder.
+        load: from the model's inputs and both folders, yields (way, what runs, artefact's file or None).
     """
 
     name: str
     needs: tuple[str, ...]
-    build: Callable[[Case, Path], float]
-    load: Callable[[Inputs, Path, bool], Iterator[Way]]
+    quantize: Callable[[Case, Path], float]
+    build: Callable[[Case, Path, Path], None]
+    load: Callable[[Inputs, Path, Path, bool], Iterator[Way]]
 
     @property
     def is_there(self) -> bool:
@@ -69,111 +72,154 @@ def _compiled(module: torch.nn.Module, inputs: Inputs) -> Run:
     return call
 
 
+class _Autocast(torch.nn.Module):
+    """Computes in bfloat16 what stays float."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.module(*inputs)
+
+
+def _any_batch(case: Case, *, strict: bool = False) -> fx.GraphModule:
+    """Exports a model for any batch, so that it is quantized once."""
+    example = case.calibration[0]
+    shapes = [{0: torch.export.Dim("batch", max=64)} for _ in example]
+    exported = torch.export.export(case.model, example, dynamic_shapes=shapes, strict=strict)
+    found: fx.GraphModule = exported.module()  # type: ignore[assignment]
+    return found
+
+
+def _keep(converted: fx.GraphModule, case: Case, path: Path) -> None:
+    example = case.calibration[0]
+    shapes = [{0: torch.export.Dim("batch", max=64)} for _ in example]
+    torch.export.save(torch.export.export(converted, example, dynamic_shapes=shapes), path)
+
+
+def _for_batch(path: Path, inputs: Inputs) -> torch.export.ExportedProgram:
+    """Reads a graph for any batch and holds it to that of the inputs."""
+    return torch.export.export(torch.export.load(path).module(), inputs)
+
+
+def _nothing_more(case: Case, quantized: Path, folder: Path) -> None:
+    """For engines whose file runs any batch."""
+
+
 # ---- torch in float
 
 
-def _build_float(case: Case, folder: Path) -> float:
+def _keep_float(case: Case, folder: Path) -> float:
     torch.save(case.model, folder / "model.pt")
-    _package(torch.export.export(case.model, case.inputs), folder / "fp32.pt2")
     return 0.0
 
 
-def _load_float(inputs: Inputs, folder: Path, compiles: bool) -> Iterator[Way]:
+def _load_float(inputs: Inputs, quantized: Path, folder: Path, compiles: bool) -> Iterator[Way]:
     torchvision_models()  # the pickled model needs it
-    yield "fp32 eager", torch.load(folder / "model.pt", weights_only=False), None
-    yield "fp32 inductor package", _packaged(folder / "fp32.pt2"), folder / "fp32.pt2"
+    model = torch.load(quantized / "model.pt", weights_only=False)
+    yield "fp32 eager", model, None
+    if compiles:
+        yield "fp32 compile", _compiled(model, inputs), None
+        yield "bf16 compile", _compiled(_Autocast(model), inputs), None
 
 
 # ---- torchao
 
 
-def _torchao_graph(case: Case) -> fx.GraphModule:
+def _quantize_torchao(case: Case, folder: Path) -> float:
     """Quantizes with torchao's own quantizer, which needs strict export."""
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
 
+    started = time.perf_counter()
     quantizer = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
-    prepared = prepare_pt2e(torch.export.export(case.model, case.inputs, strict=True).module(), quantizer)
+    prepared = prepare_pt2e(_any_batch(case, strict=True), quantizer)
     with torch.no_grad():
         for batch in case.calibration:
             prepared(*batch)
-    converted: fx.GraphModule = convert_pt2e(prepared)
-    return converted
-
-
-def _build_torchao(case: Case, folder: Path) -> float:
-    started = time.perf_counter()
-    converted = _torchao_graph(case)
+    converted = convert_pt2e(prepared)
     seconds = time.perf_counter() - started
-    exported = torch.export.export(converted, case.inputs)
-    torch.export.save(exported, folder / "graph.pt2")
-    _package(exported, folder / "package.pt2")
+    _keep(converted, case, folder / "graph.pt2")
     return seconds
 
 
-def _load_torchao(inputs: Inputs, folder: Path, compiles: bool) -> Iterator[Way]:
+def _build_torchao(case: Case, quantized: Path, folder: Path) -> None:
+    exported = _for_batch(quantized / "graph.pt2", case.inputs)
+    torch.export.save(exported, folder / "graph.pt2")
+    _package(exported, folder / "package.pt2")
+    _package(torch.export.export(_Autocast(exported.module()), case.inputs), folder / "bf16.pt2")
+
+
+def _load_torchao(inputs: Inputs, quantized: Path, folder: Path, compiles: bool) -> Iterator[Way]:
     from torchao.quantization.pt2e.lowering import lower_pt2e_quantized_to_x86
 
     graph = torch.export.load(folder / "graph.pt2").module()
     yield "torchao eager", lower_pt2e_quantized_to_x86(graph, inputs), None
     yield "torchao package", _packaged(folder / "package.pt2"), folder / "package.pt2"
+    yield "torchao package, bf16", _packaged(folder / "bf16.pt2"), folder / "bf16.pt2"
     if compiles:
         yield "torchao compile", _compiled(graph, inputs), None
+        yield "torchao compile, bf16", _compiled(_Autocast(graph), inputs), None
 
 
 # ---- quantplug
 
 
-def _graph(case: Case, backend: str) -> fx.GraphModule:
-    quantizer = quantplug.get_quantizer(backend)
-    prepared = quantplug.prepare_pt2e(torch.export.export(case.model, case.inputs).module(), quantizer)
-    quantplug.calibrate(prepared, case.calibration, progress=False)
-    return quantplug.convert_pt2e(prepared)
+def _quantize_for(backend: str) -> Callable[[Case, Path], float]:
+    def quantize(case: Case, folder: Path) -> float:
+        started = time.perf_counter()
+        prepared = quantplug.prepare_pt2e(_any_batch(case), quantplug.get_quantizer(backend))
+        quantplug.calibrate(prepared, case.calibration, progress=False)
+        converted = quantplug.convert_pt2e(prepared)
+        seconds = time.perf_counter() - started
+        _keep(converted, case, folder / "graph.pt2")
+        return seconds
+
+    return quantize
 
 
-def _build_quantplug(case: Case, folder: Path) -> float:
-    started = time.perf_counter()
-    converted = _graph(case, "x86")
-    seconds = time.perf_counter() - started
-    program = lower(converted, case.inputs)
-    program.save(folder / "program.pt2")
-    program.package(folder / "package.pt2")
-    return seconds
+def _build_quantplug(case: Case, quantized: Path, folder: Path) -> None:
+    for name, autotune in (("", False), ("autotuned_", True)):
+        converted = _for_batch(quantized / "graph.pt2", case.inputs).module()
+        program = lower(converted, case.inputs, autotune=autotune)
+        program.save(folder / f"{name}program.pt2")
+        program.package(folder / f"{name}package.pt2")
 
 
-def _load_quantplug(inputs: Inputs, folder: Path, compiles: bool) -> Iterator[Way]:
-    program = X86Program.load(folder / "program.pt2")
-    yield "quantplug eager", program, folder / "program.pt2"
-    yield "quantplug package", _packaged(folder / "package.pt2"), folder / "package.pt2"
+def _load_quantplug(inputs: Inputs, quantized: Path, folder: Path, compiles: bool) -> Iterator[Way]:
+    for name, shown in (("", ""), ("autotuned_", ", autotuned")):
+        program, package = folder / f"{name}program.pt2", folder / f"{name}package.pt2"
+        yield f"quantplug eager{shown}", X86Program.load(program), program
+        yield f"quantplug package{shown}", _packaged(package), package
     if compiles:
-        run = program.compile()
+        run = X86Program.load(folder / "program.pt2").compile()
         run(*inputs)
         yield "quantplug compile", run, None
 
 
-def _build_through_openvino(case: Case, folder: Path) -> float:
-    started = time.perf_counter()
-    converted = _graph(case, "openvino")
-    seconds = time.perf_counter() - started
-    quantplug.get_quantizer("openvino").backend.lower(converted, case.inputs).save(folder / "model.zip")
-    return seconds
+def _build_through_openvino(case: Case, quantized: Path, folder: Path) -> None:
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        converted = _for_batch(quantized / "graph.pt2", case.inputs).module()
+        program = quantplug.get_quantizer("openvino").backend.lower(converted, case.inputs, float_dtype=dtype)
+        program.save(folder / f"{name}.zip")
 
 
-def _load_through_openvino(inputs: Inputs, folder: Path, compiles: bool) -> Iterator[Way]:
-    path = folder / "model.zip"
-    yield "quantplug through OpenVINO", OpenVINOProgram.load(path), path
-    yield "the same, bf16 in float parts", OpenVINOProgram.load(path, {"INFERENCE_PRECISION_HINT": "bf16"}), path
+def _load_through_openvino(inputs: Inputs, quantized: Path, folder: Path, compiles: bool) -> Iterator[Way]:
+    for name, shown in (("float32", "quantplug through OpenVINO"), ("bfloat16", "the same, bf16 in float parts")):
+        yield shown, OpenVINOProgram.load(folder / f"{name}.zip"), folder / f"{name}.zip"
 
 
 # ---- OpenVINO with its own quantizer
 
 
-def _build_openvino(case: Case, folder: Path) -> float:
+def _quantize_openvino(case: Case, folder: Path) -> float:
     import nncf
     import openvino
 
     nncf.set_log_level(logging.ERROR)
-    model = openvino.convert_model(case.model, example_input=case.inputs)
+    model = openvino.convert_model(case.model, example_input=case.calibration[0])
     batches = nncf.Dataset(case.calibration, lambda batch: [each.numpy() for each in batch])
     kind = nncf.ModelType.TRANSFORMER if case.is_transformer else None
     started = time.perf_counter()
@@ -183,18 +229,20 @@ def _build_openvino(case: Case, folder: Path) -> float:
     return seconds
 
 
-def _load_openvino(inputs: Inputs, folder: Path, compiles: bool) -> Iterator[Way]:
+def _load_openvino(inputs: Inputs, quantized: Path, folder: Path, compiles: bool) -> Iterator[Way]:
     import openvino
 
     options = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
-    compiled = openvino.compile_model(str(folder / "model.xml"), "CPU", options)
+    model = openvino.Core().read_model(quantized / "model.xml")
+    model.reshape([list(each.shape) for each in inputs] if len(inputs) > 1 else list(inputs[0].shape))
+    compiled = openvino.compile_model(model, "CPU", options)
     request = compiled.create_infer_request()
 
     def run(*given: Tensor) -> Tensor:
         results = request.infer([each.numpy() for each in given], share_inputs=True)
         return torch.from_numpy(results[compiled.outputs[0]])
 
-    yield "OpenVINO, NNCF", run, folder / "model.bin"
+    yield "OpenVINO, NNCF", run, quantized / "model.bin"
 
 
 # ---- ONNX Runtime
@@ -208,7 +256,7 @@ class _Reader:
         return next(self.batches, None)
 
 
-def _build_onnx(case: Case, folder: Path) -> float:
+def _quantize_onnx(case: Case, folder: Path) -> float:
     from onnxruntime import quantization as ort
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -219,7 +267,8 @@ def _build_onnx(case: Case, folder: Path) -> float:
         model.load_state_dict(weights)
     original, prepared = folder / "float.onnx", folder / "prepared.onnx"
     torch.backends.mha.set_fastpath_enabled(False)  # the exporter does not know the fused layers
-    torch.onnx.export(model, case.inputs, str(original), input_names=["x"], dynamo=False, opset_version=17)
+    settings = {"dynamo": False, "opset_version": 17, "dynamic_axes": {"x": {0: "batch"}}}
+    torch.onnx.export(model, case.calibration[0], str(original), input_names=["x"], **settings)
     started = time.perf_counter()
     quant_pre_process(str(original), str(prepared), skip_symbolic_shape=True)
     kinds = {"activation_type": ort.QuantType.QUInt8, "weight_type": ort.QuantType.QInt8, "per_channel": True}
@@ -236,12 +285,13 @@ def _build_onnx(case: Case, folder: Path) -> float:
     return seconds
 
 
-def _load_onnx(inputs: Inputs, folder: Path, compiles: bool) -> Iterator[Way]:
+def _load_onnx(inputs: Inputs, quantized: Path, folder: Path, compiles: bool) -> Iterator[Way]:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    for path in sorted(folder.glob("*.onnx")):
+    options.add_free_dimension_override_by_name("batch", len(inputs[0]))
+    for path in sorted(quantized.glob("*.onnx")):
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
         def run(*given: Tensor, session: Any = session) -> Tensor:
@@ -251,20 +301,35 @@ def _load_onnx(inputs: Inputs, folder: Path, compiles: bool) -> Iterator[Way]:
 
 
 ENGINES = (
-    Engine("float", (), _build_float, _load_float),
-    Engine("torchao", (), _build_torchao, _load_torchao),
-    Engine("quantplug", (), _build_quantplug, _load_quantplug),
-    Engine("onnxruntime", ("onnx", "onnxruntime"), _build_onnx, _load_onnx),
-    Engine("openvino", ("openvino", "nncf"), _build_openvino, _load_openvino),
-    Engine("through_openvino", ("openvino",), _build_through_openvino, _load_through_openvino),
+    Engine("float", (), _keep_float, _nothing_more, _load_float),
+    Engine("torchao", (), _quantize_torchao, _build_torchao, _load_torchao),
+    Engine("quantplug", (), _quantize_for("x86"), _build_quantplug, _load_quantplug),
+    Engine("onnxruntime", ("onnx", "onnxruntime"), _quantize_onnx, _nothing_more, _load_onnx),
+    Engine("openvino", ("openvino", "nncf"), _quantize_openvino, _nothing_more, _load_openvino),
+    Engine(
+        "through_openvino", ("openvino",), _quantize_for("openvino"), _build_through_openvino, _load_through_openvino
+    ),
 )
 
 
-def build(engine: Engine, case: Case, folder: Path) -> None:
-    """Builds an engine's artefacts unless they are there already; `seconds` beside them is the time to quantize."""
-    if (folder / "seconds").is_file():
-        return
+def build(engine: Engine, case: Case, quantized: Path, folder: Path) -> None:
+    """Makes an engine's artefacts unless they are there already.
+
+    Args:
+        engine: whose.
+        case: the model, and the inputs of one batch size.
+        quantized: folder of what any batch shares; `seconds` in it is the time to quantize.
+        folder: of what this batch needs.
+    """
+    if not (quantized / "seconds").is_file():
+        _emptied(quantized)
+        (quantized / "seconds").write_text(str(engine.quantize(case, quantized)))
+    if not (folder / "built").is_file():
+        _emptied(folder)
+        engine.build(case, quantized, folder)
+        (folder / "built").touch()
+
+
+def _emptied(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    seconds = engine.build(case, folder)
-    (folder / "seconds").write_text(str(seconds))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from vision import torchvision_models
 
-CALIBRATION_BATCHES = 4
+CALIBRATION_BATCHES, CALIBRATION_SIZE = 4, 4
 
 
 @dataclass
@@ -108,6 +108,6 @@ def case(name: str, batch: int) -> Case:
         for head in (module for module in model.modules() if isinstance(module, nn.Linear)):
             if not bool(head.weight.any()):
                 nn.init.normal_(head.weight, std=0.02)
-    calibration = [inputs(batch) for _ in range(CALIBRATION_BATCHES)]
+    calibration = [inputs(CALIBRATION_SIZE) for _ in range(CALIBRATION_BATCHES)]
     is_transformer = name.startswith(TRANSFORMERS)
     return Case(name, model.eval().requires_grad_(False), inputs(batch), calibration, is_transformer)

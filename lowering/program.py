@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantplug.core.errors import ArtefactError
+import torch
+
+from quantplug.core.errors import ArtefactError, LoweringError
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,16 @@ def require_folder(path: str | Path) -> Path:
     if not path.parent.is_dir():
         raise ArtefactError(f"Cannot write '{path}': folder '{path.parent}' does not exist; create it first.")
     return path
+
+
+def require_float_dtype(dtype: torch.dtype) -> None:
+    """Checks the dtype of products that stay float.
+
+    Raises:
+        LoweringError: it is neither float32 nor bfloat16.
+    """
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise LoweringError(f"float_dtype is {dtype}; choose torch.float32 or torch.bfloat16.")
 
 
 class Program(ABC):

@@ -20,10 +20,12 @@ from quantplug.core.graph import constant_value, describe, operands, require_gra
 from quantplug.core.pattern import Match, op, value
 from quantplug.lowering.openvino.program import OpenVINOProgram, runtime
 from quantplug.lowering.placement import record
+from quantplug.lowering.program import require_float_dtype
 from quantplug.lowering.qparams import dequantize
 from quantplug.lowering.rewriting import Rule, apply, call, constant, drop_unread_attributes, replace
 
 _ATEN = torch.ops.aten
+_HINTS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 def lower(
@@ -31,6 +33,7 @@ def lower(
     example_inputs: tuple[Any, ...],
     *,
     dynamic_shapes: Any = None,
+    float_dtype: torch.dtype = torch.float32,
     options: Mapping[str, Any] | None = None,
 ) -> OpenVINOProgram:
     """Hands a q/dq graph to OpenVINO.
@@ -39,15 +42,20 @@ def lower(
         converted: what `convert_pt2e` returned; it is not changed.
         example_inputs: inputs as for `torch.export.export`; the program is run on them.
         dynamic_shapes: which sizes may vary, as for `torch.export.export`.
+        float_dtype: torch.bfloat16 lets OpenVINO take bfloat16 where it computes in float, which is faster on
+            processors with AMX.
         options: properties for OpenVINO's CPU plugin; by default the least latency on as many threads as torch
-            has, and float32 where it computes in float.
+            has. The program keeps them when it is saved.
 
     Raises:
         ModelError: `converted` is no graph module.
-        LoweringError: openvino is not installed, the graph is quantized dynamically, or the front end refuses it.
+        LoweringError: openvino is not installed, the graph is quantized dynamically, the front end refuses it, or
+            `float_dtype` is another dtype.
     """
     source = require_graph_module(converted, "lower")
     openvino = runtime()
+    require_float_dtype(float_dtype)
+    options = {"INFERENCE_PRECISION_HINT": _HINTS[float_dtype], **(options or {})}
     _require_static(source.graph)
     module = fx.GraphModule(source, copy.deepcopy(source.graph))
     recorded = record(module.graph)

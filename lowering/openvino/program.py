@@ -1,6 +1,7 @@
 """A q/dq graph in OpenVINO: runs, saves itself, loads, and tells which kernels OpenVINO chose."""
 
 import io
+import json
 import tempfile
 import zipfile
 from collections import defaultdict
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 from quantplug.core.errors import ArtefactError, LoweringError
 from quantplug.lowering.program import LoweredOp, Program, require_folder
 
-_GRAPH, _WEIGHTS, _STRUCTURE = "model.xml", "model.bin", "structure.json"
+_GRAPH, _WEIGHTS, _STRUCTURE, _OPTIONS = "model.xml", "model.bin", "structure.json", "options.json"
 _INTEGER = {"u8", "i8"}
 _NOT_COMPUTED = ("Const", "Input", "Output")
 
@@ -42,18 +43,16 @@ class OpenVINOProgram(Program):
 
     Attributes:
         model: the `openvino.Model`; its rounding of activations is `FakeQuantize`.
+        options: properties of the CPU plugin that were asked for.
         compiled: the `openvino.CompiledModel`; its runtime model shows every kernel.
         ops: every compute operator of the q/dq graph with its placement.
     """
 
     def __init__(self, model: Any, structure: pytree.TreeSpec, options: Mapping[str, Any] | None = None) -> None:
-        defaults = {
-            "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
-            "INFERENCE_PRECISION_HINT": "f32",
-        }
         self.model = model
-        self.compiled = runtime().compile_model(model, "CPU", {**defaults, **(options or {})})
+        self.options = dict(options or {})
+        defaults = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+        self.compiled = runtime().compile_model(model, "CPU", {**defaults, **self.options})
         self.ops: tuple[LoweredOp, ...] = ()
         self._structure = structure
         self._request = self.compiled.create_infer_request()
@@ -91,6 +90,10 @@ class OpenVINOProgram(Program):
     def load(cls, path: str | Path, options: Mapping[str, Any] | None = None) -> "OpenVINOProgram":
         """Reads a program that `save` wrote and compiles it for this machine.
 
+        Args:
+            path: the file.
+            options: properties of the CPU plugin, in the place of those that the program was saved with.
+
         Raises:
             ArtefactError: the file is missing or is no saved program.
             LoweringError: openvino is not installed.
@@ -100,12 +103,13 @@ class OpenVINOProgram(Program):
             with zipfile.ZipFile(path) as archive:
                 model = openvino.Core().read_model(archive.read(_GRAPH), archive.read(_WEIGHTS))
                 structure = pytree.treespec_loads(archive.read(_STRUCTURE).decode())
+                saved = json.loads(archive.read(_OPTIONS))
         except Exception as error:
             raise ArtefactError(
                 f"'{path}' is no program of the openvino lowering ({type(error).__name__}: {error}); "
                 "pass a file that `OpenVINOProgram.save` wrote."
             ) from error
-        return cls(model, structure, options)
+        return cls(model, structure, {**saved, **(options or {})})
 
     @property
     def nbytes(self) -> int:
@@ -120,6 +124,7 @@ class OpenVINOProgram(Program):
             for file in files:
                 archive.write(file, file.name)
             archive.writestr(_STRUCTURE, pytree.treespec_dumps(self._structure))
+            archive.writestr(_OPTIONS, json.dumps(self.options))
         return buffer.getvalue()
 
 

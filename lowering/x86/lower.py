@@ -6,26 +6,34 @@ Before: the result of `convert_pt2e`. After: an `X86Program`; the converted mode
 import copy
 from typing import Any
 
+import torch
 from torch import fx
 
 from quantplug.core.errors import LoweringError
 from quantplug.core.graph import require_graph_module
 from quantplug.lowering.placement import place, record
+from quantplug.lowering.program import require_float_dtype
 from quantplug.lowering.qparams import QD, qparams
 from quantplug.lowering.rewriting import apply, drop_unread_attributes
-from quantplug.lowering.x86.autotune import always_integer, measured
+from quantplug.lowering.x86.autotune import always_integer, measured, measured_half
 from quantplug.lowering.x86.cleaning import clean
 from quantplug.lowering.x86.embedding import EMBEDDINGS
 from quantplug.lowering.x86.epilogues import fuse
+from quantplug.lowering.x86.half import compute_in_half
 from quantplug.lowering.x86.movement import move
 from quantplug.lowering.x86.pooling import AVERAGES
 from quantplug.lowering.x86.products import products
 from quantplug.lowering.x86.program import X86Program
-from quantplug.lowering.x86.weight_only import WEIGHT_ONLY
+from quantplug.lowering.x86.weight_only import STREAMED, WEIGHT_ONLY
 
 
 def lower(
-    converted: fx.GraphModule, example_inputs: tuple[Any, ...], *, dynamic_shapes: Any = None, autotune: bool = False
+    converted: fx.GraphModule,
+    example_inputs: tuple[Any, ...],
+    *,
+    dynamic_shapes: Any = None,
+    autotune: bool = False,
+    float_dtype: torch.dtype = torch.float32,
 ) -> X86Program:
     """Lowers a q/dq graph to oneDNN quantized kernels.
 
@@ -33,25 +41,34 @@ def lower(
         converted: what `convert_pt2e` returned.
         example_inputs: inputs as for `torch.export.export`.
         dynamic_shapes: which sizes may vary, as for `torch.export.export`; needed again to save the program.
-        autotune: time the integer and the float kernel of each convolution and linear here and now, on the
-            shapes of the example inputs, and leave the layer float where that is faster; `ops` says so.
+        autotune: time the integer and the float kernels of each convolution and linear here and now, on the
+            shapes of the example inputs, and leave the layer float where that is faster; `ops` says so. What stays
+            float computes in bfloat16 where that is faster.
+        float_dtype: torch.bfloat16 lets all products that stay float (attention's too) compute in it, which
+            is faster on processors with AMX; sums, normalizations and the outputs stay float32.
 
     Returns:
         A program that runs eagerly; operators without integer kernel stay float, and `ops` says why.
 
     Raises:
         ModelError: `converted` is no graph module.
-        LoweringError: it still has observers, or the inputs do not fit.
+        LoweringError: it still has observers, the inputs do not fit, or `float_dtype` is another dtype.
     """
     module = _copied(require_graph_module(converted, "lower"))
     _require_inputs(module, example_inputs)
+    require_float_dtype(float_dtype)
     recorded = record(module.graph)
     clean(module, example_inputs)
     qmax = _highest_integer(module.graph)
     move(module.graph)
     choose = measured(module, example_inputs) if autotune else always_integer
+    apply(module.graph, STREAMED)  # before the products and apart from them, whose reasons are what the report says
     apply(module.graph, (*products(choose), *WEIGHT_ONLY, *AVERAGES, *EMBEDDINGS))
     fuse(module.graph)
+    if float_dtype == torch.bfloat16:
+        compute_in_half(module.graph, lambda product: None)
+    elif autotune:
+        compute_in_half(module.graph, measured_half)
     _finish(module)
     program = X86Program(module, example_inputs, dynamic_shapes, qmax=qmax)
     program.ops = place(recorded, program.module.graph, "onednn")

@@ -18,10 +18,11 @@ from quantplug.lowering.x86.epilogues import fuse_sums
 
 onednn = torch.ops.onednn
 PREPACK = (onednn.qconv_prepack.default, onednn.qlinear_prepack.default)
-# the weights of layers that stay float: dequantized once here, not at every call
-DEQUANTIZE = (
+# the weights of layers that stay float: dequantized and converted once here, not at every call
+UNPACK = (
     torch.ops.quantized_decomposed.dequantize_per_channel.default,
     torch.ops.quantized_decomposed.dequantize_per_tensor.default,
+    torch.ops.aten.to.dtype,
 )
 
 
@@ -31,7 +32,7 @@ def pack(portable: fx.GraphModule) -> fx.GraphModule:
     fuse_sums(module.graph)
     for node in list(module.graph.nodes):
         constants = all(found.op == "get_attr" for found in node.all_input_nodes) and node.all_input_nodes
-        if node.target in PREPACK or (node.target in DEQUANTIZE and constants):
+        if node.target in PREPACK or (node.target in UNPACK and constants):
             _fold(module, node)
     spell_out(module.graph)
     module.graph.eliminate_dead_code()

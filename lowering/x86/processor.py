@@ -1,4 +1,4 @@
-"""What this processor's integer kernels get wrong, found by trying.
+"""What this processor has, and what its integer kernels get wrong, found by trying.
 
 Without VNNI, oneDNN multiplies uint8 by int8 with `vpmaddubsw`, which adds two products in 16 bits and
 saturates: 2 x 255 x 127 becomes 32767. Up to 127 the sum always fits.
@@ -30,3 +30,8 @@ def range_objection(qmax: int) -> str | None:
         f"this processor has no VNNI, and its kernels saturate beyond {WITHOUT_SATURATION}, "
         f"where its activation reaches {qmax}; quantize with reduce_range=True"
     )
+
+
+def has_amx() -> bool:
+    """Tells whether this processor multiplies tiles."""
+    return bool(torch.cpu._is_amx_tile_supported())

@@ -109,7 +109,7 @@ def _measured_convolution(choose: Choice, match: Match, weight: IntegerWeight, g
         found: Tensor = onednn.qconv_pointwise(*args)
         return found
 
-    return choose(match.root, match["integers"], integer, lambda x: run(x, floats, None, *geometry))
+    return choose(match.root, match["integers"], integer, lambda x, w: run(x, w, None, *geometry), floats)
 
 
 def activation_objection(params: QParams, *, conv: bool) -> str | None:
@@ -195,7 +195,7 @@ def _measured_linear(choose: Choice, match: Match, weight: IntegerWeight) -> str
         found: Tensor = onednn.qlinear_pointwise(*args)
         return found
 
-    return choose(match.root, match["integers"], integer, lambda x: aten.linear(x, floats))
+    return choose(match.root, match["integers"], integer, aten.linear, floats)
 
 
 def _linear_objection(match: Match, weight: IntegerWeight | str) -> str | None:

@@ -89,6 +89,22 @@ def test_attention_and_weight_only_models_reach_openvino():
         assert any("OpenVINO runs it in f32" in operator.reason for operator in program.ops)
 
 
+def test_what_stays_float_computes_in_bfloat16_on_demand_also_when_loaded(tmp_path):
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    inputs = (torch.randn(2, 16, 64),)
+    model = nn.TransformerEncoderLayer(64, 4, 128, activation="gelu", batch_first=True).eval()
+    reference = quantized(model, inputs)
+    program = OPENVINO.lower(reference, inputs, float_dtype=torch.bfloat16)
+    loaded = OpenVINOProgram.load(program.save(tmp_path / "model.zip"))
+    with torch.no_grad():
+        assert sqnr(reference(*inputs), program(*inputs)) > 25
+        assert torch.equal(program(*inputs), loaded(*inputs))
+    assert str(loaded.compiled.get_property("INFERENCE_PRECISION_HINT")).find("bfloat16") >= 0
+    replaced = OpenVINOProgram.load(tmp_path / "model.zip", {"INFERENCE_PRECISION_HINT": "f32"})
+    assert replaced.options["INFERENCE_PRECISION_HINT"] == "f32"
+
+
 def test_a_dynamically_quantized_graph_is_refused_in_one_sentence():
     pytest.importorskip("openvino")
     inputs = (torch.randn(2, 16),)
