@@ -50,6 +50,7 @@ from quantplug.lowering.xnnpack.rewrites.pooling import (
 )
 from quantplug.lowering.xnnpack.rewrites.products import products_are_linear
 from quantplug.lowering.xnnpack.rewrites.recurrence import cells_are_layers, computes_state, recurrence_is_unrolled
+from quantplug.lowering.xnnpack.rewrites.selection import unread_rows_are_not_computed
 
 __all__ = ["ALL", "AT_LOWERING", "Rewrite", "computes_state", "rewrite_for_xnnpack"]
 
@@ -74,6 +75,7 @@ ALL: tuple[Rewrite, ...] = (
     select_is_slice,
     squeeze_is_view,
     lone_concatenation_is_copy,
+    unread_rows_are_not_computed,
     global_pooling_is_mean,
     spatial_mean_keeps_dims,
     average_pooling_is_depthwise,
