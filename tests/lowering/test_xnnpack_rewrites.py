@@ -53,6 +53,27 @@ CASES = {
     "unbind": (lambda s, x: x.unbind(1)[2] + x.unbind(1)[-1], {}, IMAGE, "unbind", "split_is_slices"),
     "select": (lambda s, x: x[:, -1] + x.select(-1, 2).sum(), {}, IMAGE, "select", "select_is_slice"),
     "squeeze": (lambda s, x: x[:, :1].squeeze(1).unsqueeze(0), {}, IMAGE, "squeeze", "squeeze_is_view"),
+    "transpose of one": (
+        lambda s, x: x.transpose(1, 0) * 2,
+        {},
+        (1, 5, 6),
+        "transpose",
+        "still_permutation_is_view",
+    ),
+    "permute of ones": (
+        lambda s, x: x.permute(2, 1, 0, -1) * 2,
+        {},
+        (1, 5, 1, 6),
+        "permute",
+        "still_permutation_is_view",
+    ),
+    "views of views": (
+        lambda s, x: (x * 2).view(2, 8, 36).reshape(2, 4, 2, 36).view(8, 72) + (x * 2).view(2, 8, 36).view(8, 72),
+        {},
+        IMAGE,
+        "reshape",
+        "view_of_view_is_view",
+    ),
     "cat of one": (lambda s, x: torch.cat([x * 2]), {}, IMAGE, "cat", "lone_concatenation_is_copy"),
     "silu": (lambda s, x: F.silu(x), {}, IMAGE, "silu", "silu_is_product"),
     "silu in place": (lambda s, x: F.silu(x * 2, inplace=True), {}, IMAGE, "silu_", "silu_is_product"),
@@ -204,6 +225,13 @@ def test_values_and_module_paths_are_kept():
     assert {module_path(node) for node in calls} == {"0", "1", "2", "3", "4"}
     assert all(isinstance(node.meta["val"], torch.Tensor) for node in calls)
     assert [tuple(n.meta["val"].shape) for n in calls if module_path(n) == "1"] == [IMAGE, IMAGE]
+
+
+def test_a_permutation_that_moves_data_stays():
+    model = Function(lambda _, x: x.transpose(1, 2).permute(1, 0, 2) * 2).eval()
+    graph = torch.export.export(model, (torch.randn(1, 5, 6),)).module()
+    rewritten = rewrites.still_permutation_is_view(graph)
+    assert "aten::transpose" in targets(rewritten)
 
 
 def test_an_in_place_operator_whose_operand_is_read_again_stays():

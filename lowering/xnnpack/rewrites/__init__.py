@@ -41,6 +41,8 @@ from quantplug.lowering.xnnpack.rewrites.movement import (
     select_is_slice,
     split_is_slices,
     squeeze_is_view,
+    still_permutation_is_view,
+    view_of_view_is_view,
 )
 from quantplug.lowering.xnnpack.rewrites.pooling import (
     average_pooling_is_depthwise,

@@ -7,7 +7,7 @@ from torch import fx
 
 from quantplug.core.graph import tensor_value
 from quantplug.lowering.xnnpack.conversions import operator_name
-from quantplug.lowering.xnnpack.rewrites.writing import Writer, axis_of, done, index_of, is_getitem, matching
+from quantplug.lowering.xnnpack.rewrites.writing import Writer, axis_of, done, index_of, is_getitem, matching, permutation
 
 _ATEN = torch.ops.aten
 
@@ -74,3 +74,31 @@ def squeeze_is_view(model: fx.GraphModule) -> fx.GraphModule:
         write = Writer(model, node)
         write.replace(write.call(_ATEN.reshape.default, values["self"], list(result.shape)))
     return done(model)
+
+
+def still_permutation_is_view(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes a transpose or permute as a view where it only moves dimensions of size one: the memory stays as it is."""
+    for node, values in matching(model, "transpose", "permute"):
+        source, result = tensor_value(values["self"]), tensor_value(node)
+        if source is None or result is None or sum(not isinstance(size, int) for size in result.shape) > 1:
+            continue
+        sizes: list[Any] = list(source.shape)
+        long = [axis for axis in permutation(node) if not (isinstance(sizes[axis], int) and sizes[axis] == 1)]
+        if long == sorted(long):
+            write = Writer(model, node)
+            write.replace(write.reshape(values["self"], *result.shape))
+    return done(model)
+
+
+def view_of_view_is_view(model: fx.GraphModule) -> fx.GraphModule:
+    """Lets a view read what the view before it reads, where nobody else reads that one."""
+    for node in model.graph.nodes:
+        if _is_view(node):
+            while isinstance(source := node.args[0], fx.Node) and _is_view(source) and len(source.users) == 1:
+                node.update_arg(0, source.args[0])
+                source.graph.erase_node(source)
+    return done(model)
+
+
+def _is_view(node: fx.Node) -> bool:
+    return operator_name(node) in {"aten::view", "aten::reshape", "aten::_unsafe_view"}

@@ -172,24 +172,27 @@ class _Cell:
         activation = _ATEN.tanh.default if self.kind == "rnn_tanh" else _ATEN.relu.default
         return (self.write.call(activation, self.write.call(_ATEN.add.Tensor, now, recurrent)),)
 
-    def _gates(self, node: fx.Node, count: int) -> list[fx.Node]:
-        size = value_of(node).shape[-1] // count
-        return [self.write.call(_ATEN.slice.Tensor, node, -1, i * size, (i + 1) * size) for i in range(count)]
+    def _part(self, node: fx.Node, of: int, first: int, last: int) -> fx.Node:
+        """Slices some of the parts that the features of a node consist of."""
+        size = value_of(node).shape[-1] // of
+        return self.write.call(_ATEN.slice.Tensor, node, -1, first * size, last * size)
 
+    # One kernel for few features costs as much as one for many: gates are opened together, and sliced then.
     def _lstm(self, now: fx.Node, recurrent: fx.Node, _: fx.Node, cell: fx.Node) -> tuple[fx.Node, ...]:
         call = self.write.call
-        enter, keep, new, leave = self._gates(call(_ATEN.add.Tensor, now, recurrent), 4)
-        kept = call(_ATEN.mul.Tensor, call(_ATEN.sigmoid.default, keep), cell)
-        added = call(_ATEN.mul.Tensor, call(_ATEN.sigmoid.default, enter), call(_ATEN.tanh.default, new))
-        cell = call(_ATEN.add.Tensor, kept, added)
-        return call(_ATEN.mul.Tensor, call(_ATEN.sigmoid.default, leave), call(_ATEN.tanh.default, cell)), cell
+        gates = call(_ATEN.add.Tensor, now, recurrent)
+        opened = call(_ATEN.sigmoid.default, gates)  # the third part is no gate; nobody reads it
+        enter, keep, leave = (self._part(opened, 4, i, i + 1) for i in (0, 1, 3))
+        new = call(_ATEN.tanh.default, self._part(gates, 4, 2, 3))
+        cell = call(_ATEN.add.Tensor, call(_ATEN.mul.Tensor, keep, cell), call(_ATEN.mul.Tensor, enter, new))
+        return call(_ATEN.mul.Tensor, leave, call(_ATEN.tanh.default, cell)), cell
 
     def _gru(self, now: fx.Node, recurrent: fx.Node, hidden: fx.Node) -> tuple[fx.Node, ...]:
         call = self.write.call
-        pairs = zip(self._gates(now, 3), self._gates(recurrent, 3), strict=True)
-        (reset_x, reset_h), (update_x, update_h), (new_x, new_h) = pairs
-        reset = call(_ATEN.sigmoid.default, call(_ATEN.add.Tensor, reset_x, reset_h))
-        update = call(_ATEN.sigmoid.default, call(_ATEN.add.Tensor, update_x, update_h))
+        gates = call(_ATEN.add.Tensor, self._part(now, 3, 0, 2), self._part(recurrent, 3, 0, 2))
+        opened = call(_ATEN.sigmoid.default, gates)
+        reset, update = (self._part(opened, 2, i, i + 1) for i in range(2))
+        new_x, new_h = (self._part(node, 3, 2, 3) for node in (now, recurrent))
         new = call(_ATEN.tanh.default, call(_ATEN.add.Tensor, new_x, call(_ATEN.mul.Tensor, reset, new_h)))
         # new + update * (hidden - new) is (1 - update) * new + update * hidden with one product less.
         moved = call(_ATEN.mul.Tensor, update, call(_ATEN.sub.Tensor, hidden, new))

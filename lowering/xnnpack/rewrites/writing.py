@@ -96,6 +96,19 @@ def axis_of(axis: int, dims: int) -> int:
     return axis + dims if axis < 0 else axis
 
 
+def permutation(node: fx.Node) -> list[int]:
+    """Returns for each dimension of a transpose's or permute's result the dimension of its input."""
+    values: dict[str, Any] = operands(node)
+    source = tensor_value(values["self"])
+    assert source is not None
+    if "dims" in values:
+        return [axis_of(axis, source.dim()) for axis in values["dims"]]
+    order = list(range(source.dim()))
+    first, second = values["dim0"], values["dim1"]
+    order[first], order[second] = order[second], order[first]
+    return order
+
+
 def pair(value: Any) -> list[int]:
     """Returns the two numbers of a spatial operand, which may be given as one."""
     values = list(value) if isinstance(value, (list, tuple)) else [value]
