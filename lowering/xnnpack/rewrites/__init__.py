@@ -76,6 +76,8 @@ ALL: tuple[Rewrite, ...] = (
     split_is_slices,
     select_is_slice,
     squeeze_is_view,
+    still_permutation_is_view,
+    view_of_view_is_view,
     lone_concatenation_is_copy,
     unread_rows_are_not_computed,
     global_pooling_is_mean,

@@ -7,7 +7,15 @@ from torch import fx
 
 from quantplug.core.graph import tensor_value
 from quantplug.lowering.xnnpack.conversions import operator_name
-from quantplug.lowering.xnnpack.rewrites.writing import Writer, axis_of, done, index_of, is_getitem, matching, permutation
+from quantplug.lowering.xnnpack.rewrites.writing import (
+    Writer,
+    axis_of,
+    done,
+    index_of,
+    is_getitem,
+    matching,
+    permutation,
+)
 
 _ATEN = torch.ops.aten
 
