@@ -100,9 +100,9 @@ def serve(connection: Any, name: str, folder: Path, threads: int, compiles: bool
     warnings.filterwarnings("ignore")
     torch.set_num_threads(threads)
     inputs = torch.load(folder / "inputs.pt")
-    engine = next(each for each in ENGINES if each.name == name)
+    engine = _engine(name)
     with torch.no_grad():
-        loaded = list(engine.load(inputs, folder.parent / name, folder / name, compiles))
+        loaded = list(engine.load(inputs, engine.quantized(folder.parent), folder / name, compiles))
         sizes = [path.stat().st_size / 1e6 if path else 0.0 for _, _, path in loaded]
         connection.send([(way, size, _first(run(*inputs))) for (way, run, _), size in zip(loaded, sizes, strict=True)])
         while True:
@@ -113,6 +113,10 @@ def serve(connection: Any, name: str, folder: Path, threads: int, compiles: bool
             time.sleep(PAUSE)
             run(*inputs)
             connection.send(statistics.median(_timed(run, inputs, clock) for _ in range(CALLS)))
+
+
+def _engine(name: str) -> Engine:
+    return next(each for each in ENGINES if each.name == name)
 
 
 def _first(output: Any) -> Tensor:
@@ -160,7 +164,7 @@ def measure(workers: dict[str, Worker], folder: Path, macs: int, chosen: argpars
     first, reference = next(iter(times.values())), next(iter(workers.values())).ways[0][2]
     rows = []
     for engine, worker in workers.items():
-        spent = float((folder.parent / engine / "seconds").read_text())
+        spent = float((_engine(engine).quantized(folder.parent) / "seconds").read_text())
         for way, megabytes, output in worker.ways:
             ratios = sorted(a / b for a, b in zip(first, times[way], strict=True))
             quarter, median = len(ratios) // 4, statistics.median(times[way])
@@ -195,7 +199,7 @@ def prepare(name: str, batch: int, folder: Path, engines: list[Engine]) -> int:
     for engine in engines:
         started = time.perf_counter()
         try:
-            build(engine, given, folder.parent / engine.name, folder / engine.name)
+            build(engine, given, engine.quantized(folder.parent), folder / engine.name)
         except Exception:
             print(f"  {engine.name} on {name}: not built\n{traceback.format_exc(limit=-2)}")
         print(f"  {engine.name} of {name}: {time.perf_counter() - started:.0f} s", flush=True)

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class Engine:
         quantize: writes a quantized model for any batch into a folder; returns the seconds from the float model to it.
         build: from the case's inputs and that folder, writes what depends on the batch into a second folder.
         load: from the model's inputs and both folders, yields (way, what runs, artefact's file or None).
+        shares: the engine whose quantized model it runs too, "" for its own.
     """
 
     name: str
@@ -44,11 +46,16 @@ class Engine:
     quantize: Callable[[Case, Path], float]
     build: Callable[[Case, Path, Path], None]
     load: Callable[[Inputs, Path, Path, bool], Iterator[Way]]
+    shares: str = ""
 
     @property
     def is_there(self) -> bool:
         """Tells whether its packages are installed."""
         return all(importlib.util.find_spec(package) for package in self.needs)
+
+    def quantized(self, folder: Path) -> Path:
+        """Returns the folder of what any batch shares, within a model's folder."""
+        return folder / (self.shares or self.name)
 
 
 def _package(exported: torch.export.ExportedProgram, path: Path) -> None:
@@ -167,36 +174,31 @@ def _load_torchao(inputs: Inputs, quantized: Path, folder: Path, compiles: bool)
 # ---- quantplug
 
 
-def _quantize_for(backend: str) -> Callable[[Case, Path], float]:
-    def quantize(case: Case, folder: Path) -> float:
-        started = time.perf_counter()
-        prepared = quantplug.prepare_pt2e(_any_batch(case), quantplug.get_quantizer(backend))
-        quantplug.calibrate(prepared, case.calibration, progress=False)
-        converted = quantplug.convert_pt2e(prepared)
-        seconds = time.perf_counter() - started
-        _keep(converted, case, folder / "graph.pt2")
-        return seconds
-
-    return quantize
+def _quantize_quantplug(case: Case, folder: Path) -> float:
+    started = time.perf_counter()
+    prepared = quantplug.prepare_pt2e(_any_batch(case), quantplug.get_quantizer("x86"))
+    quantplug.calibrate(prepared, case.calibration, progress=False)
+    converted = quantplug.convert_pt2e(prepared)
+    seconds = time.perf_counter() - started
+    _keep(converted, case, folder / "graph.pt2")
+    return seconds
 
 
-def _build_quantplug(case: Case, quantized: Path, folder: Path) -> None:
-    for name, autotune in (("", False), ("autotuned_", True)):
-        converted = _for_batch(quantized / "graph.pt2", case.inputs).module()
-        program = lower(converted, case.inputs, autotune=autotune)
-        program.save(folder / f"{name}program.pt2")
-        program.package(folder / f"{name}package.pt2")
+def _build_quantplug(case: Case, quantized: Path, folder: Path, *, autotune: bool = False) -> None:
+    converted = _for_batch(quantized / "graph.pt2", case.inputs).module()
+    program = lower(converted, case.inputs, autotune=autotune)
+    program.save(folder / "program.pt2")
+    program.package(folder / "package.pt2")
 
 
-def _load_quantplug(inputs: Inputs, quantized: Path, folder: Path, compiles: bool) -> Iterator[Way]:
-    for name, shown in (("", ""), ("autotuned_", ", autotuned")):
-        program, package = folder / f"{name}program.pt2", folder / f"{name}package.pt2"
-        yield f"quantplug eager{shown}", X86Program.load(program), program
-        yield f"quantplug package{shown}", _packaged(package), package
+def _load_quantplug(inputs: Inputs, quantized: Path, folder: Path, compiles: bool, *, tuned: str = "") -> Iterator[Way]:
+    program, package = folder / "program.pt2", folder / "package.pt2"
+    yield f"quantplug eager{tuned}", X86Program.load(program), program
+    yield f"quantplug package{tuned}", _packaged(package), package
     if compiles:
-        run = X86Program.load(folder / "program.pt2").compile()
+        run = X86Program.load(program).compile()
         run(*inputs)
-        yield "quantplug compile", run, None
+        yield f"quantplug compile{tuned}", run, None
 
 
 def _build_through_openvino(case: Case, quantized: Path, folder: Path) -> None:
@@ -303,11 +305,24 @@ def _load_onnx(inputs: Inputs, quantized: Path, folder: Path, compiles: bool) ->
 ENGINES = (
     Engine("float", (), _keep_float, _nothing_more, _load_float),
     Engine("torchao", (), _quantize_torchao, _build_torchao, _load_torchao),
-    Engine("quantplug", (), _quantize_for("x86"), _build_quantplug, _load_quantplug),
+    Engine("quantplug", (), _quantize_quantplug, _build_quantplug, _load_quantplug),
+    Engine(
+        "autotuned",
+        (),
+        _quantize_quantplug,
+        partial(_build_quantplug, autotune=True),
+        partial(_load_quantplug, tuned=", autotuned"),
+        "quantplug",
+    ),
     Engine("onnxruntime", ("onnx", "onnxruntime"), _quantize_onnx, _nothing_more, _load_onnx),
     Engine("openvino", ("openvino", "nncf"), _quantize_openvino, _nothing_more, _load_openvino),
     Engine(
-        "through_openvino", ("openvino",), _quantize_for("openvino"), _build_through_openvino, _load_through_openvino
+        "through_openvino",
+        ("openvino",),
+        _quantize_quantplug,
+        _build_through_openvino,
+        _load_through_openvino,
+        "quantplug",
     ),
 )
 

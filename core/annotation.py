@@ -240,12 +240,12 @@ class _Decisions:
     def release_output(self, found: Found[Annotator]) -> None:
         """Leaves the output of a kernel that can write float in float if only float operators read it.
 
-        Called from the last piece to the first: a move that nobody reads in integers goes too.
+        Called from the last piece to the first: a move or a join that nobody reads in integers goes too.
         """
         root = found.match.root
         if not found.owner.writes_float or any(self._reads(user, root) for user in root.users):
             return
-        if found.owner.follows:
+        if found.owner.follows or found.owner.output == "shared":
             del self.annotations[root]
             self.rejected[root] = NearMiss(found.label, "only float operators read its result", 1)
         else:

@@ -59,9 +59,10 @@ class Annotator:
             moves data keeps the integer domain between quantized neighbours and starts none.
         output: where the scale of the output comes from: an observer of its "own", "shared" with the
             input, "fixed" beforehand, or none because the output stays "float". It describes `decide`
-            in capability tables and has no effect of its own.
+            in capability tables.
         writes_float: whether the kernel can as well write float. Then its output is quantized only where
-            a quantized operator reads it: rounding it for a float reader would cost accuracy and time.
+            a quantized operator reads it: rounding it for a float reader would cost accuracy and time. An
+            operator whose output shares its input's scale is then not quantized at all.
         dtypes: the dtype configs that the kernel runs, in the order of preference; empty for any.
         rescale: the ratios of scales that the kernel's requantization can express; None for any.
         level: how closely the kernel agrees with the q/dq graph.

@@ -52,7 +52,7 @@ X86 = Backend(
         linear(activations=(*CLAMPS, "hardswish", "silu", "gelu", "leaky_relu", "tanh"))
         .where(no_groups)
         .writing_float(),
-        concatenation("cat").within(Level.EXACT),
+        concatenation("cat").writing_float().within(Level.EXACT),
         pooling("max_pool2d").within(Level.EXACT),
         # Averages of float tensors stay float: to quantize the tensor takes longer than to average it.
         pooling("avg_pool2d", own_output=True, follows=("x",)).where(whole_windows, padding_counts).writing_float(),

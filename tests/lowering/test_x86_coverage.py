@@ -312,6 +312,28 @@ def test_pieces_of_a_chunk_stay_integers():
     assert Level.APPROXIMATE.objection(program(x), reference(x), decibels=45) is None
 
 
+def test_a_join_that_only_a_float_sum_reads_rounds_nothing():
+    """A vision transformer's patches and class token, to which positions are added before anything is quantized."""
+
+    class Patches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.patches, self.head = nn.Conv2d(3, 16, 4, 4), nn.Linear(16, 8)
+            self.token, self.positions = nn.Parameter(torch.randn(1, 1, 16)), nn.Parameter(torch.randn(1, 10, 16))
+
+        def forward(self, x):
+            y = self.patches(x).flatten(2).transpose(1, 2)
+            y = torch.cat([self.token.expand(x.shape[0], -1, -1), y], 1) + self.positions
+            return self.head(F.layer_norm(y, (16,)))
+
+    reference, program = quantized(Patches(), torch.randn(2, 3, 12, 12))
+    assert placements(program, "conv2d") == placements(program, "linear") == {"int8"}
+    assert placements(program, "cat") == {"float"}
+    assert "only float operators read its result" in quantplug.explain(reference).row("cat").reason
+    written = [n for n in program.module.graph.nodes if n.target is torch.ops.onednn.qconv_pointwise.default]
+    assert [n.args[-4] for n in written] == [torch.float32]
+
+
 class Images(nn.Module):
     """A heavy convolution, one with a residual sum, a depthwise one, and one over one dimension."""
 

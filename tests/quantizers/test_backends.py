@@ -3,6 +3,7 @@
 import inspect
 from dataclasses import asdict
 from importlib.metadata import EntryPoint
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,8 +121,10 @@ def test_q01_capabilities_tell_the_truth_about_the_output(name):
         if rule not in rows:
             continue
         # A quantized reader: kernels that can write float are only then asked for integers.
-        read = lambda m, x: torch.cat([function(m, x)] * 2)  # noqa: B023, E731
-        model = exported(Function(read, conv=nn.Conv2d(3, 3, 1)), torch.randn(1, 3, 8, 8))
+        read = lambda m, x: m.linear(torch.cat([function(m, x)] * 2).flatten())  # noqa: B023, E731
+        conv, x = nn.Conv2d(3, 3, 1), torch.randn(1, 3, 8, 8)
+        linear = nn.Linear(2 * function(SimpleNamespace(conv=conv), x).numel(), 1)
+        model = exported(Function(read, conv=conv, linear=linear), x)
         get_quantizer(name).annotate(model)
         row = [r for r in explain(model).rows if r.rule == rule][0 if rule == "cat" else -1]
         spec = next(n for n in model.graph.nodes if n.name == row.node).meta["quantization_annotation"].output_qspec
