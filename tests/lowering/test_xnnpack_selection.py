@@ -106,6 +106,7 @@ PARTS = {
     "a turned view": lambda s, x: s.two(x).reshape(2, TOKENS, 4, 6).permute(0, 2, 1, 3)[:, :, 0],
     "a broadcast sum": lambda s, x: (s.one(x) + x[:, :1])[:, 3],
     "merged rows": lambda s, x: s.one(x).reshape(2 * TOKENS, 16)[:TOKENS],
+    "some of a piece": lambda s, x: torch.cat([x * 2, s.one(x)], 1)[:, TOKENS + 1 : TOKENS + 3],
     "one operand twice": lambda s, x: ((y := s.one(x)) * y)[:, 0],
 }
 
@@ -114,6 +115,29 @@ PARTS = {
 def test_parts_of_many_operators(name):
     graph = rewritten(Branches(PARTS[name]), torch.randn(2, TOKENS, 16))
     assert any(shape[:-1] != (2, TOKENS) for shape in shapes(graph, "linear"))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_recurrence_of_which_one_step_is_read_joins_no_steps(kind):
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = kind(16, 8, batch_first=True)
+
+        def forward(self, x):
+            return self.layer(x)[0][:, -1]
+
+    torch.manual_seed(0)
+    graph = rewritten(Last(), torch.randn(1, TOKENS, 16))
+    assert not shapes(graph, "cat")
+    assert not shapes(graph, "transpose")
+
+
+def test_a_whole_piece_of_a_concatenation_is_the_piece():
+    read = Branches(lambda s, x: torch.cat([x * 2, s.one(x), x], 1)[:, TOKENS : 2 * TOKENS])
+    graph = rewritten(read, torch.randn(2, TOKENS, 16))
+    assert not shapes(graph, "cat")
+    assert not shapes(graph, "slice")
 
 
 def test_the_program_of_a_classifier_on_one_token():

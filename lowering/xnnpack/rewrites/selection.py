@@ -5,7 +5,7 @@ up to the attention, then needs that one row.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from quantplug.core.graph import operands, tensor_value
 from quantplug.lowering.xnnpack.conversions import operator_name
-from quantplug.lowering.xnnpack.rewrites.writing import Writer, axis_of, done
+from quantplug.lowering.xnnpack.rewrites.writing import Writer, axis_of, done, permutation
 
 _ATEN = torch.ops.aten
 _ELEMENTWISE = {
@@ -23,7 +23,7 @@ _ELEMENTWISE = {
 }  # fmt: skip
 _VIEWS = {"view", "reshape", "_unsafe_view", "flatten", "unflatten"}
 # Operators that are worth it: the others only follow them, or a slice would stand between a layer and its activation.
-_COSTLY = {"linear", "matmul", "bmm", "layer_norm", "softmax", "_softmax"}
+_COSTLY = {"linear", "matmul", "bmm", "layer_norm", "softmax", "_softmax", "cat"}
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class _Rows:
     start: int
     stop: int
     size: int
+
+    @property
+    def are_all(self) -> bool:
+        """Tells whether nothing is left out."""
+        return self.stop - self.start == self.size
 
 
 def unread_rows_are_not_computed(model: fx.GraphModule) -> fx.GraphModule:
@@ -61,7 +66,8 @@ def _narrowed(graph: fx.Graph) -> dict[fx.Node, _Rows]:
 def _asked(user: fx.Node, source: fx.Node, wanted: dict[fx.Node, _Rows]) -> _Rows | None:
     """Returns the rows of an operator that one of its users reads, None for all."""
     if user in wanted:
-        return (_operands(user, wanted[user]) or {}).get(source)
+        rows = (_operands(user, wanted[user]) or {}).get(source)
+        return None if rows is None or rows.are_all else rows
     rows = _sliced(user)
     return rows if rows is not None and user.args[0] is source and 2 * (rows.stop - rows.start) <= rows.size else None
 
@@ -96,8 +102,7 @@ def _operands(node: fx.Node, rows: _Rows) -> dict[fx.Node, _Rows | None] | None:
     if name in _VIEWS:
         return _alone(node, _viewed(_value(values["self"]), result, rows))
     if name in ("transpose", "permute"):
-        axis = _order(name, values, result.dim())[rows.axis]
-        return _alone(node, _Rows(axis, rows.start, rows.stop, rows.size))
+        return _alone(node, replace(rows, axis=permutation(node)[rows.axis]))
     if name == "linear":
         return None if last else _alone(node, rows, values["input"])
     if name == "layer_norm":
@@ -105,6 +110,8 @@ def _operands(node: fx.Node, rows: _Rows) -> dict[fx.Node, _Rows | None] | None:
         return None if within else _alone(node, rows, values["input"])
     if name in ("softmax", "_softmax"):
         return None if rows.axis == axis_of(values["dim"], result.dim()) else _alone(node, rows, values["self"])
+    if name == "cat":
+        return _piece(values, rows, result)
     return _of_product(values, rows, result, last=last) if name in ("matmul", "bmm") else None
 
 
@@ -127,16 +134,6 @@ def _broadcast(operand: fx.Node, rows: _Rows, result: Tensor) -> _Rows | None:
     return _Rows(axis, rows.start, rows.stop, rows.size) if axis >= 0 and shape[axis] == rows.size else None
 
 
-def _order(name: str, values: dict[str, Any], dims: int) -> list[int]:
-    """Returns for each axis of a turned tensor the axis of its input."""
-    if name == "permute":
-        return [axis_of(axis, dims) for axis in values["dims"]]
-    order = list(range(dims))
-    first, second = values["dim0"], values["dim1"]
-    order[first], order[second] = order[second], order[first]
-    return order
-
-
 def _viewed(source: Tensor, result: Tensor, rows: _Rows) -> _Rows | None:
     """Returns the rows of a view's input that hold the same elements, None if no axis has them side by side."""
     if sum(not isinstance(size, int) for size in result.shape) > 1:
@@ -149,6 +146,21 @@ def _viewed(source: Tensor, result: Tensor, rows: _Rows) -> _Rows | None:
         start, stop = rows.start * inner, rows.stop * inner
         if size > 1 and start % step == 0 and stop % step == 0:
             return _Rows(axis, start // step, stop // step, size)
+    return None
+
+
+def _piece(values: dict[str, Any], rows: _Rows, result: Tensor) -> dict[fx.Node, _Rows | None] | None:
+    """Returns the rows of the one tensor that holds them, None if several of a concatenation's do."""
+    if axis_of(values["dim"], result.dim()) != rows.axis:
+        return None
+    before = 0
+    for tensor in values["tensors"]:
+        size: Any = _value(tensor).shape[rows.axis]
+        if not isinstance(size, int):
+            return None
+        if before <= rows.start and rows.stop <= before + size:
+            return {tensor: _Rows(rows.axis, rows.start - before, rows.stop - before, size)}
+        before += size
     return None
 
 
@@ -175,11 +187,15 @@ def _write(model: fx.GraphModule, wanted: dict[fx.Node, _Rows]) -> None:
                 if rows is None:
                     continue
                 if operand not in made and (operand, rows) not in sliced:
-                    sliced[operand, rows] = write.call(_ATEN.slice.Tensor, operand, rows.axis, rows.start, rows.stop)
+                    sliced[operand, rows] = _slice(write, operand, rows)
                 replaced[operand] = made[operand] if operand in made else sliced[operand, rows]
             made[node] = _part(write, wanted[node], replaced)
     for node in reversed(made):  # a dropout is no dead code to fx, it draws random numbers
         model.graph.erase_node(node)
+
+
+def _slice(write: Writer, operand: fx.Node, rows: _Rows) -> fx.Node:
+    return operand if rows.are_all else write.call(_ATEN.slice.Tensor, operand, rows.axis, rows.start, rows.stop)
 
 
 def _part(write: Writer, rows: _Rows, replaced: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -187,6 +203,8 @@ def _part(write: Writer, rows: _Rows, replaced: dict[fx.Node, fx.Node]) -> fx.No
     node, result = write.node, _value(write.node)
     sizes = list(result.shape)
     sizes[rows.axis] = rows.stop - rows.start
+    if _name(node) == "cat":
+        return next(iter(replaced.values()))
     if _name(node) in _VIEWS:
         return write.reshape(*replaced.values(), *sizes)
     target: Any = node.target
