@@ -13,6 +13,7 @@ from quantplug.core.errors import LoweringError
 from quantplug.core.graph import describe, operands
 from quantplug.lowering.xnnpack.conversions import folded, operator_name, quantized_output
 from quantplug.lowering.xnnpack.legalize.activations import clamps_as_fusable_activations, narrow_ranges_as_clamps
+from quantplug.lowering.xnnpack.legalize.depthwise import large_depthwise_is_sum
 from quantplug.lowering.xnnpack.legalize.integers import one_dequantize_per_use, quantize_scalars, signed_integers
 from quantplug.lowering.xnnpack.legalize.legalized import Legalized
 from quantplug.lowering.xnnpack.legalize.movement import (
@@ -75,6 +76,8 @@ def legalize(working: fx.GraphModule) -> Legalized:
     found = Legalized()
     separate_weight_only_biases(working, found)
     fold_weights_without_integer_kernel(working, found)
+    large_depthwise_is_sum(working, found)
+    one_dequantize_per_use(working)
     own_constants_per_use(working)
     find_scale_ratios_out_of_range(working, found)
     working.graph.eliminate_dead_code()
