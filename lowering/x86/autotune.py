@@ -2,12 +2,12 @@
 
 Before: a cleaned q/dq graph and example inputs. After: a function that says for one layer why it should stay
 float, or that it should not, and one that says of a float product why it should not compute in bfloat16. Candidates
-start and end in what their neighbours have: uint8, and float32.
+start and end in what their neighbours have: uint8, and float32. Equal layers are measured once, so that they end alike,
+and only a clear gain counts: other work on the machine changes times too.
 """
 
 import time
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from torch.fx.experimental.symbolic_shapes import optimization_hint
 
 from quantplug.core.graph import tensor_value
 
+# Of the time that a candidate must stay below to be chosen, and the share of calls that take no longer than the time.
+CLEAR, QUANTILE = 0.9, 0.25
+HALF = torch.bfloat16
 Shapes = dict[str, torch.Size]
 Run = Callable[[Tensor], Tensor]
 Choice = Callable[[fx.Node, fx.Node, Run, Callable[[Tensor, Tensor], Tensor], Tensor], str | None]
@@ -32,58 +35,97 @@ def measured(module: fx.GraphModule, example_inputs: tuple[Any, ...], repeats: i
     Args:
         module: the cleaned q/dq graph; it runs once.
         example_inputs: real inputs.
-        repeats: calls of each candidate, taken alternately; their medians are compared.
+        repeats: calls of each candidate, taken alternately; their lower quartiles are compared.
     """
     shapes = _shapes(module, example_inputs)
+    known: dict[Hashable, str | None] = {}
 
     def choose(
         node: fx.Node, activation: fx.Node, integer: Run, floating: Callable[[Tensor, Tensor], Tensor], weight: Tensor
     ) -> str | None:
-        x = torch.randint(0, 256, shapes[activation.name], dtype=torch.uint8)
-        if x.dim() == 4:
-            x = x.contiguous(memory_format=torch.channels_last)
-        half = weight.to(torch.bfloat16)
-        ours, *theirs = _alternating(
-            (integer, lambda q: _through_float(floating, q, weight), lambda q: _through_float(floating, q, half)),
-            x,
-            repeats,
-        )
-        if ours <= min(theirs):
-            return None
-        name = "bfloat16" if theirs[1] < theirs[0] else "float"
-        return f"measured: the {name} kernel takes {min(theirs) * 1e6:.0f} us, the integer kernel {ours * 1e6:.0f} us"
+        key = (node.target, shapes[activation.name], weight.shape, _literals(node))
+        if key not in known:
+            x = torch.randint(0, 256, shapes[activation.name], dtype=torch.uint8)
+            known[key] = _beaten(integer, floating, x, weight, repeats)
+        return known[key]
 
     return choose
 
 
-def measured_half(node: fx.Node, repeats: int = 30) -> str | None:
-    """Times a float product on float32 and on bfloat16, both from float32 to float32.
+def _beaten(
+    integer: Run, floating: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, repeats: int
+) -> str | None:
+    """Returns by which float kernel an integer kernel is clearly beaten, or None."""
+    if x.dim() == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    half = weight.to(HALF)
+    floats = (lambda q: _through_float(floating, q, weight), lambda q: _through_float(floating, q, half))
+    ours, *theirs = _alternating((integer, *floats), x, repeats)
+    if min(theirs) >= CLEAR * ours:
+        return None
+    name = "bfloat16" if theirs[1] < theirs[0] else "float"
+    return f"measured: the {name} kernel takes {min(theirs) * 1e6:.0f} us, the integer kernel {ours * 1e6:.0f} us"
 
-    Returns:
-        Why it should stay float32, or None.
-    """
-    values = fx.node.map_arg((node.args, node.kwargs), _example)
 
-    def run(dtype: torch.dtype) -> Tensor:
-        args, kwargs = torch.utils._pytree.tree_map_only(Tensor, lambda x: _converted(x, dtype), values)
+def measured_half(repeats: int = 30) -> Callable[[fx.Node], str | None]:
+    """Returns a choice that times a float product on float32 and on bfloat16, both from float32 to float32."""
+    known: dict[Hashable, str | None] = {}
+
+    def choose(node: fx.Node) -> str | None:
+        key = (node.target, *(_sizes(source) for source in node.all_input_nodes), _literals(node))
+        if key not in known:
+            known[key] = _half_objection(node, repeats)
+        return known[key]
+
+    return choose
+
+
+def _half_objection(node: fx.Node, repeats: int) -> str | None:
+    whole, half = _alternating(tuple(_product(node, dtype) for dtype in (torch.float32, HALF)), torch.empty(0), repeats)
+    return (
+        None if half < CLEAR * whole else f"measured: bfloat16 takes {half * 1e6:.0f} us, float32 {whole * 1e6:.0f} us"
+    )
+
+
+def _product(node: fx.Node, dtype: torch.dtype) -> Run:
+    """Returns a float product whose constants have a dtype already, and whose other operands and result have not."""
+    values = {
+        source: _converted(_example(source), dtype) if _is_folded(source) else _example(source)
+        for source in node.all_input_nodes
+    }
+
+    def run(_: Tensor) -> Tensor:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: _converted(values[source], dtype))
         found: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
         return found.to(torch.float32)
 
-    whole, half = _alternating((lambda x: run(torch.float32), lambda x: run(torch.bfloat16)), torch.empty(0), repeats)
-    if half < whole:
-        return None
-    return f"measured: bfloat16 takes {half * 1e6:.0f} us, float32 {whole * 1e6:.0f} us"
+    return run
 
 
-def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype) if x.is_floating_point() else x
+def _is_folded(node: fx.Node) -> bool:
+    """Tells whether a node is a constant, or made of constants when the program is packed."""
+    return all(found.op == "get_attr" for found in node.all_input_nodes or [node])
+
+
+def _converted(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _sizes(node: fx.Node) -> tuple[int, ...]:
+    found = tensor_value(node)
+    return () if found is None else tuple(optimization_hint(size) for size in found.shape)
+
+
+def _literals(node: fx.Node) -> str:
+    """Returns the operands that are no tensors, as text."""
+    return str(fx.node.map_arg((node.args, node.kwargs), lambda source: None))
 
 
 def _example(node: fx.Node) -> Any:
     found = tensor_value(node)
     if found is None:
         return optimization_hint(node.meta["val"])
-    return torch.ones([optimization_hint(size) for size in found.shape], dtype=found.dtype)
+    return torch.ones(_sizes(node), dtype=found.dtype)
 
 
 class _Shapes(fx.Interpreter):
@@ -118,4 +160,4 @@ def _alternating(candidates: tuple[Run, ...], x: Tensor, repeats: int) -> list[f
             start = time.perf_counter()
             run(x)
             taken.append(time.perf_counter() - start)
-    return [median(taken[3:]) for taken in times]
+    return [sorted(taken[3:])[int(repeats * QUANTILE)] for taken in times]

@@ -68,7 +68,7 @@ def lower(
     if float_dtype == torch.bfloat16:
         compute_in_half(module.graph, lambda product: None)
     elif autotune:
-        compute_in_half(module.graph, measured_half)
+        compute_in_half(module.graph, measured_half())
     _finish(module)
     program = X86Program(module, example_inputs, dynamic_shapes, qmax=qmax)
     program.ops = place(recorded, program.module.graph, "onednn")
