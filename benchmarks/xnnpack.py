@@ -1,8 +1,9 @@
 """Compares our XNNPACK backend with ExecuTorch's own quantizer and partitioner, in one process.
 
 Prints, for each model and both flows: kernel calls inside the delegates (int8, f32, converts), delegates,
-portable operators, float islands of the q/dq graph; signal to noise of the program against the q/dq graph and
-of the q/dq graph against float (all seeds of weights and inputs together); size of the `.pte`, seconds of
+portable operators, float islands of the q/dq graph; signal to noise of the program against the q/dq graph, of
+that graph in float32 against itself in float64 (more no program can keep of it), and of the q/dq graph against float
+(all seeds of weights and inputs together); size of the `.pte`, seconds of
 lowering, and medians of the latency (one thread: processor time) with the ratio theirs / ours, interleaved A B A B.
 Below the table stand the float kernels of our programs by kind.
 
@@ -50,6 +51,7 @@ class Outcome:
     islands: int
     seconds: float
     to_reference: float
+    to_itself: float
     to_float: float = float("nan")
     floats: dict[str, int] = field(default_factory=dict)
 
@@ -113,6 +115,29 @@ class Noise:
         return float(10 * ratio.log10())
 
 
+class Exact(fx.Interpreter):
+    """Runs a q/dq graph in float64: integers of static scales come from sums that nearly nothing is rounded in.
+
+    Only what float32 tensors an operator reads are widened, so that a dequantize node, whose result has a dtype of its
+    own, is computed here.
+    """
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operator on float64."""
+        name = getattr(getattr(target, "_schema", None), "name", "")
+        if name == "quantized_decomposed::dequantize_per_tensor":
+            return (args[0].double() - args[2]) * args[1]
+        if name == "quantized_decomposed::quantize_per_tensor":
+            return (torch.round(args[0].double() / args[1]) + args[2]).clamp(args[3], args[4]).to(args[5])
+        if name == "quantized_decomposed::dequantize_per_channel":
+            integers, scales, zeros, axis = args[:4]
+            shape = [-1 if i == axis else 1 for i in range(integers.dim())]
+            return (integers.double() - (0 if zeros is None else zeros.reshape(shape))) * scales.double().reshape(shape)
+        wide = pytree.tree_map(lambda v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v, args)
+        kept = {name: value for name, value in kwargs.items() if value is not torch.float32}
+        return super().call_function(target, wide, kept)
+
+
 def outcome(graph: fx.GraphModule, sample: Sample, ours: bool, dynamic: bool) -> Outcome:
     """Lowers a q/dq graph with one flow and compares the program with it."""
     floats: dict[str, int] = {}
@@ -125,12 +150,14 @@ def outcome(graph: fx.GraphModule, sample: Sample, ours: bool, dynamic: bool) ->
         buffer, counts = lowered_by_them(graph, sample(0), dynamic)
     seconds = time.perf_counter() - start
     require_alive(buffer, sample(0))
-    method, noise = Method(buffer), Noise()
+    method, exact, noise, own = Method(buffer), Exact(graph), Noise(), Noise()
     for seed in TESTS:
         with torch.no_grad():
-            noise.add(method(list(sample(seed))), graph(*sample(seed)))
+            expected = graph(*sample(seed))
+            noise.add(method(list(sample(seed))), expected)
+            own.add(expected, exact.run(*sample(seed)))
     islands = len(quantplug.explain(graph).islands)
-    return Outcome(buffer, counts, islands, seconds, noise.decibels, floats=floats)
+    return Outcome(buffer, counts, islands, seconds, noise.decibels, own.decibels, floats=floats)
 
 
 def require_alive(buffer: bytes, inputs: Inputs) -> None:
@@ -211,8 +238,9 @@ def row(name: str, flow: str, found: Outcome | str, times: list[str]) -> tuple[s
         return (name, flow, found)
     c = found.counts
     counts = (c.int8, c.f32, c.converts, c.delegates, c.portable, found.islands)
-    measured = (f"{found.to_reference:.1f}", f"{found.to_float:.1f}", f"{len(found.buffer) / 1e6:.2f}")
-    return (name, flow, *map(str, counts), *measured, f"{found.seconds:.0f}", " ".join(times))
+    noises = (f"{value:.1f}" for value in (found.to_reference, found.to_itself, found.to_float))
+    cost = (f"{len(found.buffer) / 1e6:.2f}", f"{found.seconds:.0f}", " ".join(times))
+    return (name, flow, *map(str, counts), *noises, *cost)
 
 
 def compared(name: str, options: argparse.Namespace, ratios: list[float]) -> Iterator[tuple[str, ...]]:
@@ -242,7 +270,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    columns = ["model", "flow", "int8", "f32", "conv", "deleg", "portable", "islands", "dB(q/dq)", "dB(float)", "MB"]
+    columns = ["model", "flow", "int8", "f32", "conv", "deleg", "portable", "islands"]
+    columns += ["dB(q/dq)", "of itself", "dB(float)", "MB"]
     table = Table(*columns, "s", "ms", title="XNNPACK: ExecuTorch's flow and ours")
     ratios: list[float] = []
     for name in options.models or TABLE:
