@@ -16,9 +16,10 @@ from torch.fx.experimental.symbolic_shapes import optimization_hint
 
 from quantplug.core.graph import tensor_value
 
+HALF = torch.bfloat16
+
 # Of the time that a candidate must stay below to be chosen, and the share of calls that take no longer than the time.
 CLEAR, QUANTILE = 0.9, 0.25
-HALF = torch.bfloat16
 Shapes = dict[str, torch.Size]
 Run = Callable[[Tensor], Tensor]
 Choice = Callable[[fx.Node, fx.Node, Run, Callable[[Tensor, Tensor], Tensor], Tensor], str | None]
@@ -67,30 +68,37 @@ def _beaten(
     return f"measured: the {name} kernel takes {min(theirs) * 1e6:.0f} us, the integer kernel {ours * 1e6:.0f} us"
 
 
-def measured_half(repeats: int = 30) -> Callable[[fx.Node], str | None]:
-    """Returns a choice that times a float product on float32 and on bfloat16, both from float32 to float32."""
+def measured_half(is_free: Callable[[fx.Node], bool], repeats: int = 30) -> Callable[[fx.Node], str | None]:
+    """Returns a choice that times a float product on float32 and on bfloat16.
+
+    Args:
+        is_free: tells whether an operand can be bfloat16 without a conversion; the others and the result get one.
+        repeats: calls of each candidate, taken alternately; their lower quartiles are compared.
+    """
     known: dict[Hashable, str | None] = {}
 
     def choose(node: fx.Node) -> str | None:
-        key = (node.target, *(_sizes(source) for source in node.all_input_nodes), _literals(node))
+        sources = tuple((_sizes(source), is_free(source)) for source in node.all_input_nodes)
+        key = (node.target, sources, _literals(node))
         if key not in known:
-            known[key] = _half_objection(node, repeats)
+            known[key] = _half_objection(node, is_free, repeats)
         return known[key]
 
     return choose
 
 
-def _half_objection(node: fx.Node, repeats: int) -> str | None:
-    whole, half = _alternating(tuple(_product(node, dtype) for dtype in (torch.float32, HALF)), torch.empty(0), repeats)
+def _half_objection(node: fx.Node, is_free: Callable[[fx.Node], bool], repeats: int) -> str | None:
+    runs = tuple(_product(node, is_free, dtype) for dtype in (torch.float32, HALF))
+    whole, half = _alternating(runs, torch.empty(0), repeats)
     return (
         None if half < CLEAR * whole else f"measured: bfloat16 takes {half * 1e6:.0f} us, float32 {whole * 1e6:.0f} us"
     )
 
 
-def _product(node: fx.Node, dtype: torch.dtype) -> Run:
-    """Returns a float product whose constants have a dtype already, and whose other operands and result have not."""
+def _product(node: fx.Node, is_free: Callable[[fx.Node], bool], dtype: torch.dtype) -> Run:
+    """Returns a float product whose result is converted from a dtype, and to it those operands that cost time."""
     values = {
-        source: _converted(_example(source), dtype) if _is_folded(source) else _example(source)
+        source: _converted(_example(source), dtype) if is_free(source) else _example(source)
         for source in node.all_input_nodes
     }
 
@@ -100,11 +108,6 @@ def _product(node: fx.Node, dtype: torch.dtype) -> Run:
         return found.to(torch.float32)
 
     return run
-
-
-def _is_folded(node: fx.Node) -> bool:
-    """Tells whether a node is a constant, or made of constants when the program is packed."""
-    return all(found.op == "get_attr" for found in node.all_input_nodes or [node])
 
 
 def _converted(x: Any, dtype: torch.dtype) -> Any:

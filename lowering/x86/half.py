@@ -37,6 +37,13 @@ def is_float_product(node: fx.Node) -> bool:
     return node.target in PRODUCTS and bool(_operands(node)) and _dtype(node) == torch.float32
 
 
+def is_half_for_free(node: fx.Node) -> bool:
+    """Tells whether a node can give bfloat16 without a conversion at run time: constants, and what kernels write."""
+    while node.target in MOVERS:
+        node = node.all_input_nodes[0]
+    return node.target in KERNELS or all(found.op == "get_attr" for found in node.all_input_nodes or [node])
+
+
 def compute_in_half(graph: fx.Graph, choose: Callable[[fx.Node], str | None]) -> None:
     """Lets float products compute in bfloat16.
 

@@ -19,7 +19,7 @@ from quantplug.lowering.x86.autotune import always_integer, measured, measured_h
 from quantplug.lowering.x86.cleaning import clean
 from quantplug.lowering.x86.embedding import EMBEDDINGS
 from quantplug.lowering.x86.epilogues import fuse
-from quantplug.lowering.x86.half import compute_in_half
+from quantplug.lowering.x86.half import compute_in_half, is_half_for_free
 from quantplug.lowering.x86.movement import move
 from quantplug.lowering.x86.pooling import AVERAGES
 from quantplug.lowering.x86.products import products
@@ -68,7 +68,7 @@ def lower(
     if float_dtype == torch.bfloat16:
         compute_in_half(module.graph, lambda product: None)
     elif autotune:
-        compute_in_half(module.graph, measured_half())
+        compute_in_half(module.graph, measured_half(is_half_for_free))
     _finish(module)
     program = X86Program(module, example_inputs, dynamic_shapes, qmax=qmax)
     program.ops = place(recorded, program.module.graph, "onednn")
