@@ -26,6 +26,7 @@ from quantplug.lowering.xnnpack.legalize.movement import (
     spell_out_slopes,
 )
 from quantplug.lowering.xnnpack.legalize.operators import GEMMS, after_activation, calls, replace_operand
+from quantplug.lowering.xnnpack.legalize.patches import patches_are_linear
 from quantplug.lowering.xnnpack.legalize.products import (
     convolutions_by_dimension,
     fold_constant_biases,
@@ -59,6 +60,7 @@ def legalize(working: fx.GraphModule) -> Legalized:
         one_dequantize_per_use,
         convolutions_by_dimension,
         fold_constant_biases,
+        patches_are_linear,
         aliases_are_clones,
         spell_out_pooling,
         spell_out_slopes,
