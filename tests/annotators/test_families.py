@@ -307,7 +307,7 @@ def test_xnnpack_has_no_kernel_that_repeats_elements(name):
     ("name", "backend"), [*((n, "x86") for n in MOVES), *((n, "xnnpack") for n in MOVES if n not in REPEATING)]
 )
 def test_data_movement_keeps_scale_and_value(name, backend):
-    model = Function(lambda m, x: torch.cat([MOVES[name](m.c(x))] * 2), c=nn.Conv2d(3, 3, 1))
+    model = Function(lambda m, x: torch.relu(torch.cat([MOVES[name](m.c(x))] * 2)), c=nn.Conv2d(3, 3, 1))
     converted = reference(model, get_quantizer(backend), X)
     report = explain(converted)
     assert report.quantized == len(report.rows), report
