@@ -83,9 +83,19 @@ def legalize(working: fx.GraphModule) -> Legalized:
     own_constants_per_use(working)
     find_scale_ratios_out_of_range(working, found)
     working.graph.eliminate_dead_code()
+    _drop_unread_constants(working)
     working.graph.lint()
     working.recompile()
     return found
+
+
+def _drop_unread_constants(working: fx.GraphModule) -> None:
+    """Export would store them in the file."""
+    read = [str(node.target) for node in working.graph.find_nodes(op="get_attr")]
+    for name in [name for name, _ in (*working.named_parameters(), *working.named_buffers())]:
+        if not any(name == target or name.startswith(f"{target}.") for target in read):
+            owner, _, leaf = name.rpartition(".")
+            delattr(working.get_submodule(owner), leaf)
 
 
 def runs_alone(node: fx.Node) -> bool:

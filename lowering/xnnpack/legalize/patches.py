@@ -73,7 +73,7 @@ def _write_linear(working: fx.GraphModule, node: fx.Node, tokens: fx.Node, store
     values, graph, users = operands(node), working.graph, list(node.users)
     weight = values["weight"]
     with graph.inserting_before(node):
-        flat = add_constant(working, graph, stored.flatten(1).contiguous(), "patches")
+        flat = add_constant(working, graph, stored.flatten(1).clone(), "patches")
         held = call(graph, weight, weight.target, flat, *weight.args[1:])
     node.target, node.args, node.kwargs = _ATEN.linear.default, (tokens, held, values["bias"]), {}
     node.meta.pop("val", None)
