@@ -34,4 +34,4 @@ def range_objection(qmax: int) -> str | None:
 
 def has_amx() -> bool:
     """Tells whether this processor multiplies tiles."""
-    return bool(torch.cpu._is_amx_tile_supported())
+    return bool(torch.cpu.get_capabilities().get("amx_tile"))
