@@ -30,7 +30,7 @@ def changed_under_other_names(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
             made = changes.get(base, [])
             if len(made) > known[source]:
                 at_fault.setdefault(base, made[known[source]])
-        viewed = _viewed(node)
+        viewed = viewed_node(node)
         memory[node] = memory[viewed] if viewed else node
         written = written_argument(node) if node.op == "call_function" else None
         if written is not None:
@@ -41,7 +41,7 @@ def changed_under_other_names(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return {node: at_fault[base] for node, base in memory.items() if base in at_fault}
 
 
-def _viewed(node: fx.Node) -> fx.Node | None:
+def viewed_node(node: fx.Node) -> fx.Node | None:
     """Returns the node whose memory the result of an operator may share, or None."""
     return next(_shared(node), None)
 

@@ -24,6 +24,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.aliases import changed_under_other_names
 from quantplug.core.annotator import Annotations, Annotator, Choice
+from quantplug.core.company import among_floats
 from quantplug.core.constants import constant_nodes
 from quantplug.core.decision import Decision, record
 from quantplug.core.dtypes import DTypeConfig, integer_range
@@ -74,6 +75,8 @@ def annotate(
     index = PatternIndex((a, label, pattern) for a in annotators for label, pattern in a.patterns)
     findings = index.find(model.graph, work.accept)
     carried_out = [found for found in findings.found if work.carry_out(found)]
+    for found in among_floats(carried_out, work.constants, work.in_integers):
+        work.leave_float(found, "only float operators write what it reads, and read its result")
     for found in reversed(carried_out):
         work.release_output(found)
     carried_out = [found for found in carried_out if found.match.root in work.annotations]
@@ -243,13 +246,24 @@ class _Decisions:
         Called from the last piece to the first: a move or a join that nobody reads in integers goes too.
         """
         root = found.match.root
-        if not found.owner.writes_float or any(self._reads(user, root) for user in root.users):
+        if root not in self.annotations or not found.owner.writes_float:
+            return
+        if any(self._reads(user, root) for user in root.users):
             return
         if found.owner.follows or found.owner.output == "shared":
-            del self.annotations[root]
-            self.rejected[root] = NearMiss(found.label, "only float operators read its result", 1)
+            self.leave_float(found, "only float operators read its result")
         else:
             self.annotations[root].output_qspec = None
+
+    def leave_float(self, found: Found[Annotator], reason: str) -> None:
+        """Takes back the annotations of a piece."""
+        for node in found.match.nodes:
+            self.annotations.pop(node, None)
+        self.rejected[found.match.root] = NearMiss(found.label, reason, len(found.match.nodes))
+
+    def in_integers(self, producer: fx.Node, user: fx.Node) -> bool:
+        """Tells whether two neighbours, one of them perhaps of another piece, pass integers on."""
+        return self._is_quantized(producer) and self._reads(user, producer)
 
     def _reads(self, user: fx.Node, source: fx.Node) -> bool:
         annotation = self._annotation(user, {})

@@ -26,7 +26,8 @@ class BackendQuantizer(Quantizer):
 
     Every `set_...` takes a config, the name of one of the backend's configs, or None for float, and
     returns the quantizer. A more specific scope wins: module name, module type, operator type, filter,
-    global. Where nothing at all was set, the backend's default config is the global one.
+    global. Where no config was set, nothing at all or parts to stay float, the backend's default config is the
+    global one.
 
     Attributes:
         backend: the declaration.
@@ -115,9 +116,10 @@ class BackendQuantizer(Quantizer):
         )
 
     def _effective_scopes(self) -> Scopes:
-        if self.scopes.settings:
+        settings = self.scopes.settings
+        if any(scope.config is not None or scope.kind == "global" for scope in settings):
             return self.scopes
-        default = Scopes()
+        default = Scopes(list(settings))
         default.set_global(self.backend.config())
         return default
 

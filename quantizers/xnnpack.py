@@ -45,12 +45,12 @@ _COPIES = tuple(name for name in COPIES if name != "repeat")  # there is no kern
 # All operators without weights. The backend leaves those float that carry the state of a recurrent layer. One that
 # wants them in integers too adds the rows as they are: derive(XNNPACK, "xnnpack_states", add=INTEGER_STATES).
 INTEGER_STATES = (
-    binary("add", CLAMPS),
-    binary("sub", CLAMPS),
-    binary("mul", CLAMPS),
-    binary("maximum", activations=()),
-    binary("minimum", activations=()),
-    concatenation("cat").within(Level.EXACT),
+    binary("add", CLAMPS).needing_company(),
+    binary("sub", CLAMPS).needing_company(),
+    binary("mul", CLAMPS).needing_company(),
+    binary("maximum", activations=()).needing_company(),
+    binary("minimum", activations=()).needing_company(),
+    concatenation("cat").needing_company().within(Level.EXACT),
     # The max-pool kernel compares integers in one scale; the mean kernel rescales.
     pooling("max_pool2d").within(Level.EXACT),
     resize().within(Level.APPROXIMATE),
@@ -58,7 +58,7 @@ INTEGER_STATES = (
     known_range("sigmoid"),
     known_range("tanh"),
     own_range("hardswish", "gelu", "leaky_relu", "elu", "abs", "neg"),
-    clamps("relu", "relu6", "hardtanh", "clamp"),
+    clamps("relu", "relu6", "hardtanh", "clamp").needing_company(),
     movement((*VIEWS, *_COPIES, "pad", "constant_pad_nd")).where(repeats_nothing).within(Level.EXACT),
 )
 

@@ -38,10 +38,12 @@ from quantplug.lowering.xnnpack.rewrites.folding import (
 )
 from quantplug.lowering.xnnpack.rewrites.movement import (
     lone_concatenation_is_copy,
+    roll_is_slices,
     select_is_slice,
     split_is_slices,
     squeeze_is_view,
     still_permutation_is_view,
+    strided_slice_is_view,
     view_of_view_is_view,
 )
 from quantplug.lowering.xnnpack.rewrites.pooling import (
@@ -75,6 +77,8 @@ ALL: tuple[Rewrite, ...] = (
     attention_is_products,
     split_is_slices,
     select_is_slice,
+    roll_is_slices,
+    strided_slice_is_view,
     squeeze_is_view,
     still_permutation_is_view,
     lone_concatenation_is_copy,

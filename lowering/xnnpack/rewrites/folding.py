@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from quantplug.core.constants import written_buffers
+from quantplug.core.aliases import viewed_node
+from quantplug.core.constants import written_argument, written_buffers
 from quantplug.core.graph import constant_value, operands, tensor_value
 from quantplug.lowering.xnnpack.conversions import is_conversion, operator_name
 from quantplug.lowering.xnnpack.rewrites.writing import Writer, done
@@ -19,8 +20,8 @@ _LIKE = {
     "aten::zeros_like": 0, "aten::new_zeros": 0, "aten::ones_like": 1, "aten::new_ones": 1, "aten::full_like": None,
     "aten::new_full": None,
 }  # fmt: skip
-# A mask of 256 x 256 positions is stored, an image is not.
-_MOST_ELEMENTS = 65536
+# A megabyte: the masks of 64 windows of 49 positions are stored, a batch of images is not.
+_MOST_ELEMENTS = 2**18
 
 
 def constant_expressions_are_folded(model: fx.GraphModule) -> fx.GraphModule:
@@ -34,17 +35,52 @@ def all_constant_expressions_are_folded(model: fx.GraphModule) -> fx.GraphModule
 
 
 def _fold(model: fx.GraphModule, *, parameters: bool) -> fx.GraphModule:
-    written, known = written_buffers(model.graph), dict[fx.Node, Tensor]()
-    for node in model.graph.nodes:
+    known = _known(model.graph, parameters)
+    operators = [node for node in known if node.op == "call_function"]
+    for node in [node for node in operators if any(user not in known for user in node.users)]:
+        write = Writer(model, node)
+        node.replace_all_uses_with(
+            write.constant(known[node].contiguous().clone(), "folded"), lambda user: user not in known
+        )
+    for node in reversed(operators):
+        model.graph.erase_node(node)
+    return done(model)
+
+
+def _known(graph: fx.Graph, parameters: bool) -> dict[fx.Node, Tensor]:
+    """Returns the values of all nodes that are the same at every call.
+
+    A tensor that is filled in place piece by piece, as masks are, is known if all that is written to it is, and
+    before anybody else reads it.
+    """
+    lost: set[fx.Node] = set()
+    while True:
+        known, late = _known_without(graph, parameters, lost)
+        if not late:
+            return known
+        lost |= late
+
+
+def _known_without(
+    graph: fx.Graph, parameters: bool, lost: set[fx.Node]
+) -> tuple[dict[fx.Node, Tensor], set[fx.Node]]:
+    """Returns what is known without some memories, and those of it that are written to by others, or too late."""
+    written_attributes, known = written_buffers(graph), dict[fx.Node, Tensor]()
+    memory: dict[fx.Node, fx.Node] = {}
+    read, late = set[fx.Node](), set[fx.Node]()
+    for node in graph.nodes:
+        viewed = viewed_node(node)
+        memory[node] = node if viewed is None else memory[viewed]
         value = constant_value(node) if node.op == "get_attr" else _evaluated(node, known)
         trained = isinstance(value, nn.Parameter) and not parameters
-        if value is not None and not trained and node.target not in written:
+        if value is not None and not trained and node.target not in written_attributes and memory[node] not in lost:
             known[node] = value.detach()
-    folded = [node for node in known if node.op == "call_function" and any(user not in known for user in node.users)]
-    for node in folded:
-        write = Writer(model, node)
-        write.replace(write.constant(known[node].contiguous().clone(), "folded"))
-    return done(model)
+        else:
+            read.update(memory[source] for source in node.all_input_nodes if source in known)
+        destination = written_argument(node)
+        if destination in known and (node not in known or memory[destination] in read):
+            late.add(memory[destination])
+    return known, late
 
 
 def _evaluated(node: fx.Node, known: dict[fx.Node, Tensor]) -> Tensor | None:
@@ -56,8 +92,10 @@ def _evaluated(node: fx.Node, known: dict[fx.Node, Tensor]) -> Tensor | None:
     if name in _LIKE:
         number: Any = operands(node)["fill_value"] if _LIKE[name] is None else _LIKE[name]
         return None if isinstance(number, fx.Node) else torch.full(tuple(result.shape), number, dtype=result.dtype)
-    changes = target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
-    if changes or not all(source in known for source in node.all_input_nodes):
+    elsewhere = target._schema.is_mutable and written_argument(node) is None
+    if elsewhere or torch.Tag.nondeterministic_seeded in target.tags:
+        return None
+    if not all(source in known for source in node.all_input_nodes):
         return None
     args: Any = fx.node.map_arg(node.args, known.__getitem__)
     kwargs: Any = fx.node.map_arg(node.kwargs, known.__getitem__)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from quantplug.core.aliases import changed_under_other_names
 from quantplug.core.graph import tensor_value
 from quantplug.lowering.xnnpack.conversions import operator_name
 from quantplug.lowering.xnnpack.rewrites.writing import (
@@ -62,6 +63,70 @@ def select_is_slice(model: fx.GraphModule) -> fx.GraphModule:
             continue
         _slice_for(model, node, values["self"], axis, index % size, 1, unbind=True)
     return done(model)
+
+
+def strided_slice_is_view(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes x[start::step] as a view into steps, of which one element each is kept: XNNPACK slices without gaps.
+
+    Where the last step is not whole, a slice that starts earlier is taken, or zeros are added behind.
+    """
+    changed = changed_under_other_names(model.graph)  # by way of the slice, as a copy could not
+    for node, values in matching(model, "slice"):
+        source, result, step = tensor_value(values["self"]), tensor_value(node), values.get("step", 1)
+        if source is None or result is None or step == 1 or not source.is_floating_point() or node in changed:
+            continue
+        axis = axis_of(values["dim"], source.dim())
+        size, count = source.shape[axis], result.shape[axis]
+        around = [*source.shape[:axis], *source.shape[axis + 1 :]]
+        if not all(isinstance(length, int) for length in (size, count, step)) or count == 0:
+            continue
+        if sum(not isinstance(length, int) for length in around) > 1:
+            continue
+        start = _first(values.get("start"), size)
+        begin = max(0, min(start, size - count * step))
+        write, whole = Writer(model, node), values["self"]
+        if begin + count * step > size:
+            behind = [0, 0] * (source.dim() - 1 - axis) + [0, begin + count * step - size]
+            whole = write.call(_ATEN.constant_pad_nd.default, whole, behind, 0.0)
+        if (begin, begin + count * step) != (0, whole.meta["val"].shape[axis]):
+            whole = write.call(_ATEN.slice.Tensor, whole, axis, begin, begin + count * step)
+        steps = write.reshape(whole, *source.shape[:axis], count, step, *source.shape[axis + 1 :])
+        kept = write.call(_ATEN.slice.Tensor, steps, axis + 1, start - begin, start - begin + 1)
+        write.replace(write.reshape(kept, *result.shape))
+    return done(model)
+
+
+def _first(start: Any, size: int) -> int:
+    """Returns the first index of a slice, which may be left out or counted from the end."""
+    first = 0 if start is None else int(start)
+    return max(0, first + size) if first < 0 else first
+
+
+def roll_is_slices(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes roll as two slices in the other order, for each dimension."""
+    for node, values in matching(model, "roll"):
+        source = tensor_value(values["self"])
+        if source is None or not source.is_floating_point():
+            continue
+        shifts, dims = _numbers(values["shifts"]), _numbers(values.get("dims", ()))
+        axes = [axis_of(axis, source.dim()) for axis in dims]
+        sizes = [source.shape[axis] for axis in axes]
+        if not axes or not all(isinstance(size, int) and size > 0 for size in sizes):
+            continue
+        if not all(isinstance(shift, int) for shift in shifts):
+            continue
+        write = Writer(model, node)
+        rolled = values["self"]
+        for axis, shift, size in zip(axes, shifts, sizes, strict=True):
+            first = -shift % size
+            pieces = [write.call(_ATEN.slice.Tensor, rolled, axis, *ends) for ends in ((first, size), (0, first))]
+            rolled = write.call(_ATEN.cat.default, pieces, axis) if first else rolled
+        write.replace(write.call(_ATEN.clone.default, rolled) if rolled is values["self"] else rolled)
+    return done(model)
+
+
+def _numbers(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def lone_concatenation_is_copy(model: fx.GraphModule) -> fx.GraphModule:

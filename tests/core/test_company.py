@@ -1,0 +1,46 @@
+"""Operators that are quantized only beside other integer operators."""
+
+import pytest
+import torch
+from models import Function, exported
+from torch import nn
+
+from quantplug import XNNPACKQuantizer, explain
+
+X = torch.randn(1, 4, 8)
+
+
+def quantized(function, *inputs, **parts):
+    model = exported(Function(function, **parts), *inputs)
+    XNNPACKQuantizer().annotate(model)
+    return {row.node for row in explain(model).rows if row.quantized}, explain(model)
+
+
+def test_a_sum_between_float_operators_stays_float_and_says_why():
+    found, report = quantized(lambda m, x: torch.softmax(x @ x.transpose(1, 2) + 1.0 * x[:, :, :4], -1), X)
+    assert found == set()
+    assert "only float operators write what it reads" in report.row("add").reason
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        # through views, and several in a row
+        (lambda m, x: torch.softmax(((x @ m.w) * m.c + m.b).view(1, 2, 2, 8) + m.b, -1), set()),
+        # read by an integer layer
+        (lambda m, x: m.fc(x @ m.w + m.b), {"add", "linear"}),
+        (lambda m, x: m.fc(((x @ m.w) * m.c + m.b).reshape(4, 8)), {"mul", "add", "reshape", "linear"}),
+        # written by one
+        (lambda m, x: torch.softmax(m.fc(x) + x @ m.w, -1), {"linear", "add"}),
+        # nothing computes what they read
+        (lambda m, x: x + x * m.b, {"add", "mul"}),
+        (lambda m, x: torch.softmax(x + m.b, -1), {"add"}),
+        # an integer layer on one side keeps all that hang together
+        (lambda m, x: (m.fc((y := x @ m.w + m.b)), torch.softmax(y * m.c, -1)), {"add", "linear", "mul"}),
+    ],
+)
+def test_what_hangs_together_is_judged_together(function, expected):
+    torch.manual_seed(0)
+    parts = {"fc": nn.Linear(8, 8), **{name: nn.Parameter(torch.randn(8)) for name in "bc"}}
+    found, _ = quantized(function, X, w=nn.Parameter(torch.randn(8, 8)), **parts)
+    assert {name.partition("_")[0] for name in found} == expected
