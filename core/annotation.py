@@ -24,7 +24,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.aliases import changed_under_other_names
 from quantplug.core.annotator import Annotations, Annotator, Choice
-from quantplug.core.company import among_floats
+from quantplug.core.company import better_float
 from quantplug.core.constants import constant_nodes
 from quantplug.core.decision import Decision, record
 from quantplug.core.dtypes import DTypeConfig, integer_range
@@ -75,8 +75,8 @@ def annotate(
     index = PatternIndex((a, label, pattern) for a in annotators for label, pattern in a.patterns)
     findings = index.find(model.graph, work.accept)
     carried_out = [found for found in findings.found if work.carry_out(found)]
-    for found in among_floats(carried_out, work.constants, work.in_integers):
-        work.leave_float(found, "only float operators write what it reads, and read its result")
+    for found in better_float(carried_out, work.constants, work.in_integers):
+        work.leave_float(found, "only float operators read its result, and integers would take no fewer conversions")
     for found in reversed(carried_out):
         work.release_output(found)
     carried_out = [found for found in carried_out if found.match.root in work.annotations]
