@@ -172,12 +172,13 @@ def how_its_process_ends(buffer: bytes, inputs: Inputs) -> str:
     """Runs a program in a process of its own and lets it go; returns how that ended, "" if well.
 
     Raises:
-        LoweringError: the program does not load.
+        RuntimeError: the program does not load or run. Memory may be corrupt where that was tried.
     """
-    KEPT.append(Method(buffer))
     child = multiprocessing.get_context("fork").Process(target=load_and_run, args=(buffer, inputs))
     child.start()
     child.join()
+    if child.exitcode is None or child.exitcode > 0:
+        raise RuntimeError("does not load or run")
     return f"signal {-child.exitcode}" if child.exitcode else ""
 
 

@@ -75,8 +75,8 @@ def annotate(
     index = PatternIndex((a, label, pattern) for a in annotators for label, pattern in a.patterns)
     findings = index.find(model.graph, work.accept)
     carried_out = [found for found in findings.found if work.carry_out(found)]
-    for found in better_float(carried_out, work.constants, work.in_integers):
-        work.leave_float(found, "only float operators read its result, and integers would take no fewer conversions")
+    for found in better_float(carried_out, work.is_quantized, work.reads):
+        work.leave_float(found, "only float operators read its result")
     for found in reversed(carried_out):
         work.release_output(found)
     carried_out = [found for found in carried_out if found.match.root in work.annotations]
@@ -228,7 +228,7 @@ class _Decisions:
     def _float_producer(self, found: Found[Annotator]) -> str | None:
         for name in found.owner.follows:
             producer = found.match[name]
-            if not self._is_quantized(producer):
+            if not self.is_quantized(producer):
                 return f"operand '{name}' comes from {describe(producer)}, which is float"
         return None
 
@@ -248,7 +248,7 @@ class _Decisions:
         root = found.match.root
         if root not in self.annotations or not found.owner.writes_float:
             return
-        if any(self._reads(user, root) for user in root.users):
+        if any(self.reads(user, root) for user in root.users):
             return
         if found.owner.follows or found.owner.output == "shared":
             self.leave_float(found, "only float operators read its result")
@@ -261,15 +261,13 @@ class _Decisions:
             self.annotations.pop(node, None)
         self.rejected[found.match.root] = NearMiss(found.label, reason, len(found.match.nodes))
 
-    def in_integers(self, producer: fx.Node, user: fx.Node) -> bool:
-        """Tells whether two neighbours, one of them perhaps of another piece, pass integers on."""
-        return self._is_quantized(producer) and self._reads(user, producer)
-
-    def _reads(self, user: fx.Node, source: fx.Node) -> bool:
+    def reads(self, user: fx.Node, source: fx.Node) -> bool:
+        """Tells whether a node reads another in integers."""
         annotation = self._annotation(user, {})
         return annotation is not None and source in annotation.input_qspec_map
 
-    def _is_quantized(self, node: fx.Node) -> bool:
+    def is_quantized(self, node: fx.Node) -> bool:
+        """Tells whether a node writes integers."""
         return self._spec_at(node, {}) is not None
 
     def inherit_fixed(self) -> None:

@@ -63,8 +63,8 @@ class Annotator:
         writes_float: whether the kernel can as well write float. Then its output is quantized only where
             a quantized operator reads it: rounding it for a float reader would cost accuracy and time. An
             operator whose output shares its input's scale is then not quantized at all.
-        needs_company: whether the operator is left float where only float operators read its result and
-            integers would take no fewer conversions: its integer kernel alone gains nothing.
+        needs_company: whether the operator is left float where only float operators read its result: its
+            integer kernel alone gains nothing.
         dtypes: the dtype configs that the kernel runs, in the order of preference; empty for any.
         rescale: the ratios of scales that the kernel's requantization can express; None for any.
         level: how closely the kernel agrees with the q/dq graph.

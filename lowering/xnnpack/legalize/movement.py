@@ -61,6 +61,19 @@ def aliases_are_clones(working: fx.GraphModule) -> None:
         node.target = torch.ops.aten.clone.default
 
 
+def copies_of_integers_are_dropped(working: fx.GraphModule) -> None:
+    """A copy between a dequantize and a quantize of the same parameters is nothing but two conversions."""
+    for node in calls(working, ("aten::clone", "aten::contiguous")):
+        source, output = first_input(node), quantized_output(node)
+        if output is None or not is_dequantize(source) or qparams(source) != output:
+            continue
+        quantize = next(iter(node.users))
+        if all(user.op == "call_function" for user in quantize.users):
+            quantize.replace_all_uses_with(source.args[0])
+            working.graph.erase_node(quantize)
+            working.graph.erase_node(node)
+
+
 def spell_out_slopes(working: fx.GraphModule) -> None:
     """The serializer reads the factor of elu by position; export leaves it out where it equals the default, an int."""
     for node in calls(working, ("aten::elu", "aten::elu_")):

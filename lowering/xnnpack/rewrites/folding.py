@@ -61,9 +61,7 @@ def _known(graph: fx.Graph, parameters: bool) -> dict[fx.Node, Tensor]:
         lost |= late
 
 
-def _known_without(
-    graph: fx.Graph, parameters: bool, lost: set[fx.Node]
-) -> tuple[dict[fx.Node, Tensor], set[fx.Node]]:
+def _known_without(graph: fx.Graph, parameters: bool, lost: set[fx.Node]) -> tuple[dict[fx.Node, Tensor], set[fx.Node]]:
     """Returns what is known without some memories, and those of it that are written to by others, or too late."""
     written_attributes, known = written_buffers(graph), dict[fx.Node, Tensor]()
     memory: dict[fx.Node, fx.Node] = {}
