@@ -140,6 +140,8 @@ class Exact(fx.Interpreter):
             integers, scales, zeros, axis = args[:4]
             shape = [-1 if i == axis else 1 for i in range(integers.dim())]
             return (integers.double() - (0 if zeros is None else zeros.reshape(shape))) * scales.double().reshape(shape)
+        if name.startswith("quantized_decomposed::choose_qparams"):
+            return super().call_function(target, (args[0].float(), *args[1:]), kwargs)
         wide = pytree.tree_map(lambda v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v, args)
         kept = {name: value for name, value in kwargs.items() if value is not torch.float32}
         return super().call_function(target, wide, kept)

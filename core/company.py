@@ -1,9 +1,9 @@
 """Operators that are better left float where only float operators read their result.
 
 Before: the pieces that rules took. After: those of them that gain nothing, such as the sum of attention scores and a
-bias, or the sums of a transformer that only layer norms read. In integers they would take about as many conversions, and
-each rounds once more. What layer norms read is the worst to round, as rows of small numbers are lost beside large ones: a
-vision transformer of random weights keeps 10 dB with sums of integers and 25 dB without.
+bias, or the sums of a transformer that only layer norms read. In integers they would take about as many conversions,
+and each rounds once more. What layer norms read is the worst to round, as rows of small numbers are lost beside large
+ones: a vision transformer of random weights keeps 10 dB with sums of integers and 25 dB without.
 """
 
 from collections.abc import Callable, Sequence

@@ -40,10 +40,10 @@ def test_a_sum_that_a_softmax_reads_stays_float_and_says_why():
         # moves of an integer layer's result stay moves of integers, those of a float sum do not
         (lambda m, x: torch.softmax(m.fc(x).view(4, 8) + x.view(4, 8), -1), {"linear", "view"}),
         # one of two readers is an integer layer
-        (lambda m, x: (m.fc((y := x @ m.w + m.b)), torch.softmax(y * m.c, -1)), {"add", "linear"}),
+        (lambda m, x: (m.fc(y := x @ m.w + m.b), torch.softmax(y * m.c, -1)), {"add", "linear"}),
         # sums of sums, as in a transformer
-        (lambda m, x: m.fc(m.norm((y := m.fc(x) + x)) + y), {"linear", "add"}),
-        (lambda m, x: m.fc(m.norm((y := m.fc(x) + x)) @ m.w) + m.norm(y + m.b), {"linear", "add"}),
+        (lambda m, x: m.fc(m.norm(y := m.fc(x) + x) + y), {"linear", "add"}),
+        (lambda m, x: m.fc(m.norm(y := m.fc(x) + x) @ m.w) + m.norm(y + m.b), {"linear", "add"}),
         (lambda m, x: m.norm(m.fc(m.norm(y := m.fc(x) + x)) + y), {"linear"}),
     ],
 )

@@ -67,9 +67,9 @@ def copies_of_integers_are_dropped(working: fx.GraphModule) -> None:
         source, output = first_input(node), quantized_output(node)
         if output is None or not is_dequantize(source) or qparams(source) != output:
             continue
-        quantize = next(iter(node.users))
+        integers, quantize = first_input(source), next(iter(node.users))
         if all(user.op == "call_function" for user in quantize.users):
-            quantize.replace_all_uses_with(source.args[0])
+            quantize.replace_all_uses_with(integers)
             working.graph.erase_node(quantize)
             working.graph.erase_node(node)
 
