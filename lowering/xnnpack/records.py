@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from quantplug.lowering.xnnpack.chains import break_chains
 from quantplug.lowering.xnnpack.room import make_room
 
 
@@ -87,6 +88,7 @@ def _recording(original: Any, calls: list[KernelCall]) -> type:
         original.define_node(self, node, xnn_graph, vals_to_ids, debug_handle)
         calls.extend(_call(node, xnn_graph, written) for written in xnn_graph.xnodes[before:])
         if node.next.op == "output":
+            break_chains(xnn_graph)
             make_room(xnn_graph)
 
     return type(f"Recording{original.__name__}", (original,), {"define_node": define_node})
