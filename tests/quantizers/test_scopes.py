@@ -153,6 +153,13 @@ def test_without_any_scope_the_default_config_is_global():
     assert quantized(SampleModel(), XNNPACKQuantizer().set_global(None)) == set()
 
 
+def test_parts_set_to_float_leave_the_rest_to_the_default_config():
+    found = quantized(SampleModel(), XNNPACKQuantizer().set_module_name("conv", None))
+    assert "fc" in found
+    assert "conv" not in found
+    assert quantized(SampleModel(), XNNPACKQuantizer().set_module_name("conv", "int8")) == {"conv"}
+
+
 @pytest.mark.parametrize(
     ("set_scope", "sentence"),
     [
