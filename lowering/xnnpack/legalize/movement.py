@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantplug.core.graph import constant_value, operands
+from quantplug.core.graph import constant_value, operands, tensor_value
 from quantplug.lowering.xnnpack.conversions import (
     QParams,
     add_constant,
@@ -61,17 +61,15 @@ def aliases_are_clones(working: fx.GraphModule) -> None:
         node.target = torch.ops.aten.clone.default
 
 
-def copies_of_integers_are_dropped(working: fx.GraphModule) -> None:
-    """A copy between a dequantize and a quantize of the same parameters is nothing but two conversions."""
+def copies_of_integers_are_views(working: fx.GraphModule) -> None:
+    """ExecuTorch drops a copy and leaves the conversions around it; a view takes integers and costs nothing."""
     for node in calls(working, ("aten::clone", "aten::contiguous")):
-        source, output = first_input(node), quantized_output(node)
-        if output is None or not is_dequantize(source) or qparams(source) != output:
+        source, value = first_input(node), tensor_value(node)
+        if value is None or not is_dequantize(source) or qparams(source) != quantized_output(node):
             continue
-        integers, quantize = first_input(source), next(iter(node.users))
-        if all(user.op == "call_function" for user in quantize.users):
-            quantize.replace_all_uses_with(integers)
-            working.graph.erase_node(quantize)
-            working.graph.erase_node(node)
+        sizes = [size if isinstance(size, int) else -1 for size in value.shape]
+        if sizes.count(-1) <= 1:
+            node.target, node.args, node.kwargs = torch.ops.aten.reshape.default, (source, sizes), {}
 
 
 def spell_out_slopes(working: fx.GraphModule) -> None:
