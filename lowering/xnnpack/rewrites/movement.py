@@ -118,9 +118,9 @@ def roll_is_slices(model: fx.GraphModule) -> fx.GraphModule:
         write = Writer(model, node)
         rolled = values["self"]
         for axis, shift, size in zip(axes, shifts, sizes, strict=True):
-            first = -shift % size
-            pieces = [write.call(_ATEN.slice.Tensor, rolled, axis, *ends) for ends in ((first, size), (0, first))]
-            rolled = write.call(_ATEN.cat.default, pieces, axis) if first else rolled
+            if first := -shift % size:
+                pieces = [write.call(_ATEN.slice.Tensor, rolled, axis, *ends) for ends in ((first, size), (0, first))]
+                rolled = write.call(_ATEN.cat.default, pieces, axis)
         write.replace(write.call(_ATEN.clone.default, rolled) if rolled is values["self"] else rolled)
     return done(model)
 
