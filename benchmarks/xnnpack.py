@@ -230,14 +230,14 @@ def latencies(theirs: Outcome, ours: Outcome, inputs: Inputs, threads: int, roun
     return interleaved(lambda: slow(flat), lambda: fast(flat), rounds, clock)
 
 
-def attempt(name: str, options: argparse.Namespace, ours: bool, lowered_by_us: bool | None = None) -> Outcome | str:
+def attempt(name: str, options: argparse.Namespace, ours: bool, lowered_by_us: bool) -> Outcome | str:
     """Returns the outcome of a flow, or what it failed with; their q/dq graph can be lowered by us."""
     dynamic = name.endswith("_dynamic")
     models = [make(name, options.size, seed) for seed in range(options.seeds)]
     model, sample = models[0]
     try:
         graph = reference(model, sample, ours, dynamic)
-        found = outcome(graph, sample, ours if lowered_by_us is None else lowered_by_us, dynamic)
+        found = outcome(graph, sample, lowered_by_us, dynamic)
         found.to_float = to_float(models, ours, dynamic)
     except Exception as error:  # a peer may fail in any way; the table says so
         traceback.print_exc(limit=3, file=sys.stderr)
@@ -258,7 +258,7 @@ def row(name: str, flow: str, found: Outcome | str, times: list[str]) -> tuple[s
 
 def compared(name: str, options: argparse.Namespace, ratios: list[float]) -> Iterator[tuple[str, ...]]:
     """Yields the lines of one model, and keeps its ratios of latencies."""
-    theirs, ours = attempt(name, options, ours=False), attempt(name, options, ours=True)
+    theirs, ours = (attempt(name, options, ours=own, lowered_by_us=own) for own in (False, True))
     flow = "theirs"
     if isinstance(theirs, str):
         yield row(name, flow, theirs, [])

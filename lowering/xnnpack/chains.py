@@ -10,10 +10,11 @@ call, where the first had to end; and where the look-up is added to (or multipli
 Found in the wheel's machine code and with an allocator that records frees. A copy is no elementwise call.
 """
 
-import copy
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
+
+from quantplug.lowering.xnnpack.serialized import insert_slice, operands, tensor
 
 # Calls that one row can have.
 _LONGEST = 10
@@ -33,26 +34,22 @@ class _Row:
 
 def break_chains(xnn_graph: Any) -> None:
     """Puts copies into a complete graph, so that no row of elementwise calls goes on behind its table."""
-    readers = Counter(value for call in xnn_graph.xnodes for value in _operands(call.xnode_union))
+    readers = Counter(value for call in xnn_graph.xnodes for value in operands(call.xnode_union))
     rows: dict[int, _Row] = {}
     for call in list(xnn_graph.xnodes):
         kernel = call.xnode_union
-        operands = _operands(kernel)
+        read = operands(kernel)
         if not _is_elementwise(kernel):
             continue
-        found = [(rows.get(value) if readers[value] == 1 else None) or _Row(frozenset((value,))) for value in operands]
-        row, value = max(zip(found, operands, strict=True), key=lambda pair: pair[0].calls)
-        others = [other for other in operands if other not in row.values]
+        found = [(rows.get(value) if readers[value] == 1 else None) or _Row(frozenset((value,))) for value in read]
+        row, value = max(zip(found, read, strict=True), key=lambda pair: pair[0].calls)
+        others = [other for other in read if other not in row.values]
         goes_on = all(_is_number(xnn_graph, other) for other in others)
-        seems_to = any(_tensor(xnn_graph.xvalues[other]).external_id == 0 for other in others)
+        seems_to = any(tensor(xnn_graph, other).external_id == 0 for other in others)
         if row.calls >= (_LONGEST if goes_on else 1) and (goes_on or seems_to):
             row = _Row(frozenset((_copied_before(xnn_graph, call, value),)))
         if goes_on and (row.calls or _is_integer(xnn_graph, value)):
             rows[kernel.output_id] = row.then(*others, kernel.output_id)
-
-
-def _operands(kernel: Any) -> list[int]:
-    return [value for name, value in vars(kernel).items() if name.endswith("_id") and not name.startswith("output")]
 
 
 def _is_elementwise(kernel: Any) -> bool:
@@ -65,36 +62,20 @@ def _is_elementwise(kernel: Any) -> bool:
 
 def _is_number(xnn_graph: Any, value: int) -> bool:
     """Tells whether a value is a constant of one element, which XNNPACK takes for a part of the call."""
-    tensor = _tensor(xnn_graph.xvalues[value])
-    return tensor.constant_buffer_idx != 0 and set(tensor.dims) <= {1}
+    found = tensor(xnn_graph, value)
+    return found.constant_buffer_idx != 0 and set(found.dims) <= {1}
 
 
 def _is_integer(xnn_graph: Any, value: int) -> bool:
-    return _tensor(xnn_graph.xvalues[value]).datatype.name in ("xnn_datatype_qint8", "xnn_datatype_quint8")
+    return tensor(xnn_graph, value).datatype.name in ("xnn_datatype_qint8", "xnn_datatype_quint8")
 
 
 def _copied_before(xnn_graph: Any, call: Any, value: int) -> int:
     """Lets a call read a copy of a value; returns the copy's number."""
-    from executorch.backends.xnnpack.serialization.xnnpack_graph_schema import XNNStaticSlice, XNode
-    from executorch.backends.xnnpack.utils.xnnpack_constants import XNN_INVALID_VALUE_ID
-
-    held = copy.deepcopy(xnn_graph.xvalues[value])
-    tensor = _tensor(held)
-    tensor.id_out, tensor.external_id, tensor.flags = len(xnn_graph.xvalues), XNN_INVALID_VALUE_ID, 0
-    xnn_graph.xvalues.append(held)
-    whole = [0] * len(tensor.dims)  # a size of 0 reaches to the end
-    cut = XNNStaticSlice(len(whole), whole, list(whole), value, tensor.id_out, 0)
-    xnn_graph.xnodes.insert(_position(xnn_graph, call), XNode(cut, call.debug_handle))
+    index = next(index for index, other in enumerate(xnn_graph.xnodes) if other is call)
+    whole = [0] * len(tensor(xnn_graph, value).dims)
+    copied = insert_slice(xnn_graph, index, value, whole, call.debug_handle)
     for name, operand in vars(call.xnode_union).items():
         if operand == value and name.endswith("_id") and not name.startswith("output"):
-            setattr(call.xnode_union, name, tensor.id_out)
-    return int(tensor.id_out)
-
-
-def _position(xnn_graph: Any, call: Any) -> int:
-    return next(index for index, other in enumerate(xnn_graph.xnodes) if other is call)
-
-
-def _tensor(value: Any) -> Any:
-    union = value.xvalue_union
-    return getattr(union, "tensor_value", union)
+            setattr(call.xnode_union, name, copied)
+    return copied

@@ -13,6 +13,7 @@ from torch import fx
 
 from quantplug.lowering.xnnpack.chains import break_chains
 from quantplug.lowering.xnnpack.room import make_room
+from quantplug.lowering.xnnpack.serialized import operands, tensor
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,8 @@ def _recording(original: Any, calls: list[KernelCall]) -> type:
 
 def _call(node: fx.Node, xnn_graph: Any, written: Any) -> KernelCall:
     fields = vars(written.xnode_union)
-    inputs = [v for k, v in fields.items() if k.endswith("_id") and not k.startswith("output")]
     outputs = [v for k, v in fields.items() if k.startswith("output") and k.endswith("_id")]
-    types = [_datatype(xnn_graph, value) for value in inputs]
+    types = [_datatype(xnn_graph, value) for value in operands(written.xnode_union)]
     return KernelCall(
         delegate=id(xnn_graph),
         kind=type(written.xnode_union).__name__.removeprefix("XNN"),
@@ -111,6 +111,4 @@ def _call(node: fx.Node, xnn_graph: Any, written: Any) -> KernelCall:
 def _datatype(xnn_graph: Any, value_id: int) -> str:
     if not 0 <= value_id < len(xnn_graph.xvalues):
         return ""  # XNNPACK's mark for an absent operand
-    value = xnn_graph.xvalues[value_id].xvalue_union
-    tensor = getattr(value, "tensor_value", value)
-    return str(tensor.datatype.name).removeprefix("xnn_datatype_")
+    return str(tensor(xnn_graph, value_id).datatype.name).removeprefix("xnn_datatype_")

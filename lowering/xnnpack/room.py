@@ -7,18 +7,23 @@ crashes when it is loaded, or much later. Source: issues.chromium.org/issues/492
 version that ExecuTorch 1.4 has.
 """
 
-import copy
 from typing import Any
+
+from quantplug.lowering.xnnpack.serialized import insert_slice, tensor
 
 # Calls that the array must be able to take beyond those of the graph; the optimizer appends them one by one.
 _ROOM = 4
 
 
 def make_room(xnn_graph: Any) -> None:
-    """Appends calls to a complete graph until its array of calls has room for those of the optimizer."""
+    """Appends calls to a complete graph until its array of calls has room for those of the optimizer.
+
+    They are slices of one element, which are cheap whatever the size of their input.
+    """
+    calls = xnn_graph.xnodes
     source = _smallest_input(xnn_graph)
-    while source is not None and capacity(len(xnn_graph.xnodes)) - len(xnn_graph.xnodes) < _ROOM:
-        _append_unread(xnn_graph, source)
+    while source is not None and capacity(len(calls)) - len(calls) < _ROOM:
+        insert_slice(xnn_graph, len(calls), source.id_out, [1] * len(source.dims), calls[-1].debug_handle)
 
 
 def capacity(calls: int) -> int:
@@ -30,25 +35,5 @@ def capacity(calls: int) -> int:
 
 
 def _smallest_input(xnn_graph: Any) -> Any:
-    inputs = [_tensor(xnn_graph.xvalues[index]) for index in xnn_graph.input_ids]
-    return min((tensor for tensor in inputs if tensor.dims), key=lambda tensor: len(tensor.dims), default=None)
-
-
-def _append_unread(xnn_graph: Any, source: Any) -> None:
-    """Appends a slice of one element, which is cheap whatever the size of its input."""
-    from executorch.backends.xnnpack.serialization.xnnpack_graph_schema import XNNStaticSlice, XNode
-    from executorch.backends.xnnpack.utils.xnnpack_constants import XNN_INVALID_VALUE_ID
-
-    held = copy.deepcopy(xnn_graph.xvalues[source.id_out])
-    element = _tensor(held)
-    element.dims = [1] * len(source.dims)
-    element.id_out, element.external_id, element.flags = len(xnn_graph.xvalues), XNN_INVALID_VALUE_ID, 0
-    xnn_graph.xvalues.append(held)
-    zeros = [0] * len(source.dims)
-    cut = XNNStaticSlice(len(zeros), zeros, list(element.dims), source.id_out, element.id_out, 0)
-    xnn_graph.xnodes.append(XNode(cut, xnn_graph.xnodes[-1].debug_handle))
-
-
-def _tensor(value: Any) -> Any:
-    union = value.xvalue_union
-    return getattr(union, "tensor_value", union)
+    inputs = [tensor(xnn_graph, index) for index in xnn_graph.input_ids]
+    return min((found for found in inputs if found.dims), key=lambda found: len(found.dims), default=None)

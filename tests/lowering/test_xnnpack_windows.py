@@ -5,25 +5,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
-from qdq_graphs import decibels
+from qdq_graphs import Net, decibels
 from torch import nn
 
 import quantplug
 from quantplug.lowering.xnnpack.rewrites import rewrite_for_xnnpack
 
 
-class Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
 def rewritten(function, x):
     """Rewrites a function, holds it against the original on other numbers, and returns its operators."""
-    model = Function(function)
+    model = Net(lambda _, x: function(x))
     graph = rewrite_for_xnnpack(torch.export.export(model, (x,)).module())
     fresh = torch.randn_like(x)
     torch.testing.assert_close(graph(fresh), model(fresh), rtol=0, atol=0)
@@ -95,7 +86,7 @@ def test_strided_slices_are_slices_without_gaps(size, start, stop, step, axis):
     shape[axis] = size
     slices = tuple([slice(None)] * axis + [slice(start, stop, step)])
     hypothesis.assume(torch.zeros(shape)[slices].numel())
-    model, x = Function(lambda x: x[slices] * 2), torch.randn(shape)
+    model, x = Net(lambda _, x: x[slices] * 2), torch.randn(shape)
     graph = rewrite_for_xnnpack(torch.export.export(model, (x,)).module())
     assert torch.equal(graph(x), model(x))
     assert all(n.args[4:] in ((), (1,)) for n in graph.graph.nodes if n.target is torch.ops.aten.slice.Tensor)
