@@ -68,7 +68,8 @@ def select_is_slice(model: fx.GraphModule) -> fx.GraphModule:
 def strided_slice_is_view(model: fx.GraphModule) -> fx.GraphModule:
     """Writes x[start::step] as a view into steps, of which one element each is kept: XNNPACK slices without gaps.
 
-    Where the last step is not whole, a slice that starts earlier is taken, or zeros are added behind.
+    Where the last step is not whole, a slice that starts earlier is taken, or zeros are added behind. Tensors of
+    dynamic sizes are left alone: ExecuTorch keeps all their slices out of the delegates.
     """
     changed = changed_under_other_names(model.graph)  # by way of the slice, as a copy could not
     for node, values in matching(model, "slice"):
@@ -77,10 +78,7 @@ def strided_slice_is_view(model: fx.GraphModule) -> fx.GraphModule:
             continue
         axis = axis_of(values["dim"], source.dim())
         size, count = source.shape[axis], result.shape[axis]
-        around = [*source.shape[:axis], *source.shape[axis + 1 :]]
-        if not all(isinstance(length, int) for length in (size, count, step)) or count == 0:
-            continue
-        if sum(not isinstance(length, int) for length in around) > 1:
+        if not all(isinstance(length, int) for length in (*source.shape, count, step)) or count == 0:
             continue
         start = _first(values.get("start"), size)
         begin = max(0, min(start, size - count * step))
@@ -103,7 +101,7 @@ def _first(start: Any, size: int) -> int:
 
 
 def roll_is_slices(model: fx.GraphModule) -> fx.GraphModule:
-    """Writes roll as two slices in the other order, for each dimension."""
+    """Writes roll of static sizes as two slices in the other order, for each dimension."""
     for node, values in matching(model, "roll"):
         source = tensor_value(values["self"])
         if source is None or not source.is_floating_point():
@@ -111,9 +109,7 @@ def roll_is_slices(model: fx.GraphModule) -> fx.GraphModule:
         shifts, dims = _numbers(values["shifts"]), _numbers(values.get("dims", ()))
         axes = [axis_of(axis, source.dim()) for axis in dims]
         sizes = [source.shape[axis] for axis in axes]
-        if not axes or not all(isinstance(size, int) and size > 0 for size in sizes):
-            continue
-        if not all(isinstance(shift, int) for shift in shifts):
+        if not axes or 0 in sizes or not all(isinstance(number, int) for number in (*source.shape, *shifts)):
             continue
         write = Writer(model, node)
         rolled = values["self"]
