@@ -203,43 +203,6 @@ def get_xnnpack_quantization_config(is_per_channel: bool = True, **options: Any)
     return get_symmetric_quantization_config(is_per_channel, **options)
 
 
-@cache
-def get_x86_quantization_config(
-    is_qat: bool = False,
-    is_dynamic: bool = False,
-    reduce_range: bool = False,
-    *,
-    is_weight_only: bool = False,
-    symmetric: bool = False,
-    observer: str = "histogram",
-    weight_observer: str = "minmax",
-) -> QuantizationConfig:
-    """Returns the int8 config of oneDNN kernels: uint8 activations, per-channel int8 weights.
-
-    Args:
-        is_qat: for quantization-aware training.
-        is_dynamic: activation scales are computed at run time.
-        reduce_range: activations of 7 bits, for machines without VNNI, whose 16-bit sums of products saturate.
-        is_weight_only: activations stay float.
-        symmetric: int8 activations around 0; the kernels take them as uint8 around 128, which is as fast.
-        observer: how calibration finds activation ranges, a name of `OBSERVERS`.
-        weight_observer: how the range of weights is found, a name of `OBSERVERS`.
-
-    Raises:
-        ConfigError: both dynamic and weight-only, or an unknown observer.
-    """
-    if is_dynamic and is_weight_only:
-        raise ConfigError("A config is dynamic or weight-only, found both; dynamic quantizes activations at run time.")
-    mode = "dynamic" if is_dynamic else "weight_only" if is_weight_only else "static"
-    top = 127 if reduce_range else 255
-    dtype, low = (torch.int8, -(top + 1) // 2) if symmetric else (torch.uint8, 0)
-    activation = activation_spec(
-        dtype, low, low + top, symmetric=symmetric, mode=mode, observer=observer, is_qat=is_qat
-    )
-    weight = weight_spec(-128, 127, per_channel=True, is_qat=is_qat, observer=weight_observer)
-    return QuantizationConfig(activation, None if is_dynamic else activation, weight, None, is_qat)
-
-
 def config_for(
     dtypes: DTypeConfig, *, is_qat: bool = False, observer: str = "histogram", weight_observer: str = "minmax"
 ) -> QuantizationConfig:

@@ -28,9 +28,10 @@ from torchao.quantization.pt2e import HistogramObserver, MinMaxObserver, PerChan
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
 
 import quantplug
-from quantplug.annotators.presets import get_symmetric_quantization_config, get_x86_quantization_config
+from quantplug.annotators.presets import get_symmetric_quantization_config
 from quantplug.core.bias_correction import correct_biases
 from quantplug.core.observers import observer
+from quantplug.quantizers.x86 import get_x86_quantization_config
 
 BATCH = 100
 EPS = 2.0**-12

@@ -16,7 +16,6 @@ from quantplug.annotators.convolution import convolution
 from quantplug.annotators.elementwise import binary
 from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling
-from quantplug.annotators.presets import get_x86_quantization_config
 from quantplug.annotators.shape import movement
 from quantplug.core.compare import sqnr
 from quantplug.core.errors import (
@@ -27,6 +26,7 @@ from quantplug.core.errors import (
     ModelError,
     QuantplugError,
 )
+from quantplug.quantizers.x86 import get_x86_quantization_config
 
 BACKENDS = ("xnnpack", "x86")
 SIZE = (2, 3, 64, 64)

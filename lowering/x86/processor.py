@@ -14,6 +14,8 @@ WITHOUT_SATURATION = 127
 @lru_cache(maxsize=1)
 def kernels_saturate() -> bool:
     """Tells whether products of uint8 beyond 127 overflow in this process (ONEDNN_MAX_CPU_ISA counts too)."""
+    if torch.cpu.get_capabilities().get("architecture") != "x86_64":
+        return False
     inner = 64
     x = torch.full((1, inner), 255, dtype=torch.uint8)
     packed = torch.ops.onednn.qlinear_prepack(torch.full((16, inner), 127, dtype=torch.int8), None)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torchao.quantization.pt2e.quantizer import QuantizationConfig as QuantizationConfig
 
     from quantplug.annotators.presets import get_symmetric_quantization_config as get_symmetric_quantization_config
-    from quantplug.annotators.presets import get_x86_quantization_config as get_x86_quantization_config
     from quantplug.annotators.qspecs import get_bias_qspec as get_bias_qspec
     from quantplug.annotators.qspecs import get_input_act_qspec as get_input_act_qspec
     from quantplug.annotators.qspecs import get_output_act_qspec as get_output_act_qspec
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from quantplug.quantizers.registry import get_quantizer as get_quantizer
     from quantplug.quantizers.tensorrt import TensorRTQuantizer as TensorRTQuantizer
     from quantplug.quantizers.x86 import X86Quantizer as X86Quantizer
+    from quantplug.quantizers.x86 import get_x86_quantization_config as get_x86_quantization_config
     from quantplug.quantizers.xnnpack import XNNPACKQuantizer as XNNPACKQuantizer
 
 __version__ = version("quantplug")
@@ -87,7 +87,7 @@ _HOME = {
     "get_quantizer": "quantplug.quantizers.registry",
     "get_symmetric_quantization_config": "quantplug.annotators.presets",
     "get_weight_qspec": "quantplug.annotators.qspecs",
-    "get_x86_quantization_config": "quantplug.annotators.presets",
+    "get_x86_quantization_config": "quantplug.quantizers.x86",
     "is_reference_quantized": "quantplug.core.reference",
     "prepare_pt2e": "quantplug.core.prepare",
     "prepare_qat_pt2e": "quantplug.core.prepare",

@@ -16,9 +16,10 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantization
 
 import quantplug
 from quantplug import XNNPACKQuantizer, convert_pt2e, get_symmetric_quantization_config, prepare_qat_pt2e
-from quantplug.annotators.presets import activation_spec, get_x86_quantization_config, int32_bias_spec, weight_spec
+from quantplug.annotators.presets import activation_spec, int32_bias_spec, weight_spec
 from quantplug.annotators.qspecs import fixed_qspec, on_axis
 from quantplug.core.errors import ConfigError
+from quantplug.quantizers.x86 import get_x86_quantization_config
 
 QDQ = torch.ops.quantized_decomposed
 LINEAR_INPUT = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
