@@ -24,7 +24,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from quantplug.core.boundaries import Boundary, boundaries, is_dequantize, is_dynamic, is_qdq, is_quantize, is_weight
 from quantplug.core.decision import decision
 from quantplug.core.fold import Folding
-from quantplug.core.graph import attribute, compute_nodes, is_constant, module_path, require_graph_module
+from quantplug.core.graph import attribute, compute_nodes, is_constant, module_path, operands, require_graph_module
 from quantplug.core.limits import VIOLATIONS_KEY, Violation
 from quantplug.core.regions import region_targets
 from quantplug.core.stage import CONFLICTS_KEY, FOLDINGS_KEY, NOTES_KEY
@@ -292,7 +292,16 @@ def _spec_text(spec: Any) -> str:
     kind = "fixed" if hasattr(spec, "scale") else kind
     per_channel = "per channel" if str(getattr(spec, "qscheme", "")).find("per_channel") >= 0 else ""
     dynamic = "dynamic" if getattr(spec, "is_dynamic", False) else ""
-    return " ".join(filter(None, (kind, dynamic, str(spec.dtype).removeprefix("torch."), per_channel)))
+    bits = _bits(spec.dtype, getattr(spec, "quant_min", None), getattr(spec, "quant_max", None))
+    return " ".join(filter(None, (kind, dynamic, str(spec.dtype).removeprefix("torch."), bits, per_channel)))
+
+
+def _bits(dtype: torch.dtype, lowest: Any, highest: Any) -> str:
+    """Returns how many bits a range takes, where that is fewer than its dtype has."""
+    if not isinstance(lowest, int) or not isinstance(highest, int):
+        return ""
+    bits = (highest - lowest).bit_length()
+    return f"of {bits} bits" if bits < 8 * dtype.itemsize else ""
 
 
 def _how_converted(node: fx.Node) -> tuple[list[str], str]:
@@ -303,11 +312,17 @@ def _how_converted(node: fx.Node) -> tuple[list[str], str]:
 
 
 def _qdq_text(node: fx.Node) -> str:
-    dtype = next((str(a).removeprefix("torch.") for a in reversed(node.args) if isinstance(a, torch.dtype)), "integer")
     name = str(node.target)
+    dtype = next((_with_bits(node, a) for a in reversed(node.args) if isinstance(a, torch.dtype)), "integer")
     kind = "per channel" if "per_channel" in name else "per group" if "group" in name or "affine" in name else ""
     dynamic = "dynamic" if is_dynamic(node) else ""
     return " ".join(filter(None, (dynamic, dtype, kind)))
+
+
+def _with_bits(node: fx.Node, dtype: torch.dtype) -> str:
+    given = operands(node)
+    bits = _bits(dtype, given.get("quant_min"), given.get("quant_max"))
+    return " ".join(filter(None, (str(dtype).removeprefix("torch."), bits)))
 
 
 def _arrow(inputs: list[str], output: str, into: str) -> str:

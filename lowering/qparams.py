@@ -44,6 +44,13 @@ class QParams:
         """Tells whether every integer of the dtype is allowed, so that a kernel's saturation is the clamp."""
         return FULL_RANGE.get(self.dtype) == (self.qmin, self.qmax)
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lowest and the highest real value, of static parameters."""
+        assert not isinstance(self.scale, fx.Node)
+        assert not isinstance(self.zero_point, fx.Node)
+        return (self.qmin - self.zero_point) * self.scale, (self.qmax - self.zero_point) * self.scale
+
     def shifted(self, by: int, dtype: torch.dtype) -> "QParams":
         """Returns the parameters of the same real values with every integer moved by a constant."""
         assert isinstance(self.zero_point, int)

@@ -46,12 +46,16 @@ X = torch.randn(2, 3, 10, 10, generator=torch.Generator().manual_seed(1))
 BACKBONE, HEAD, ENCODER = Region(module="backbone"), Region(module="head"), Region(module="encoder")
 
 
+# of 8 bits on any processor, as XNNPACK's
+X86_CONFIG = quantplug.get_x86_quantization_config(reduce_range=False)
+
+
 def mixed(**options):
     """XNNPACK in the backbone, x86 in the head."""
     return (
         ComposableQuantizer(**options)
         .add(get_quantizer("xnnpack"), BACKBONE, precedence=0)
-        .add(get_quantizer("x86"), HEAD, precedence=0)
+        .add(get_quantizer("x86").set_global(X86_CONFIG), HEAD, precedence=0)
     )
 
 

@@ -1,10 +1,16 @@
 """Small models that several tests share: architectures of the field, with few channels so that tests stay quick."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quantplug
+from quantplug.lowering.x86.processor import kernels_saturate
+
+# Where 8 bits come from elsewhere (another quantizer, a graph written down): what takes their place without VNNI is
+# tested on every processor, in test_x86_compiled.py.
+needs_vnni = pytest.mark.skipif(kernels_saturate(), reason="without VNNI, products of 8-bit activations stay float")
 
 
 class BasicBlock(nn.Module):

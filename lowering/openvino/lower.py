@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.errors import LoweringError, first_line
-from quantplug.core.graph import constant_value, describe, operands, require_graph_module
+from quantplug.core.graph import constant_value, describe, is_constant, operands, require_graph_module
 from quantplug.core.pattern import Match, op, value
 from quantplug.lowering.openvino.program import OpenVINOProgram, runtime
 from quantplug.lowering.placement import record
 from quantplug.lowering.program import require_float_dtype
-from quantplug.lowering.qparams import dequantize
+from quantplug.lowering.qparams import FULL_RANGE, QD, dequantize, qparams, quantize
 from quantplug.lowering.rewriting import Rule, apply, call, constant, drop_unread_attributes, replace
+from quantplug.lowering.x86.processor import saturation
 
 _ATEN = torch.ops.aten
 _HINTS = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -59,7 +60,9 @@ def lower(
     _require_static(source.graph)
     module = fx.GraphModule(source, copy.deepcopy(source.graph))
     recorded = record(module.graph)
+    qmax = _require_range(module.graph)
     apply(module.graph, CONSTANTS)
+    apply(module.graph, NARROW)
     module.graph.eliminate_dead_code()
     drop_unread_attributes(module)
     module.recompile()
@@ -67,7 +70,7 @@ def lower(
         exported = torch.export.export(module, example_inputs, dynamic_shapes=dynamic_shapes)
         decoder = _decoder(exported, is_dynamic=dynamic_shapes is not None)
         model = openvino.convert_model(decoder)
-        program = OpenVINOProgram(model, exported.call_spec.out_spec, options)
+        program = OpenVINOProgram(model, exported.call_spec.out_spec, options, qmax)
         program(*example_inputs)
     except Exception as error:
         raise LoweringError(
@@ -85,6 +88,20 @@ def _require_static(graph: fx.Graph) -> None:
             f"Node {describe(dynamic)} computes quantization parameters at run time, which OpenVINO's front end does "
             "not read; quantize with a static or weight-only config, or use backend 'x86'."
         )
+
+
+def _require_range(graph: fx.Graph) -> int:
+    """Returns the highest integer of activations, as uint8; OpenVINO's kernels saturate where those of torch do."""
+    highest = 0
+    for node in graph.nodes:
+        if node.target is not QD.quantize_per_tensor.default or is_constant(node.args[0]):
+            continue
+        params = qparams(node)
+        reason = saturation(params) if params.dtype in FULL_RANGE else None
+        if reason is not None:
+            raise LoweringError(f"Node {describe(node)} would give wrong numbers in OpenVINO: {reason}.")
+        highest = max(highest, params.qmax - FULL_RANGE[params.dtype][0] if params.dtype in FULL_RANGE else 0)
+    return highest
 
 
 def _decoder(exported: torch.export.ExportedProgram, *, is_dynamic: bool) -> Any:
@@ -148,6 +165,20 @@ def _along_axis(found: Any, integers: Tensor, axis: int | None) -> Tensor:
     return torch.as_tensor(0 if numbers is None else numbers).detach().to(torch.float32).reshape(shape)
 
 
+def _clamped(match: Match) -> str | None:
+    """Lets floats end where the integers do: OpenVINO has kernels for whole ranges only."""
+    node, params = match.root, qparams(match.root)
+    if params.is_full_range or params.dtype not in FULL_RANGE:
+        return "its range is all of its dtype"
+    clamped = call(node, _ATEN.clamp.default, (match["x"], *params.bounds), match["x"])
+    whole = (params.scale, params.zero_point, *FULL_RANGE[params.dtype], params.dtype)
+    for reader in list(node.users):
+        reader.args = (node, *whole)
+    node.args = (clamped, *whole)
+    return None
+
+
+NARROW = (Rule(quantize(input=value("x")), _clamped),)
 CONSTANTS = (
     Rule(dequantize(input=value("integers")), _scaled),
     Rule(op("quantized_decomposed::dequantize_per_channel", input=value("integers")), _scaled),

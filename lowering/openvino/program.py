@@ -16,8 +16,9 @@ from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import ArtefactError, LoweringError
 from quantplug.lowering.program import LoweredOp, Program, require_folder
+from quantplug.lowering.x86.processor import range_objection
 
-_GRAPH, _WEIGHTS, _STRUCTURE, _OPTIONS = "model.xml", "model.bin", "structure.json", "options.json"
+_GRAPH, _WEIGHTS, _STRUCTURE, _SETTINGS = "model.xml", "model.bin", "structure.json", "settings.json"
 _INTEGER = {"u8", "i8"}
 _NOT_COMPUTED = ("Const", "Input", "Output")
 
@@ -44,12 +45,15 @@ class OpenVINOProgram(Program):
     Attributes:
         model: the `openvino.Model`; its rounding of activations is `FakeQuantize`.
         options: properties of the CPU plugin that were asked for.
+        qmax: highest integer that its kernels multiply; beyond 127 they need a processor with VNNI.
         compiled: the `openvino.CompiledModel`; its runtime model shows every kernel.
         ops: every compute operator of the q/dq graph with its placement.
     """
 
-    def __init__(self, model: Any, structure: pytree.TreeSpec, options: Mapping[str, Any] | None = None) -> None:
-        self.model = model
+    def __init__(
+        self, model: Any, structure: pytree.TreeSpec, options: Mapping[str, Any] | None = None, qmax: int = 255
+    ) -> None:
+        self.model, self.qmax = model, qmax
         self.options = dict(options or {})
         defaults = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
         self.compiled = runtime().compile_model(model, "CPU", {**defaults, **self.options})
@@ -95,7 +99,7 @@ class OpenVINOProgram(Program):
             options: properties of the CPU plugin, in the place of those that the program was saved with.
 
         Raises:
-            ArtefactError: the file is missing or is no saved program.
+            ArtefactError: the file is missing or is no saved program, or it needs VNNI, which this processor lacks.
             LoweringError: openvino is not installed.
         """
         openvino = runtime()
@@ -103,13 +107,16 @@ class OpenVINOProgram(Program):
             with zipfile.ZipFile(path) as archive:
                 model = openvino.Core().read_model(archive.read(_GRAPH), archive.read(_WEIGHTS))
                 structure = pytree.treespec_loads(archive.read(_STRUCTURE).decode())
-                saved = json.loads(archive.read(_OPTIONS))
+                settings = json.loads(archive.read(_SETTINGS))
         except Exception as error:
             raise ArtefactError(
                 f"'{path}' is no program of the openvino lowering ({type(error).__name__}: {error}); "
                 "pass a file that `OpenVINOProgram.save` wrote."
             ) from error
-        return cls(model, structure, {**saved, **(options or {})})
+        reason = range_objection(settings["qmax"])
+        if reason is not None:
+            raise ArtefactError(f"'{path}' would give wrong numbers here: {reason}.")
+        return cls(model, structure, {**settings["options"], **(options or {})}, settings["qmax"])
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +131,7 @@ class OpenVINOProgram(Program):
             for file in files:
                 archive.write(file, file.name)
             archive.writestr(_STRUCTURE, pytree.treespec_dumps(self._structure))
-            archive.writestr(_OPTIONS, json.dumps(self.options))
+            archive.writestr(_SETTINGS, json.dumps({"options": self.options, "qmax": self.qmax}))
         return buffer.getvalue()
 
 

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from quantplug.lowering.qparams import FULL_RANGE, QD
+from quantplug.lowering.qparams import QD
 
 INTEGER_OPERATORS = "means, clamps, embedding, data movement, max_pool2d"
 Parameters = tuple[float, int]
+Integers = tuple[int, int, torch.dtype]  # the lowest, the highest, their dtype
 Function = Callable[["Operands"], Tensor]
 
 
@@ -111,10 +112,10 @@ class CaseModule(nn.Module):
         scales: of the outputs.
     """
 
-    def __init__(self, cases: Iterable[Case], setting: Setting, dtype: torch.dtype, inputs: tuple[Tensor, ...]) -> None:
+    def __init__(self, cases: Iterable[Case], setting: Setting, integers: Integers, inputs: tuple[Tensor, ...]) -> None:
         super().__init__()
-        self.cases, self.setting, self.dtype = tuple(cases), setting, dtype
-        self.shift = 0 if dtype == torch.int8 else 128
+        self.cases, self.setting, self.integers = tuple(cases), setting, integers
+        self.shift = (integers[0] + integers[1] + 1) // 2
         self.weights = nn.ModuleList(_Weight(case, setting.is_tie_prone) for case in self.cases)
         self.scales = [self._scale(value) for value in self._values(inputs)]
 
@@ -125,13 +126,14 @@ class CaseModule(nn.Module):
         return 2.0 ** round(math.log2(scale)) if self.setting.is_tie_prone else scale
 
     def _quantized(self, x: Tensor, scale: float, zero_point: int) -> Tensor:
-        args = (scale, zero_point + self.shift, *FULL_RANGE[self.dtype], self.dtype)
+        args = (scale, zero_point + self.shift, *self.integers)
         found: Tensor = QD.dequantize_per_tensor(QD.quantize_per_tensor(x, *args), *args)
         return found
 
     def _values(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
         x, y = self.setting.x, self.setting.y
-        parameters = (x, y, (x[0], -128), x, y)
+        lowest = self.integers[0] - self.shift
+        parameters = (x, y, (x[0], lowest), x, y)
         operands = [self._quantized(value, *found) for value, found in zip(inputs, parameters, strict=True)]
         weights: Any = self.weights
         cases = zip(self.cases, weights, strict=True)
@@ -145,14 +147,14 @@ class CaseModule(nn.Module):
 
 
 def graph(
-    cases: Iterable[Case], setting: Setting, dtype: torch.dtype
+    cases: Iterable[Case], setting: Setting, integers: Integers
 ) -> tuple[fx.GraphModule, list[float], tuple[Tensor, ...]]:
-    """Returns the q/dq graph of all cases, the scales of its outputs, and inputs for it."""
+    """Returns the q/dq graph of all cases on such integers, the scales of its outputs, and inputs for it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         x, y = torch.randn(2, 8, 12, 12) * 2, torch.randn(2, 8, 12, 12)
         inputs = (x, y, x.abs() + 0.1, x.flatten(2), y[:, :, :1, :1].clone())
-        module = CaseModule(cases, setting, dtype, inputs).eval()
+        module = CaseModule(cases, setting, integers, inputs).eval()
         return torch.export.export(module, inputs).module(), module.scales, inputs
 
 

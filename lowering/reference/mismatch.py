@@ -6,7 +6,7 @@ from the real kernel, and for comparison that of the q/dq graph.
 
 import pkgutil
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from quantplug.core.errors import ConfigError
 from quantplug.core.levels import Deviation, Level
-from quantplug.lowering.reference.cases import SETTINGS, X86_CASES, XNNPACK_CASES, Case, Setting, graph
+from quantplug.lowering.reference.cases import SETTINGS, X86_CASES, XNNPACK_CASES, Case, Integers, Setting, graph
 from quantplug.lowering.reference.emulation import emulate, kernel_set
+from quantplug.lowering.x86.processor import highest_integer
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ class Mismatch:
 class _Target:
     lowering: str
     cases: tuple[Case, ...]
-    dtype: torch.dtype
+    integers: Callable[[], Integers]
 
 
 _TARGETS = {
-    "xnnpack": _Target("quantplug.lowering.xnnpack:lower", XNNPACK_CASES, torch.int8),
-    "x86": _Target("quantplug.lowering.x86:lower", X86_CASES, torch.uint8),
+    "xnnpack": _Target("quantplug.lowering.xnnpack:lower", XNNPACK_CASES, lambda: (-128, 127, torch.int8)),
+    "x86": _Target("quantplug.lowering.x86:lower", X86_CASES, lambda: (0, highest_integer(), torch.uint8)),
 }
 
 
@@ -79,7 +80,7 @@ def mismatches(kernels: str, settings: Sequence[Setting] = SETTINGS) -> tuple[Mi
 
 
 def _measured(kernels: str, target: _Target, setting: Setting) -> Iterable[tuple[Case, tuple[Deviation, Deviation]]]:
-    model, scales, inputs = graph(target.cases, setting, target.dtype)
+    model, scales, inputs = graph(target.cases, setting, target.integers())
     program = pkgutil.resolve_name(target.lowering)(model, inputs)
     emulated = emulate(model, inputs, kernels)
     with torch.no_grad():

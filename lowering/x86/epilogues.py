@@ -89,6 +89,9 @@ def _unary_objection(kernel: fx.Node, name: str) -> str | None:
     return f"the convolution kernel over 3 dimensions does not end in {name}" if over_volumes else None
 
 
+UNBOUNDED = (-3.0e38, 3.0e38)
+
+
 def _nothing(given: dict[str, Any]) -> list[Any]:
     return NO_SCALARS
 
@@ -98,8 +101,7 @@ def _bounds(low: str, high: str) -> Callable[[dict[str, Any]], list[Any] | str]:
         found = [given.get(low), given.get(high)]
         if any(isinstance(bound, fx.Node) for bound in found):
             return "its bounds are tensors"
-        limits = (-3.0e38, 3.0e38)
-        return [limit if bound is None else float(bound) for bound, limit in zip(found, limits, strict=True)]
+        return [end if bound is None else float(bound) for bound, end in zip(found, UNBOUNDED, strict=True)]
 
     return read
 
@@ -290,8 +292,26 @@ def _fuse_output(match: Match) -> str | None:
     set_args(node, {SCALE: params.scale, ZERO_POINT: params.zero_point, DTYPE: params.dtype})
     node.meta["val"] = node.meta["val"].to(params.dtype)
     absorb(node, match.root)
-    replace(match.root, _clamped(node, params))
+    replace(match.root, node if _ends_at(node, params) else _clamped(node, params))
     return None
+
+
+def _ends_at(kernel: fx.Node, params: QParams) -> bool:
+    """Lets a kernel's function end at the bounds of a range narrower than its dtype, where it can have bounds."""
+    bounds = _ENDS.get(kernel.args[UNARY], lambda scalars: None)(kernel.args[SCALARS])
+    if params.is_full_range or bounds is None or _unary_objection(kernel, "hardtanh"):
+        return False
+    first, last = params.bounds
+    set_args(kernel, {UNARY: "hardtanh", SCALARS: [min(max(bound, first), last) for bound in bounds]})
+    return True
+
+
+# function of a kernel -> the bounds of its results, from its scalars
+_ENDS: dict[Any, Callable[[Any], tuple[float, float] | None]] = {
+    "none": lambda scalars: UNBOUNDED,
+    "relu": lambda scalars: (0.0, UNBOUNDED[1]),
+    "hardtanh": lambda scalars: tuple(scalars),
+}
 
 
 def _fuse_sum_output(match: Match) -> str | None:

@@ -22,6 +22,7 @@ from quantplug.lowering.x86.epilogues import fuse
 from quantplug.lowering.x86.half import compute_in_half, is_half_for_free
 from quantplug.lowering.x86.movement import move
 from quantplug.lowering.x86.pooling import AVERAGES
+from quantplug.lowering.x86.processor import highest_integer
 from quantplug.lowering.x86.products import products
 from quantplug.lowering.x86.program import X86Program
 from quantplug.lowering.x86.weight_only import STREAMED, WEIGHT_ONLY
@@ -59,7 +60,7 @@ def lower(
     require_float_dtype(float_dtype)
     recorded = record(module.graph)
     clean(module, example_inputs)
-    qmax = _highest_integer(module.graph)
+    qmax = min(_highest_integer(module.graph), highest_integer())  # products beyond stay float
     move(module.graph)
     choose = measured(module, example_inputs) if autotune else always_integer
     apply(module.graph, STREAMED)  # before the products and apart from them, whose reasons are what the report says

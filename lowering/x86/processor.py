@@ -8,6 +8,8 @@ from functools import lru_cache
 
 import torch
 
+from quantplug.lowering.qparams import QParams
+
 WITHOUT_SATURATION = 127
 
 
@@ -24,14 +26,32 @@ def kernels_saturate() -> bool:
     return bool((torch.ops.onednn.qlinear_pointwise(*args) != 255 * 127 * inner).any())
 
 
-def range_objection(qmax: int) -> str | None:
-    """Returns why integers up to `qmax` must not be multiplied on this processor, or None."""
-    if qmax <= WITHOUT_SATURATION or not kernels_saturate():
+def highest_integer() -> int:
+    """Returns up to which uint8 the products of this processor are right."""
+    return WITHOUT_SATURATION if kernels_saturate() else 255
+
+
+def range_objection(qmax: int, remedy: str = "reduce_range=True") -> str | None:
+    """Returns why integers up to `qmax` must not be multiplied on this processor, or None.
+
+    Args:
+        qmax: the highest integer, as uint8.
+        remedy: options of the config that give smaller ones.
+    """
+    if qmax <= highest_integer():
         return None
     return (
-        f"this processor has no VNNI, and its kernels saturate beyond {WITHOUT_SATURATION}, "
-        f"where its activation reaches {qmax}; quantize with reduce_range=True"
+        f"this processor has no VNNI, and its kernels saturate beyond {highest_integer()}, "
+        f"where its activation reaches {qmax}; quantize with {remedy}"
     )
+
+
+def saturation(params: QParams) -> str | None:
+    """Returns why activations with these parameters must not be multiplied on this processor, or None."""
+    if params.dtype == torch.uint8:
+        return range_objection(params.qmax)
+    # The kernels take int8 as uint8 around 128.
+    return range_objection(params.qmax + 128, "reduce_range=True, symmetric=False")
 
 
 def has_amx() -> bool:

@@ -18,7 +18,7 @@ from quantplug.core.pattern import Match, Op, op, optional, value
 from quantplug.lowering.qparams import IntegerWeight, QParams, dequantize, integer_weight, qparams
 from quantplug.lowering.rewriting import Rule, absorb, call, constant, replace
 from quantplug.lowering.x86.autotune import Choice, always_integer
-from quantplug.lowering.x86.processor import range_objection
+from quantplug.lowering.x86.processor import saturation
 
 onednn, aten = torch.ops.onednn, torch.ops.aten
 Geometry = tuple[list[int], list[int], list[int], int]
@@ -116,7 +116,7 @@ def activation_objection(params: QParams, *, conv: bool) -> str | None:
     """Returns why a convolution (or a linear) cannot take an activation with these parameters, or None."""
     if params.dtype not in (torch.uint8, torch.int8) or (conv and params.dtype != torch.uint8):
         return f"its activation is {params.dtype}, the kernel wants torch.uint8"
-    return range_objection(params.qmax if params.dtype == torch.uint8 else params.qmax + 128)
+    return saturation(params)
 
 
 def _padding_objection(weight: IntegerWeight | str, geometry: Geometry | str) -> str | None:

@@ -34,7 +34,7 @@ class X86Program(Program):
     Attributes:
         portable: the lowered graph with unpacked int8 weights; what is saved and compiled.
         module: the same with weights packed for this machine; what runs.
-        qmax: highest integer of any activation; beyond 127 the integer kernels need a processor with VNNI.
+        qmax: highest integer that its kernels may multiply; beyond 127 they need a processor with VNNI.
         ops: every compute operator of the q/dq graph with its placement.
     """
 

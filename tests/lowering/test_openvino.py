@@ -1,8 +1,10 @@
 """The same q/dq graph in OpenVINO's compiler: integer kernels, the q/dq graph's numbers, files, refusals."""
 
+import copy
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import quantplug
 from quantplug.core.compare import sqnr
 from quantplug.core.errors import ArtefactError, LoweringError
 from quantplug.lowering.openvino import OpenVINOProgram
+from quantplug.lowering.x86.processor import highest_integer
 from quantplug.quantizers.openvino import OPENVINO
 
 BATCH = ({0: torch.export.Dim("batch", min=1, max=16)},)
@@ -42,6 +45,13 @@ def quantized(model, inputs, config="int8", dynamic_shapes=None):
     return quantplug.convert_pt2e(prepared)
 
 
+def integer_products(program):
+    """Counts the convolutions and linears that OpenVINO computes on integers."""
+    infos = [node.get_rt_info() for node in program.compiled.get_runtime_model().get_ops()]
+    found = [(info["layerType"].value, info["primitiveType"].value) for info in infos]
+    return sum(kind in ("Convolution", "FullyConnected") and "I8" in kernel for kind, kernel in found)
+
+
 @pytest.fixture(scope="module")
 def residual():
     pytest.importorskip("openvino")
@@ -54,8 +64,7 @@ def residual():
 def test_openvino_runs_integer_kernels_and_computes_what_the_qdq_graph_says(residual):
     reference, program = residual
     assert {operator.placement for operator in program.ops} == {"int8"}
-    kernels = [node.get_rt_info()["primitiveType"].value for node in program.compiled.get_runtime_model().get_ops()]
-    assert sum("I8" in kernel and kernel.startswith("br") for kernel in kernels) == 3  # two convolutions, one linear
+    assert integer_products(program) == 3  # two convolutions, one linear
     x = torch.randn(5, 3, 32, 32)  # another batch size than the example's
     with torch.no_grad():
         assert sqnr(reference(x)["logits"], program(x)["logits"]) > 60
@@ -100,9 +109,52 @@ def test_what_stays_float_computes_in_bfloat16_on_demand_also_when_loaded(tmp_pa
     with torch.no_grad():
         assert sqnr(reference(*inputs), program(*inputs)) > 25
         assert torch.equal(program(*inputs), loaded(*inputs))
-    assert str(loaded.compiled.get_property("INFERENCE_PRECISION_HINT")).find("bfloat16") >= 0
+    assert loaded.options["INFERENCE_PRECISION_HINT"] == "bf16"
+    if torch.cpu.get_capabilities()["avx512_bw"]:  # processors without compute in float32 all the same
+        assert "bfloat16" in str(loaded.compiled.get_property("INFERENCE_PRECISION_HINT"))
     replaced = OpenVINOProgram.load(tmp_path / "model.zip", {"INFERENCE_PRECISION_HINT": "f32"})
     assert replaced.options["INFERENCE_PRECISION_HINT"] == "f32"
+
+
+WITHOUT_VNNI = """
+import sys
+sys.path[:0] = sys.argv[1:3]
+import pytest, torch
+from test_openvino import *
+inputs = (torch.randn(2, 3, 32, 32),)
+full = quantized(Residual(), inputs, quantplug.get_x86_quantization_config(reduce_range=False))
+with pytest.raises(LoweringError, match="would give wrong numbers in OpenVINO: .* quantize with reduce_range=True"):
+    OPENVINO.lower(full, inputs)
+with pytest.raises(ArtefactError, match="would give wrong numbers here"):
+    OpenVINOProgram.load(sys.argv[3])
+reference = quantized(Residual(), inputs)
+program = OPENVINO.lower(reference, inputs)
+assert integer_products(program) == 3
+with torch.no_grad():
+    assert sqnr(reference(*inputs)["logits"], program(*inputs)["logits"]) > 60
+"""
+
+
+def test_without_vnni_openvino_gets_seven_bits_and_nothing_that_its_kernels_saturate_at(residual, tmp_path):
+    elsewhere = copy.copy(residual[1])
+    elsewhere.qmax = 255
+    path = elsewhere.save(tmp_path / "model.zip")
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", WITHOUT_VNNI, str(here), str(here.parent), str(path)]
+    subprocess.run(command, check=True, env={"ONEDNN_MAX_CPU_ISA": "AVX2", "PATH": "/usr/bin:/bin"})
+
+
+def test_seven_bits_run_on_openvinos_integer_kernels():
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    inputs = (torch.randn(2, 3, 32, 32),)
+    for symmetric in (False, True) if highest_integer() == 255 else (False,):
+        config = quantplug.get_x86_quantization_config(reduce_range=True, symmetric=symmetric)
+        reference = quantized(Residual(), inputs, config)
+        program = OPENVINO.lower(reference, inputs)
+        assert integer_products(program) == 3
+        with torch.no_grad():
+            assert sqnr(reference(*inputs)["logits"], program(*inputs)["logits"]) > 60
 
 
 def test_a_dynamically_quantized_graph_is_refused_in_one_sentence():
@@ -121,6 +173,7 @@ def test_without_openvino_the_backend_names_the_extra():
     script = """
 import sys, torch
 sys.modules["openvino"] = None
+from quantplug.lowering.x86.processor import highest_integer
 from quantplug.quantizers.openvino import OPENVINO
 inputs = (torch.randn(1, 4),)
 try:

@@ -9,6 +9,7 @@ from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as torcha
 import quantplug
 from quantplug.core.errors import ArtefactError, LoweringError, ModelError
 from quantplug.lowering.x86 import X86Program, lower
+from quantplug.lowering.x86.processor import kernels_saturate
 
 
 @torch.no_grad()
@@ -20,7 +21,9 @@ def sqnr(reference, found):
 def converted(model, inputs, *, dynamic_shapes=None, is_dynamic=False):
     """The reference: torchao's own quantizer, which needs strict export, and torchao's own flow."""
     exported = torch.export.export(model.eval(), inputs, dynamic_shapes=dynamic_shapes, strict=True)
-    config = torchao_x86.get_default_x86_inductor_quantization_config(is_dynamic=is_dynamic)
+    config = torchao_x86.get_default_x86_inductor_quantization_config(
+        is_dynamic=is_dynamic, reduce_range=kernels_saturate()
+    )
     prepared = prepare_pt2e(exported.module(), torchao_x86.X86InductorQuantizer().set_global(config))
     with torch.no_grad():
         prepared(*inputs)

@@ -1,5 +1,6 @@
 """The ways to run a lowered program: compiled, packaged, on a processor without VNNI, autotuned."""
 
+import copy
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from quantplug.core.errors import ArtefactError, LoweringError
 from quantplug.lowering.x86 import lower
+from quantplug.lowering.x86.processor import highest_integer
 
 QD = torch.ops.quantized_decomposed
 BATCH = ({0: torch.export.Dim("batch", min=1, max=16)},)
@@ -39,7 +41,7 @@ class Layer(nn.Module):
 class Reference(nn.Module):
     """A residual block and a head as a q/dq graph; `qmax` 127 is what processors without VNNI need."""
 
-    def __init__(self, qmax=255):
+    def __init__(self, qmax):
         super().__init__()
         self.one, self.two, self.head = Layer(16, 3, 3, 3), Layer(16, 16, 3, 3), Layer(8, 16)
         self.zero_point, self.qmax = (qmax + 1) // 2, qmax
@@ -56,7 +58,7 @@ class Reference(nn.Module):
 def lowered():
     torch.manual_seed(0)
     inputs = (torch.randn(2, 3, 8, 8),)
-    graph = torch.export.export(Reference().eval(), inputs, dynamic_shapes=BATCH).module()
+    graph = torch.export.export(Reference(highest_integer()).eval(), inputs, dynamic_shapes=BATCH).module()
     return graph, inputs, lower(graph, inputs, dynamic_shapes=BATCH)
 
 
@@ -119,20 +121,28 @@ for qmax, integer in ((127, 3), (255, 0)):
         noise, signal = (program(*inputs) - graph(*inputs)).pow(2).sum(), graph(*inputs).pow(2).sum()
     assert 10 * torch.log10(signal / noise.clamp_min(1e-30)) > 35, (signal, noise)
 
-# our own quantizer: with the full range every product says what to do, with 7 bits none is left
+# our own quantizer: with the full range every product says what to do; 7 bits, which it takes by itself, leave none
+import warnings
 import quantplug
 from torch import nn
 layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 4)
 model, inputs = nn.Sequential(*layers).eval(), (torch.randn(2, 3, 8, 8),)
-for reduced in (False, True):
-    config = quantplug.get_x86_quantization_config(reduce_range=reduced)
-    artefact = quantplug.quantize(model, inputs, "x86", [inputs], config, progress=False)
+for reduced in (False, True, None):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        config = quantplug.get_x86_quantization_config(reduce_range=reduced)
+        artefact = quantplug.quantize(model, inputs, "x86", [inputs], config, progress=False)
+    assert [str(w.message) for w in told if "no VNNI" in str(w.message)] == [] or reduced is None, told
+    assert reduced is not None or any("take 7 bits here" in str(w.message) for w in told), told
+    assert ("uint8 of 7 bits" in artefact.report.rows[0].how) == (reduced is not False), artefact.report.rows[0]
     products = [o for o in artefact.program.ops if o.target.split(".")[1] in ("conv2d", "linear", "avg_pool2d")]
     assert len(products) == 4, artefact.program.ops
-    assert {o.placement for o in products} == {"int8" if reduced else "float"}, products
-    assert reduced or all(o.reason.endswith("quantize with reduce_range=True") for o in products), products
+    assert {o.placement for o in products} == {"float" if reduced is False else "int8"}, products
+    assert reduced is not False or all(o.reason.endswith("quantize with reduce_range=True") for o in products), products
     found, true = artefact(*inputs), model(*inputs).detach()
     assert 10 * torch.log10(true.pow(2).sum() / (found - true).pow(2).sum()) > 25
+    artefact.save(sys.argv[2] + ".here")
+    assert torch.equal(X86Program.load(sys.argv[2] + ".here")(*inputs), found)
 try:
     X86Program.load(sys.argv[2])
 except ArtefactError as error:
@@ -144,7 +154,9 @@ else:
 
 @pytest.mark.parametrize("instructions", ["AVX2", "AVX512_CORE"])
 def test_a_processor_without_vnni_gets_right_numbers_and_is_told_what_that_costs(instructions, lowered, tmp_path):
-    path = lowered[2].save(tmp_path / "full_range.pt2")
+    elsewhere = copy.copy(lowered[2])
+    elsewhere.qmax = 255
+    path = elsewhere.save(tmp_path / "full_range.pt2")
     script = [sys.executable, "-c", WITHOUT_VNNI, str(Path(__file__).parent), str(path)]
     subprocess.run(script, check=True, env={"ONEDNN_MAX_CPU_ISA": instructions, "PATH": "/usr/bin:/bin"})
 
@@ -164,7 +176,7 @@ def test_signed_activations_start_at_zero_when_they_become_unsigned(qmin, qmax):
     inputs = (torch.randn(4, 16),)
     graph = torch.export.export(Signed(), inputs).module()
     program = lower(graph, inputs)
-    assert program.qmax == qmax - qmin
+    assert program.qmax == min(qmax - qmin, highest_integer())
     torch.testing.assert_close(program(*inputs), graph(*inputs).detach(), rtol=1e-4, atol=1e-4)
 
 

@@ -30,7 +30,7 @@ from fx_graph_mode import (
     tutorial_backend,
     tutorial_mapping,
 )
-from models import exported, node, operators, settled
+from models import exported, needs_vnni, node, operators, settled
 from torch import nn
 from torch.ao.quantization import (
     MinMaxObserver,
@@ -251,6 +251,7 @@ def test_b16_the_name_is_that_of_the_config_or_ones_own(name):
         from_backend_config(backend_of(pattern(nn.Linear), name=""))
 
 
+@needs_vnni
 def test_b22_lowered_there_is_one_quantize_and_one_dequantize_around_integers():
     backend = from_backend_config(tutorial_backend(), "quantplug.lowering.x86:lower")
     quantizer = from_qconfig_mapping(tutorial_mapping(), backend)

@@ -25,6 +25,7 @@ from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
 from executorch.exir.backend.utils import tag_constant_data
 from executorch.runtime import Runtime
+from models import needs_vnni
 from openvino.frontend.pytorch.torchdynamo.compile import openvino_compile
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
@@ -87,13 +88,15 @@ def test_foreign_quantizers_keep_to_their_regions_beside_ours(core, backbone, he
     assert explain(reference).notes == ()
 
 
-def test_what_foreign_quantizers_annotated_side_by_side_runs_on_either_target():
+@pytest.mark.parametrize(
+    ("backend", "floats"), [("xnnpack", {"linear_1"}), pytest.param("x86", set(), marks=needs_vnni)]
+)
+def test_what_foreign_quantizers_annotated_side_by_side_runs_on_either_target(backend, floats):
     quantizer = ComposableQuantizer().add(torchaos_x86(), HEAD).add(executorchs(), BACKBONE)
     reference = converted(Images().eval(), quantizer, X)
-    for backend, floats in (("xnnpack", {"linear_1"}), ("x86", set())):
-        program = get_quantizer(backend).backend.lower(reference, (X,))
-        assert sqnr(program(X), reference(X)) > 40
-        assert {op.node for op in program.ops if op.placement != "int8"} == floats
+    program = get_quantizer(backend).backend.lower(reference, (X,))
+    assert sqnr(program(X), reference(X)) > 40
+    assert {op.node for op in program.ops if op.placement != "int8"} == floats
 
 
 @pytest.mark.parametrize("core", CORES)
@@ -205,6 +208,7 @@ def test_a_backbone_on_xnnpack_and_a_head_on_openvino_in_one_program(tmp_path, m
     assert sqnr(loaded.load_method("forward").execute([X])[0], reference(X)) > 40
 
 
+@needs_vnni
 def test_a_program_for_x86_runs_what_both_annotated():
     reference = converted(Images().eval(), mixed(), X)
     program = get_quantizer("x86").backend.lower(reference, (X,))
