@@ -8,7 +8,7 @@ decision has been made, so an error leaves the graph as it was.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import fx
@@ -24,7 +24,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.aliases import changed_under_other_names
 from quantplug.core.annotator import Annotations, Annotator, Choice
-from quantplug.core.company import better_float
+from quantplug.core.company import better_float, small_ends
 from quantplug.core.constants import constant_nodes
 from quantplug.core.decision import Decision, record
 from quantplug.core.dtypes import DTypeConfig, integer_range
@@ -44,6 +44,7 @@ from quantplug.core.matching import Findings, Found, NearMiss, PatternIndex
 from quantplug.core.pattern import Match
 from quantplug.core.specs import spec_value
 from quantplug.core.stage import CLAIM_KEY
+from quantplug.core.work import shares
 
 
 def annotate(
@@ -79,6 +80,9 @@ def annotate(
         work.leave_float(found, "only float operators read its result")
     for found in reversed(carried_out):
         work.release_output(found)
+    for found, share in small_ends(carried_out, partial(shares, model.graph), work.stands_alone):
+        where = "at an end of the model, alone between float operators"
+        work.leave_float(found, f"it stands {where}, and does {100 * share:.1g} % of its multiplications")
     carried_out = [found for found in carried_out if found.match.root in work.annotations]
     work.inherit_fixed()
     decisions = list(_decisions(findings, work, owner))
@@ -254,6 +258,16 @@ class _Decisions:
             self.leave_float(found, "only float operators read its result")
         else:
             self.annotations[root].output_qspec = None
+
+    def stands_alone(self, found: Found[Annotator]) -> bool:
+        """Tells whether a piece between float operators quantizes its input, with ranges that calibration fixes."""
+        root, operator = found.match.root, found.match["op"]
+        choice = self._choice(operator)
+        spec = choice.config.input_activation if choice.config else None
+        if root not in self.annotations or choice.is_named or spec is None or spec.is_dynamic:
+            return False
+        beside = (root, *operator.all_input_nodes)
+        return not any(self.is_quantized(node) for node in beside if node not in self.constants)
 
     def leave_float(self, found: Found[Annotator], reason: str) -> None:
         """Takes back the annotations of a piece."""

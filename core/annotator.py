@@ -35,11 +35,14 @@ class Choice:
         config: the config, or None for float.
         scope: which scope chose it, in words ("" if none covers the node).
         precedence: how specific that scope is; 0 if none covers the node.
+        is_named: whether the scope names the node's operator, type or module; it is obeyed then even where the
+            backend would rather leave the node float.
     """
 
     config: QuantizationConfig | None = None
     scope: str = ""
     precedence: int = 0
+    is_named: bool = False
 
 
 # Where the scale of an output comes from.
@@ -65,6 +68,8 @@ class Annotator:
             operator whose output shares its input's scale is then not quantized at all.
         needs_company: whether the operator is left float where only float operators read its result: its
             integer kernel alone gains nothing.
+        least_share: the share of the model's multiplications below which the operator is left float where it is the
+            first or the last of the model and nothing beside it is quantized: its rounding reaches every result.
         dtypes: the dtype configs that the kernel runs, in the order of preference; empty for any.
         rescale: the ratios of scales that the kernel's requantization can express; None for any.
         level: how closely the kernel agrees with the q/dq graph.
@@ -80,6 +85,7 @@ class Annotator:
     output: str = "own"
     writes_float: bool = False
     needs_company: bool = False
+    least_share: float = 0.0
     dtypes: tuple[DTypeConfig, ...] = ()
     rescale: Rescale | None = None
     level: Level = Level.ONE_STEP
@@ -112,6 +118,14 @@ class Annotator:
     def needing_company(self) -> "Annotator":
         """Returns the same annotator for operators that gain nothing by themselves."""
         return replace(self, needs_company=True)
+
+    def sparing_ends(self, least_share: float) -> "Annotator":
+        """Returns the same annotator, which leaves small operators at the ends of a model float.
+
+        Args:
+            least_share: of the model's multiplications, see the attribute.
+        """
+        return replace(self, least_share=least_share)
 
     def accepting(self, *dtypes: DTypeConfig) -> "Annotator":
         """Returns the same annotator for kernels of these dtype configs only, the preferred one first."""

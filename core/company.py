@@ -1,17 +1,22 @@
-"""Operators that are better left float where only float operators read their result.
+"""Operators that are better left float, because of what stands beside them.
 
-Before: the pieces that rules took. After: those of them that gain nothing, such as the sum of attention scores and a
-bias, or the sums of a transformer that only layer norms read. In integers they would take about as many conversions,
-and each rounds once more. What layer norms read is the worst to round, as rows of small numbers are lost beside large
-ones: a vision transformer of random weights keeps 10 dB with sums of integers and 25 dB without.
+Before: the pieces that rules took. After: those of them that gain nothing. One kind has float readers only, such as
+the sum of attention scores and a bias, or the sums of a transformer that only layer norms read. In integers they would
+take about as many conversions, and each rounds once more. What layer norms read is the worst to round, as rows of small
+numbers are lost beside large ones: a vision transformer of random weights keeps 10 dB with sums of integers and 25 dB
+without. The other kind is the first or last layer of a model, alone between float operators and a small part of its
+work: what it rounds reaches every result (ends of networks were left float already by DoReFa-Net, Zhou et al. 2016).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import fx
 
 from quantplug.core.annotator import Annotator
+from quantplug.core.graph import is_constant, tensor_value
 from quantplug.core.matching import Found
+
+FEW_WEIGHTS = 2**20  # of a layer at an end of a model, so that float ones still fit: four megabytes
 
 
 def better_float(
@@ -42,3 +47,32 @@ def better_float(
         if any(is_quantized(producer) and producer not in floats for producer in producers):
             floats.difference_update(found.match.nodes)
     return [found for found in light if found.match.root in floats]
+
+
+def small_ends(
+    pieces: Sequence[Found[Annotator]],
+    shares: Callable[[], Mapping[fx.Node, float]],
+    is_alone: Callable[[Found[Annotator]], bool],
+) -> list[tuple[Found[Annotator], float]]:
+    """Returns the pieces that stay float at the ends of a model, each with its share of the work.
+
+    Args:
+        pieces: what rules took.
+        shares: which share of the model's multiplications a product does; asked only if a piece stands alone.
+        is_alone: whether a piece reads and writes float.
+    """
+    ends = [found for found in pieces if found.owner.least_share and _is_end(found)]
+    alone = [found for found in ends if is_alone(found)]
+    parts = [(found, shares()[found.match["op"]]) for found in alone]
+    return [(found, share) for found, share in parts if share < found.owner.least_share]
+
+
+def _is_end(found: Found[Annotator]) -> bool:
+    sources, readers = found.match["op"].all_input_nodes, found.match.root.users
+    is_end = any(source.op == "placeholder" for source in sources) or any(user.op == "output" for user in readers)
+    return is_end and all(_numel(source) <= FEW_WEIGHTS for source in sources if is_constant(source))
+
+
+def _numel(node: fx.Node) -> int:
+    found = tensor_value(node)
+    return 0 if found is None else found.numel()

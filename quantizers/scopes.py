@@ -121,7 +121,7 @@ class Scopes:
             depth = scope.depth(node)
             precedence = (_KINDS.index(scope.kind) + 1) * _KIND_STEP + depth
             if depth and precedence >= best.precedence:
-                best = Choice(scope.config, scope.text, precedence)
+                best = Choice(scope.config, scope.text, precedence, is_named=scope.kind != "global")
         return best
 
     def unmatched(self, model: fx.GraphModule) -> list[str]:
