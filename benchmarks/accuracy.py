@@ -31,7 +31,7 @@ import quantplug
 from quantplug.annotators.presets import get_symmetric_quantization_config
 from quantplug.core.bias_correction import correct_biases
 from quantplug.core.observers import observer
-from quantplug.quantizers.x86 import get_x86_quantization_config
+from quantplug.quantizers.x86_config import get_x86_quantization_config
 
 BATCH = 100
 EPS = 2.0**-12

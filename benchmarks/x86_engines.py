@@ -1,7 +1,8 @@
 """The engines of the x86 benchmark: each quantizes a model once, builds artefacts for a batch, loads them to be timed.
 
 Everything is kept in folders and found there again. Engines whose package is missing are left out. Nothing here is
-special to a model.
+special to a model. On a processor without VNNI each engine takes what it offers against products that overflow:
+activations or weights of 7 bits.
 """
 
 import importlib.util
@@ -22,6 +23,7 @@ from x86_models import Bert, Case
 import quantplug
 from quantplug.lowering.openvino import OpenVINOProgram
 from quantplug.lowering.x86 import X86Program, lower
+from quantplug.lowering.x86.processor import kernels_saturate
 
 Run = Callable[..., Any]
 Inputs = tuple[Tensor, ...]
@@ -141,7 +143,8 @@ def _quantize_torchao(case: Case, folder: Path) -> float:
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
 
     started = time.perf_counter()
-    quantizer = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
+    config = x86.get_default_x86_inductor_quantization_config(reduce_range=kernels_saturate())
+    quantizer = x86.X86InductorQuantizer().set_global(config)
     prepared = prepare_pt2e(_any_batch(case, strict=True), quantizer)
     with torch.no_grad():
         for batch in case.calibration:
@@ -225,7 +228,10 @@ def _quantize_openvino(case: Case, folder: Path) -> float:
     batches = nncf.Dataset(case.calibration, lambda batch: [each.numpy() for each in batch])
     kind = nncf.ModelType.TRANSFORMER if case.is_transformer else None
     started = time.perf_counter()
-    quantized = nncf.quantize(model, batches, model_type=kind, subset_size=len(case.calibration))
+    overflow = nncf.OverflowFix.ENABLE if kernels_saturate() else nncf.OverflowFix.DISABLE
+    advanced = nncf.AdvancedQuantizationParameters(overflow_fix=overflow)
+    settings = {"model_type": kind, "subset_size": len(case.calibration), "advanced_parameters": advanced}
+    quantized = nncf.quantize(model, batches, **settings)
     seconds = time.perf_counter() - started
     openvino.save_model(quantized, folder / "model.xml", compress_to_fp16=False)
     return seconds
@@ -274,13 +280,18 @@ def _quantize_onnx(case: Case, folder: Path) -> float:
     started = time.perf_counter()
     quant_pre_process(str(original), str(prepared), skip_symbolic_shape=True)
     kinds = {"activation_type": ort.QuantType.QUInt8, "weight_type": ort.QuantType.QInt8, "per_channel": True}
+    kinds["reduce_range"] = kernels_saturate()
     ort.quantize_static(
         str(prepared), str(folder / "static.onnx"), _Reader(case), quant_format=ort.QuantFormat.QDQ, **kinds
     )
     seconds = time.perf_counter() - started
     if case.is_transformer:
         ort.quantize_dynamic(
-            str(prepared), str(folder / "dynamic.onnx"), weight_type=ort.QuantType.QInt8, per_channel=True
+            str(prepared),
+            str(folder / "dynamic.onnx"),
+            weight_type=ort.QuantType.QInt8,
+            per_channel=True,
+            reduce_range=kernels_saturate(),
         )
     for path in (original, prepared):
         path.unlink()

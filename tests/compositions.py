@@ -47,7 +47,7 @@ BACKBONE, HEAD, ENCODER = Region(module="backbone"), Region(module="head"), Regi
 
 
 # of 8 bits on any processor, as XNNPACK's
-X86_CONFIG = quantplug.get_x86_quantization_config(reduce_range=False)
+X86_CONFIG = quantplug.get_x86_quantization_config(weight_bits=8)
 
 
 def mixed(**options):

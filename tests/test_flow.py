@@ -26,7 +26,7 @@ from quantplug.core.errors import (
     ModelError,
     QuantplugError,
 )
-from quantplug.quantizers.x86 import get_x86_quantization_config
+from quantplug.quantizers.x86_config import get_x86_quantization_config
 
 BACKENDS = ("xnnpack", "x86")
 SIZE = (2, 3, 64, 64)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from quantplug.core.boundaries import is_dequantize
 from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.graph import constant_value, describe, is_constant, operands, require_graph_module
 from quantplug.core.pattern import Match, op, value
@@ -23,7 +24,7 @@ from quantplug.lowering.placement import record
 from quantplug.lowering.program import require_float_dtype
 from quantplug.lowering.qparams import FULL_RANGE, QD, dequantize, qparams, quantize
 from quantplug.lowering.rewriting import Rule, apply, call, constant, drop_unread_attributes, replace
-from quantplug.lowering.x86.processor import saturation
+from quantplug.lowering.x86.processor import as_unsigned, largest_pair, pair_objection
 
 _ATEN = torch.ops.aten
 _HINTS = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -60,7 +61,7 @@ def lower(
     _require_static(source.graph)
     module = fx.GraphModule(source, copy.deepcopy(source.graph))
     recorded = record(module.graph)
-    qmax = _require_range(module.graph)
+    pair = _require_pairs(module.graph)
     apply(module.graph, CONSTANTS)
     apply(module.graph, NARROW)
     module.graph.eliminate_dead_code()
@@ -70,7 +71,7 @@ def lower(
         exported = torch.export.export(module, example_inputs, dynamic_shapes=dynamic_shapes)
         decoder = _decoder(exported, is_dynamic=dynamic_shapes is not None)
         model = openvino.convert_model(decoder)
-        program = OpenVINOProgram(model, exported.call_spec.out_spec, options, qmax)
+        program = OpenVINOProgram(model, exported.call_spec.out_spec, options, pair)
         program(*example_inputs)
     except Exception as error:
         raise LoweringError(
@@ -90,18 +91,21 @@ def _require_static(graph: fx.Graph) -> None:
         )
 
 
-def _require_range(graph: fx.Graph) -> int:
-    """Returns the highest integer of activations, as uint8; OpenVINO's kernels saturate where those of torch do."""
-    highest = 0
+def _require_pairs(graph: fx.Graph) -> int:
+    """Returns how large the sum of two products can get; OpenVINO's kernels overflow where those of torch do."""
+    activations, weights = [0], [0]
     for node in graph.nodes:
-        if node.target is not QD.quantize_per_tensor.default or is_constant(node.args[0]):
-            continue
-        params = qparams(node)
-        reason = saturation(params) if params.dtype in FULL_RANGE else None
-        if reason is not None:
-            raise LoweringError(f"Node {describe(node)} would give wrong numbers in OpenVINO: {reason}.")
-        highest = max(highest, params.qmax - FULL_RANGE[params.dtype][0] if params.dtype in FULL_RANGE else 0)
-    return highest
+        given = operands(node)
+        integers = constant_value(given["input"]) if is_dequantize(node) else None
+        if integers is not None and integers.dtype == torch.int8:
+            weights.append(largest_pair(1, integers))
+        elif node.target is QD.quantize_per_tensor.default and not is_constant(given["input"]):
+            activations.append(as_unsigned(qparams(node)))
+    pair = max(activations) * max(weights)
+    reason = pair_objection(pair)
+    if reason is not None:
+        raise LoweringError(f"The graph would give wrong numbers in OpenVINO: {reason}.")
+    return pair
 
 
 def _decoder(exported: torch.export.ExportedProgram, *, is_dynamic: bool) -> Any:

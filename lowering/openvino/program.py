@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import ArtefactError, LoweringError
 from quantplug.lowering.program import LoweredOp, Program, require_folder
-from quantplug.lowering.x86.processor import range_objection
+from quantplug.lowering.x86.processor import pair_objection
 
 _GRAPH, _WEIGHTS, _STRUCTURE, _SETTINGS = "model.xml", "model.bin", "structure.json", "settings.json"
 _INTEGER = {"u8", "i8"}
@@ -45,15 +45,15 @@ class OpenVINOProgram(Program):
     Attributes:
         model: the `openvino.Model`; its rounding of activations is `FakeQuantize`.
         options: properties of the CPU plugin that were asked for.
-        qmax: highest integer that its kernels multiply; beyond 127 they need a processor with VNNI.
+        pair: how large the sum of two products can get; beyond 16 bits the kernels need a processor with VNNI.
         compiled: the `openvino.CompiledModel`; its runtime model shows every kernel.
         ops: every compute operator of the q/dq graph with its placement.
     """
 
     def __init__(
-        self, model: Any, structure: pytree.TreeSpec, options: Mapping[str, Any] | None = None, qmax: int = 255
+        self, model: Any, structure: pytree.TreeSpec, options: Mapping[str, Any] | None = None, pair: int = 0
     ) -> None:
-        self.model, self.qmax = model, qmax
+        self.model, self.pair = model, pair
         self.options = dict(options or {})
         defaults = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
         self.compiled = runtime().compile_model(model, "CPU", {**defaults, **self.options})
@@ -113,10 +113,10 @@ class OpenVINOProgram(Program):
                 f"'{path}' is no program of the openvino lowering ({type(error).__name__}: {error}); "
                 "pass a file that `OpenVINOProgram.save` wrote."
             ) from error
-        reason = range_objection(settings["qmax"])
+        reason = pair_objection(settings["pair"])
         if reason is not None:
             raise ArtefactError(f"'{path}' would give wrong numbers here: {reason}.")
-        return cls(model, structure, {**settings["options"], **(options or {})}, settings["qmax"])
+        return cls(model, structure, {**settings["options"], **(options or {})}, settings["pair"])
 
     @property
     def nbytes(self) -> int:
@@ -131,7 +131,7 @@ class OpenVINOProgram(Program):
             for file in files:
                 archive.write(file, file.name)
             archive.writestr(_STRUCTURE, pytree.treespec_dumps(self._structure))
-            archive.writestr(_SETTINGS, json.dumps({"options": self.options, "qmax": self.qmax}))
+            archive.writestr(_SETTINGS, json.dumps({"options": self.options, "pair": self.pair}))
         return buffer.getvalue()
 
 

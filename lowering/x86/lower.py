@@ -13,7 +13,6 @@ from quantplug.core.errors import LoweringError
 from quantplug.core.graph import require_graph_module
 from quantplug.lowering.placement import place, record
 from quantplug.lowering.program import require_float_dtype
-from quantplug.lowering.qparams import QD, qparams
 from quantplug.lowering.rewriting import apply, drop_unread_attributes
 from quantplug.lowering.x86.autotune import always_integer, measured, measured_half
 from quantplug.lowering.x86.cleaning import clean
@@ -22,8 +21,7 @@ from quantplug.lowering.x86.epilogues import fuse
 from quantplug.lowering.x86.half import compute_in_half, is_half_for_free
 from quantplug.lowering.x86.movement import move
 from quantplug.lowering.x86.pooling import AVERAGES
-from quantplug.lowering.x86.processor import highest_integer
-from quantplug.lowering.x86.products import products
+from quantplug.lowering.x86.products import PAIR, products
 from quantplug.lowering.x86.program import X86Program
 from quantplug.lowering.x86.weight_only import STREAMED, WEIGHT_ONLY
 
@@ -60,25 +58,20 @@ def lower(
     require_float_dtype(float_dtype)
     recorded = record(module.graph)
     clean(module, example_inputs)
-    qmax = min(_highest_integer(module.graph), highest_integer())  # products beyond stay float
     move(module.graph)
     choose = measured(module, example_inputs) if autotune else always_integer
     apply(module.graph, STREAMED)  # before the products and apart from them, whose reasons are what the report says
     apply(module.graph, (*products(choose), *WEIGHT_ONLY, *AVERAGES, *EMBEDDINGS))
+    pair = max((node.meta.get(PAIR, 0) for node in module.graph.nodes), default=0)
     fuse(module.graph)
     if float_dtype == torch.bfloat16:
         compute_in_half(module.graph, lambda product: None)
     elif autotune:
         compute_in_half(module.graph, measured_half(is_half_for_free))
     _finish(module)
-    program = X86Program(module, example_inputs, dynamic_shapes, qmax=qmax)
+    program = X86Program(module, example_inputs, dynamic_shapes, pair=pair)
     program.ops = place(recorded, program.module.graph, "onednn")
     return program
-
-
-def _highest_integer(graph: fx.Graph) -> int:
-    found = [node for node in graph.nodes if node.target is QD.quantize_per_tensor.default]
-    return max((qparams(node).qmax for node in found), default=0)
 
 
 def _copied(converted: fx.GraphModule) -> fx.GraphModule:

@@ -74,10 +74,10 @@ def _average(match: Match, kernel: list[int], stride: list[int], padding: list[i
     channels: Any = sizes[1] if len(sizes) == 4 else None
     if not isinstance(channels, int):
         return "its input has no dimension of channels of a known size"
-    reason = activation_objection(qparams(match["dequantize"]), conv=True)
+    scale = torch.full((channels,), 1.0 / (divisor or math.prod(kernel)))
+    ones = IntegerWeight(torch.ones(channels, 1, *kernel, dtype=torch.int8), scale)
+    reason = activation_objection(qparams(match["dequantize"]), ones, conv=True)
     if reason is None:
-        scale = torch.full((channels,), 1.0 / (divisor or math.prod(kernel)))
-        ones = IntegerWeight(torch.ones(channels, 1, *kernel, dtype=torch.int8), scale)
         convolve(match, ones, (stride, padding, [1, 1], channels))
     return reason
 

@@ -1,21 +1,22 @@
 """What this processor has, and what its integer kernels get wrong, found by trying.
 
-Without VNNI, oneDNN multiplies uint8 by int8 with `vpmaddubsw`, which adds two products in 16 bits and
-saturates: 2 x 255 x 127 becomes 32767. Up to 127 the sum always fits.
+Without VNNI, oneDNN multiplies uint8 by int8 with `vpmaddubsw`, which adds two neighbouring products in 16 bits and
+saturates: 2 x 255 x 127 becomes 32767. Activations of 7 bits (2 x 127 x 128) and weights of 7 bits (2 x 255 x 64) fit.
 """
 
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from quantplug.lowering.qparams import QParams
 
-WITHOUT_SATURATION = 127
+_LIMIT = 2**15 - 1
 
 
 @lru_cache(maxsize=1)
 def kernels_saturate() -> bool:
-    """Tells whether products of uint8 beyond 127 overflow in this process (ONEDNN_MAX_CPU_ISA counts too)."""
+    """Tells whether sums of two products overflow in this process (ONEDNN_MAX_CPU_ISA counts too)."""
     if torch.cpu.get_capabilities().get("architecture") != "x86_64":
         return False
     inner = 64
@@ -27,31 +28,33 @@ def kernels_saturate() -> bool:
 
 
 def highest_integer() -> int:
-    """Returns up to which uint8 the products of this processor are right."""
-    return WITHOUT_SATURATION if kernels_saturate() else 255
+    """Returns up to which uint8 the products with any int8 are right on this processor."""
+    return 127 if kernels_saturate() else 255
 
 
-def range_objection(qmax: int, remedy: str = "reduce_range=True") -> str | None:
-    """Returns why integers up to `qmax` must not be multiplied on this processor, or None.
+def largest_pair(highest: int, weight: Tensor) -> int:
+    """Returns how large the sum of two neighbouring products can get.
 
     Args:
-        qmax: the highest integer, as uint8.
-        remedy: options of the config that give smaller ones.
+        highest: of the activation's integers as uint8, which is what kernels take.
+        weight: integers.
     """
-    if qmax <= highest_integer():
+    return 2 * highest * int(weight.to(torch.int32).abs().max()) if weight.numel() else 0
+
+
+def as_unsigned(params: QParams) -> int:
+    """Returns the highest integer as uint8; the kernels take int8 as uint8 around 128."""
+    return params.qmax + (128 if params.dtype == torch.int8 else 0)
+
+
+def pair_objection(pair: int) -> str | None:
+    """Returns why sums of two products of this size must not be computed on this processor, or None."""
+    if pair <= _LIMIT or not kernels_saturate():
         return None
     return (
-        f"this processor has no VNNI, and its kernels saturate beyond {highest_integer()}, "
-        f"where its activation reaches {qmax}; quantize with {remedy}"
+        f"this processor has no VNNI, and its kernels add two products, here up to {pair}, in 16 bits; "
+        "quantize with weight_bits=7"
     )
-
-
-def saturation(params: QParams) -> str | None:
-    """Returns why activations with these parameters must not be multiplied on this processor, or None."""
-    if params.dtype == torch.uint8:
-        return range_objection(params.qmax)
-    # The kernels take int8 as uint8 around 128.
-    return range_objection(params.qmax + 128, "reduce_range=True, symmetric=False")
 
 
 def has_amx() -> bool:

@@ -18,7 +18,7 @@ from quantplug.core.pattern import Match, Op, op, optional, value
 from quantplug.lowering.qparams import IntegerWeight, QParams, dequantize, integer_weight, qparams
 from quantplug.lowering.rewriting import Rule, absorb, call, constant, replace
 from quantplug.lowering.x86.autotune import Choice, always_integer
-from quantplug.lowering.x86.processor import saturation
+from quantplug.lowering.x86.processor import as_unsigned, largest_pair, pair_objection
 
 onednn, aten = torch.ops.onednn, torch.ops.aten
 Geometry = tuple[list[int], list[int], list[int], int]
@@ -26,6 +26,7 @@ NO_OUTPUT_QPARAMS = (1.0, 0, torch.float32)
 # torch.export cannot serialize an empty list of numbers; the kernels read none of it here
 NO_SCALARS = [0.0]
 NO_UNARY = ("none", NO_SCALARS, "")
+PAIR = "quantplug_pair"  # in the metadata of a kernel: how large the sum of two of its products can get
 
 ACTIVATION = dequantize(input=value("integers"), name="dequantize")
 
@@ -58,7 +59,8 @@ def _lower_convolution(choose: Choice) -> Callable[[Match], str | None]:
         node, params = match.root, qparams(match["dequantize"])
         weight = integer_weight(match["weight"])
         geometry = _geometry(node, weight)
-        checks = (weight, geometry, activation_objection(params, conv=True), _padding_objection(weight, geometry))
+        objections = (activation_objection(params, weight, conv=True), _padding_objection(weight, geometry))
+        checks = (weight, geometry, *objections)
         reason = next((found for found in checks if isinstance(found, str)), None)
         if reason:
             return reason
@@ -92,6 +94,7 @@ def convolve(match: Match, weight: IntegerWeight, geometry: Geometry) -> None:
     kernel_of = onednn.qconv_pointwise.default if params.is_static else onednn.qconv_pointwise.tensor
     args = (match["integers"], scale, zero_point, packed, scales, zeros, match.get("bias"), *geometry)
     kernel = call(node, kernel_of, (*args, *NO_OUTPUT_QPARAMS, *NO_UNARY), node)
+    kernel.meta[PAIR] = _pair(params, weight)
     absorb(kernel, node)
     replace(node, kernel)
 
@@ -112,11 +115,15 @@ def _measured_convolution(choose: Choice, match: Match, weight: IntegerWeight, g
     return choose(match.root, match["integers"], integer, lambda x, w: run(x, w, None, *geometry), floats)
 
 
-def activation_objection(params: QParams, *, conv: bool) -> str | None:
-    """Returns why a convolution (or a linear) cannot take an activation with these parameters, or None."""
+def activation_objection(params: QParams, weight: IntegerWeight | str, *, conv: bool) -> str | None:
+    """Returns why a convolution (or a linear) cannot multiply an activation with a weight, or None."""
     if params.dtype not in (torch.uint8, torch.int8) or (conv and params.dtype != torch.uint8):
         return f"its activation is {params.dtype}, the kernel wants torch.uint8"
-    return saturation(params)
+    return None if isinstance(weight, str) else pair_objection(_pair(params, weight))
+
+
+def _pair(params: QParams, weight: IntegerWeight) -> int:
+    return largest_pair(as_unsigned(params), weight.values)
 
 
 def _padding_objection(weight: IntegerWeight | str, geometry: Geometry | str) -> str | None:
@@ -162,7 +169,7 @@ def _lower_linear(channel_axis: int, choose: Choice) -> Callable[[Match], str | 
     def lower(match: Match) -> str | None:
         node, params = match.root, qparams(match["dequantize"])
         weight = integer_weight(match["weight"], channel_axis)
-        reason = weight if isinstance(weight, str) else activation_objection(params, conv=False)
+        reason = weight if isinstance(weight, str) else activation_objection(params, weight, conv=False)
         reason = reason or _linear_objection(match, weight)
         if reason:
             return reason
@@ -176,6 +183,7 @@ def _lower_linear(channel_axis: int, choose: Choice) -> Callable[[Match], str | 
         kernel_of = onednn.qlinear_pointwise.default if params.is_static else onednn.qlinear_pointwise.tensor
         args = (match["integers"], params.scale, params.zero_point, packed, scales, zeros, match.get("bias"))
         kernel = call(node, kernel_of, (*args, *NO_OUTPUT_QPARAMS, *NO_UNARY), node)
+        kernel.meta[PAIR] = _pair(params, weight)
         absorb(kernel, node)
         replace(node, kernel)
         return None

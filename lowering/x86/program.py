@@ -22,7 +22,7 @@ from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.program import LoweredOp, Program, require_folder
 from quantplug.lowering.x86.compiled import compiled, package
 from quantplug.lowering.x86.packing import pack, register_fakes
-from quantplug.lowering.x86.processor import range_objection
+from quantplug.lowering.x86.processor import pair_objection
 from quantplug.lowering.x86.straight import straight
 
 OPS_FILE = "quantplug_x86.json"
@@ -34,7 +34,7 @@ class X86Program(Program):
     Attributes:
         portable: the lowered graph with unpacked int8 weights; what is saved and compiled.
         module: the same with weights packed for this machine; what runs.
-        qmax: highest integer that its kernels may multiply; beyond 127 they need a processor with VNNI.
+        pair: how large the sum of two products can get; beyond 16 bits the kernels need a processor with VNNI.
         ops: every compute operator of the q/dq graph with its placement.
     """
 
@@ -44,13 +44,13 @@ class X86Program(Program):
         example_inputs: tuple[Any, ...],
         dynamic_shapes: Any,
         ops: tuple[LoweredOp, ...] = (),
-        qmax: int = 255,
+        pair: int = 0,
     ) -> None:
         self.portable = portable
         self.example_inputs = example_inputs
         self.dynamic_shapes = dynamic_shapes
         self.ops = ops
-        self.qmax = qmax
+        self.pair = pair
         self.module = pack(portable)
         self._run = straight(self.module)
 
@@ -102,7 +102,7 @@ class X86Program(Program):
             ArtefactError: the folder does not exist.
         """
         path = require_folder(path)
-        described = json.dumps({"ops": [dataclasses.asdict(operator) for operator in self.ops], "qmax": self.qmax})
+        described = json.dumps({"ops": [dataclasses.asdict(operator) for operator in self.ops], "pair": self.pair})
         torch.export.save(self.exported(), path, extra_files={OPS_FILE: described})
         return path
 
@@ -127,14 +127,14 @@ class X86Program(Program):
                 f"'{path}' is no program of the x86 lowering ({type(error).__name__}: {error}); "
                 "pass a file that `X86Program.save` wrote."
             ) from error
-        reason = range_objection(described["qmax"]) if any(o.placement == "int8" for o in ops) else None
+        reason = pair_objection(described["pair"])
         if reason:
             raise ArtefactError(
                 f"'{path}' would give wrong numbers here: {reason}, or lower the model on this machine."
             )
         module = exported.module()
         args = exported.example_inputs[0] if exported.example_inputs else ()
-        return cls(_without_guards(module), args, None, ops, described["qmax"])
+        return cls(_without_guards(module), args, None, ops, described["pair"])
 
     @property
     def nbytes(self) -> int:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from quantplug.quantizers.registry import get_quantizer as get_quantizer
     from quantplug.quantizers.tensorrt import TensorRTQuantizer as TensorRTQuantizer
     from quantplug.quantizers.x86 import X86Quantizer as X86Quantizer
-    from quantplug.quantizers.x86 import get_x86_quantization_config as get_x86_quantization_config
+    from quantplug.quantizers.x86_config import get_x86_quantization_config as get_x86_quantization_config
     from quantplug.quantizers.xnnpack import XNNPACKQuantizer as XNNPACKQuantizer
 
 __version__ = version("quantplug")
@@ -87,7 +87,7 @@ _HOME = {
     "get_quantizer": "quantplug.quantizers.registry",
     "get_symmetric_quantization_config": "quantplug.annotators.presets",
     "get_weight_qspec": "quantplug.annotators.qspecs",
-    "get_x86_quantization_config": "quantplug.quantizers.x86",
+    "get_x86_quantization_config": "quantplug.quantizers.x86_config",
     "is_reference_quantized": "quantplug.core.reference",
     "prepare_pt2e": "quantplug.core.prepare",
     "prepare_qat_pt2e": "quantplug.core.prepare",

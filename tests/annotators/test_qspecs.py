@@ -19,7 +19,7 @@ from quantplug import XNNPACKQuantizer, convert_pt2e, get_symmetric_quantization
 from quantplug.annotators.presets import activation_spec, int32_bias_spec, weight_spec
 from quantplug.annotators.qspecs import fixed_qspec, on_axis
 from quantplug.core.errors import ConfigError
-from quantplug.quantizers.x86 import get_x86_quantization_config
+from quantplug.quantizers.x86_config import get_x86_quantization_config
 
 QDQ = torch.ops.quantized_decomposed
 LINEAR_INPUT = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))

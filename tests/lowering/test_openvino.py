@@ -15,7 +15,6 @@ import quantplug
 from quantplug.core.compare import sqnr
 from quantplug.core.errors import ArtefactError, LoweringError
 from quantplug.lowering.openvino import OpenVINOProgram
-from quantplug.lowering.x86.processor import highest_integer
 from quantplug.quantizers.openvino import OPENVINO
 
 BATCH = ({0: torch.export.Dim("batch", min=1, max=16)},)
@@ -122,8 +121,8 @@ sys.path[:0] = sys.argv[1:3]
 import pytest, torch
 from test_openvino import *
 inputs = (torch.randn(2, 3, 32, 32),)
-full = quantized(Residual(), inputs, quantplug.get_x86_quantization_config(reduce_range=False))
-with pytest.raises(LoweringError, match="would give wrong numbers in OpenVINO: .* quantize with reduce_range=True"):
+full = quantized(Residual(), inputs, quantplug.get_x86_quantization_config(weight_bits=8))
+with pytest.raises(LoweringError, match="would give wrong numbers in OpenVINO: .* quantize with weight_bits=7"):
     OPENVINO.lower(full, inputs)
 with pytest.raises(ArtefactError, match="would give wrong numbers here"):
     OpenVINOProgram.load(sys.argv[3])
@@ -137,24 +136,23 @@ with torch.no_grad():
 
 def test_without_vnni_openvino_gets_seven_bits_and_nothing_that_its_kernels_saturate_at(residual, tmp_path):
     elsewhere = copy.copy(residual[1])
-    elsewhere.qmax = 255
+    elsewhere.pair = 2 * 255 * 127
     path = elsewhere.save(tmp_path / "model.zip")
     here = Path(__file__).parent
     command = [sys.executable, "-c", WITHOUT_VNNI, str(here), str(here.parent), str(path)]
     subprocess.run(command, check=True, env={"ONEDNN_MAX_CPU_ISA": "AVX2", "PATH": "/usr/bin:/bin"})
 
 
-def test_seven_bits_run_on_openvinos_integer_kernels():
+@pytest.mark.parametrize("options", [{"reduce_range": True}, {"weight_bits": 7}])
+def test_seven_bits_run_on_openvinos_integer_kernels(options):
     pytest.importorskip("openvino")
     torch.manual_seed(0)
     inputs = (torch.randn(2, 3, 32, 32),)
-    for symmetric in (False, True) if highest_integer() == 255 else (False,):
-        config = quantplug.get_x86_quantization_config(reduce_range=True, symmetric=symmetric)
-        reference = quantized(Residual(), inputs, config)
-        program = OPENVINO.lower(reference, inputs)
-        assert integer_products(program) == 3
-        with torch.no_grad():
-            assert sqnr(reference(*inputs)["logits"], program(*inputs)["logits"]) > 60
+    reference = quantized(Residual(), inputs, quantplug.get_x86_quantization_config(**options))
+    program = OPENVINO.lower(reference, inputs)
+    assert integer_products(program) == 3
+    with torch.no_grad():
+        assert sqnr(reference(*inputs)["logits"], program(*inputs)["logits"]) > 60
 
 
 def test_a_dynamically_quantized_graph_is_refused_in_one_sentence():
@@ -173,7 +171,6 @@ def test_without_openvino_the_backend_names_the_extra():
     script = """
 import sys, torch
 sys.modules["openvino"] = None
-from quantplug.lowering.x86.processor import highest_integer
 from quantplug.quantizers.openvino import OPENVINO
 inputs = (torch.randn(1, 4),)
 try:

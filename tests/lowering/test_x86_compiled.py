@@ -121,24 +121,25 @@ for qmax, integer in ((127, 3), (255, 0)):
         noise, signal = (program(*inputs) - graph(*inputs)).pow(2).sum(), graph(*inputs).pow(2).sum()
     assert 10 * torch.log10(signal / noise.clamp_min(1e-30)) > 35, (signal, noise)
 
-# our own quantizer: with the full range every product says what to do; 7 bits, which it takes by itself, leave none
+# our own quantizer: with 8 bits every product says what to do; with 7 of weights, which it takes by itself, all run
 import warnings
 import quantplug
 from torch import nn
 layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 4)
 model, inputs = nn.Sequential(*layers).eval(), (torch.randn(2, 3, 8, 8),)
-for reduced in (False, True, None):
+for bits, reduced in ((8, False), (7, False), (8, True), (None, True), (None, False)):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        config = quantplug.get_x86_quantization_config(reduce_range=reduced)
+        config = quantplug.get_x86_quantization_config(reduce_range=reduced, weight_bits=bits)
         artefact = quantplug.quantize(model, inputs, "x86", [inputs], config, progress=False)
-    assert [str(w.message) for w in told if "no VNNI" in str(w.message)] == [] or reduced is None, told
-    assert reduced is not None or any("take 7 bits here" in str(w.message) for w in told), told
-    assert ("uint8 of 7 bits" in artefact.report.rows[0].how) == (reduced is not False), artefact.report.rows[0]
+    asked = bits is None and not reduced
+    assert any("take 7 bits here" in str(w.message) for w in told) == asked, told
+    how = artefact.report.rows[0].how
+    assert ("int8 of 7 bits per channel" in how, "uint8 of 7 bits" in how) == (asked or bits == 7, reduced), how
     products = [o for o in artefact.program.ops if o.target.split(".")[1] in ("conv2d", "linear", "avg_pool2d")]
-    assert len(products) == 4, artefact.program.ops
-    assert {o.placement for o in products} == {"float" if reduced is False else "int8"}, products
-    assert reduced is not False or all(o.reason.endswith("quantize with reduce_range=True") for o in products), products
+    placed = ["float", "int8", "float", "float"] if bits == 8 and not reduced else ["int8"] * 4
+    assert [o.placement for o in products] == placed, products
+    assert all(o.reason.endswith("quantize with weight_bits=7") for o in products if o.placement == "float"), products
     found, true = artefact(*inputs), model(*inputs).detach()
     assert 10 * torch.log10(true.pow(2).sum() / (found - true).pow(2).sum()) > 25
     artefact.save(sys.argv[2] + ".here")
@@ -155,7 +156,7 @@ else:
 @pytest.mark.parametrize("instructions", ["AVX2", "AVX512_CORE"])
 def test_a_processor_without_vnni_gets_right_numbers_and_is_told_what_that_costs(instructions, lowered, tmp_path):
     elsewhere = copy.copy(lowered[2])
-    elsewhere.qmax = 255
+    elsewhere.pair = 2 * 255 * 127
     path = elsewhere.save(tmp_path / "full_range.pt2")
     script = [sys.executable, "-c", WITHOUT_VNNI, str(Path(__file__).parent), str(path)]
     subprocess.run(script, check=True, env={"ONEDNN_MAX_CPU_ISA": instructions, "PATH": "/usr/bin:/bin"})
@@ -176,7 +177,8 @@ def test_signed_activations_start_at_zero_when_they_become_unsigned(qmin, qmax):
     inputs = (torch.randn(4, 16),)
     graph = torch.export.export(Signed(), inputs).module()
     program = lower(graph, inputs)
-    assert program.qmax == min(qmax - qmin, highest_integer())
+    pair = 2 * (qmax - qmin) * int(graph.layer.values.abs().max())
+    assert program.pair == (pair if qmax - qmin <= highest_integer() else 0)
     torch.testing.assert_close(program(*inputs), graph(*inputs).detach(), rtol=1e-4, atol=1e-4)
 
 

@@ -364,7 +364,9 @@ def test_a_dynamic_convolution_with_little_to_do_is_not_claimed():
     assert reason == "nearest rule 'conv': 9 products with each number, too few to quantize it at run time"
 
 
-@pytest.mark.parametrize("options", [{"reduce_range": True}, {"symmetric": True}, {"symmetric": True, "is_qat": True}])
+@pytest.mark.parametrize(
+    "options", [{"reduce_range": True}, {"weight_bits": 7}, {"symmetric": True}, {"symmetric": True, "is_qat": True}]
+)
 def test_every_range_of_activations_runs_on_the_same_kernels(options):
     config = quantplug.get_quantizer("x86").backend.config("int8", **options)
     model = Between(lambda y: F.max_pool2d(y, 2))
@@ -378,5 +380,5 @@ def test_every_range_of_activations_runs_on_the_same_kernels(options):
     reference = quantplug.convert_pt2e(prepared)
     program = quantizer.backend.lower(reference, (x,))
     assert {op.placement for op in program.ops} == {"int8"}
-    assert program.qmax == (127 if "reduce_range" in options else highest_integer())
+    assert 0 < program.pair <= (2 * 255 * 128 if "symmetric" in options and highest_integer() == 255 else 32767)
     assert Level.APPROXIMATE.objection(program(x), reference(x), decibels=45) is None
