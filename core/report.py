@@ -6,6 +6,7 @@ text table, JSON or one HTML page.
 """
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from io import StringIO
@@ -300,7 +301,7 @@ def _bits(dtype: torch.dtype, lowest: Any, highest: Any) -> str:
     """Returns how many bits a range takes, where that is fewer than its dtype has."""
     if not isinstance(lowest, int) or not isinstance(highest, int):
         return ""
-    bits = (highest - lowest).bit_length()
+    bits = math.ceil(math.log2(max(highest - lowest, 1)))  # -64..64 counts as 7
     return f"of {bits} bits" if bits < 8 * dtype.itemsize else ""
 
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import quantplug
+from quantplug.core.compare import sqnr
 from quantplug.core.levels import Level
 from quantplug.lowering.x86 import X86Program
 from quantplug.lowering.x86.processor import highest_integer
@@ -382,3 +383,18 @@ def test_every_range_of_activations_runs_on_the_same_kernels(options):
     assert {op.placement for op in program.ops} == {"int8"}
     assert 0 < program.pair <= (2 * 255 * 128 if "symmetric" in options and highest_integer() == 255 else 32767)
     assert Level.APPROXIMATE.objection(program(x), reference(x), decibels=45) is None
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_small_weights_and_quiet_signals_use_all_integers(symmetric):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1e-3)
+    batches = [1e-3 * torch.randn(32, 256) for _ in range(4)]
+    config = quantplug.get_x86_quantization_config(symmetric=symmetric, weight_bits=7)
+    artefact = quantplug.quantize(model, (batches[0],), "x86", batches, config, progress=False)
+    weights = [found for found in artefact.reference.state_dict().values() if found.dtype == torch.int8]
+    assert [int(weight.max()) for weight in weights] == [64, 64]
+    assert sqnr(model(batches[0]), artefact(batches[0])) > 30
