@@ -61,6 +61,19 @@ def test_quantize_writes_a_program_that_loads_and_a_report(run, files):
     assert {row["owner"] for row in report["rows"]} == {"xnnpack"}
 
 
+def test_weights_of_seven_bits_are_asked_for_by_an_option(run, files):
+    line = (
+        "quantize model.pt2 --backend {} --calibration data.npz --out model_x86.pt2 --report bits.json --weight-bits {}"
+    )
+    assert run(line.format("x86", 7))[0] == 0
+    rows = json.loads((files / "bits.json").read_text())["rows"]
+    assert "int8 of 7 bits per channel" in next(row["how"] for row in rows if "conv2d" in row["node"])
+    code, _, errors = run(line.format("x86", 6))
+    assert (code, "give 8, 7 for machines without VNNI" in errors) == (2, True)
+    code, _, errors = run(line.format("xnnpack", 7))
+    assert (code, "weight_bits" in errors) == (2, True)
+
+
 def test_quantize_for_x86_with_a_config_and_a_page(run, files):
     code, _, _ = run("quantize model.pt2 -b x86 -c int8_dynamic -o model_x86.pt2 --report report.html")
     assert code == 0

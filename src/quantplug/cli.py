@@ -80,6 +80,9 @@ def quantize(
         str | None, typer.Option(help="How ranges are found: histogram, minmax, percentile, mse, entropy.")
     ] = None,
     weight_observer: Annotated[str | None, typer.Option(help="The same of weights; minmax by default.")] = None,
+    weight_bits: Annotated[
+        int | None, typer.Option(help="Of x86: 7 for machines without VNNI; what this one needs by default.")
+    ] = None,
     correct_bias: Annotated[
         bool,
         typer.Option("--correct-bias", help="Let biases undo the mean error of rounding."),
@@ -96,8 +99,8 @@ def quantize(
     from quantplug.quantizers.registry import get_quantizer
 
     # Names are checked before files are read.
-    named = {"observer": observer, "weight_observer": weight_observer}
-    options = {name: value for name, value in named.items() if value}
+    named = {"observer": observer, "weight_observer": weight_observer, "weight_bits": weight_bits}
+    options = {name: value for name, value in named.items() if value is not None}
     chosen = get_quantizer(backend).backend.config(config, **options)
     for path in filter(None, (out, report)):
         require_writable(path)
