@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from quantplug.lowering.x86 import lower
+import quantplug
+from quantplug.lowering.x86 import X86Program, few_rows, lower, packing
 from quantplug.lowering.x86.processor import highest_integer
 
 QD = torch.ops.quantized_decomposed
@@ -403,3 +404,39 @@ def test_convolutions_of_any_geometry_stay_within_a_step(
         after={"scale": 0.04, "zero_point": out_zero_point},
     )
     check(model, torch.randn(batch, channels, size, size) * 5, step=0.04, kernels=1, share=0.01)
+
+
+@pytest.mark.parametrize(("rows", "is_streamed"), [((1,), True), ((2, 8), True), ((17,), False)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("between", "fits"), [(lambda y: y, True), (F.relu, True), (lambda y: y.clamp(-1, 2), True), (F.gelu, False)]
+)
+def test_a_large_weight_of_few_rows_is_read_by_the_kernel_that_reads_it_faster(
+    rows, is_streamed, bias, between, fits, monkeypatch
+):
+    monkeypatch.setattr(packing, "reads_slowly", lambda: True)
+    monkeypatch.setattr(few_rows, "LEAST_ELEMENTS", 2**12)
+    torch.manual_seed(0)
+    model = Product(F.linear, (64, 64), between, bias=bias, after={"scale": 0.4, "zero_point": 40})
+    x, kernels = torch.randn(*rows, 64) * 3, 0 if is_streamed and fits else 1
+    program = check(model, x, step=0.4, kernels=kernels, share=0.02)
+    found = [str(n.target) for n in program.module.graph.nodes if "linear_with_input_q_dq" in str(n.target)]
+    assert len(found) == 1 - kernels
+    assert {operator.placement for operator in program.ops} == {"int8"}
+
+
+def test_programs_with_streamed_weights_are_saved_as_they_were_before_packing(monkeypatch, tmp_path):
+    monkeypatch.setattr(packing, "reads_slowly", lambda: True)
+    monkeypatch.setattr(few_rows, "LEAST_ELEMENTS", 2**12)
+    torch.manual_seed(0)
+    x = torch.randn(2, 64)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
+    program = quantplug.quantize(model, (x,), "x86", [x], progress=False).program
+    engine = torch.backends.quantized.engine
+    loaded = X86Program.load(program.save(tmp_path / "model.pt2"))
+    assert torch.backends.quantized.engine == engine
+    assert torch.equal(loaded(x), program(x))
+    monkeypatch.setattr(packing, "reads_slowly", lambda: False)
+    elsewhere = X86Program.load(tmp_path / "model.pt2")
+    assert [str(n.target) for n in elsewhere.module.graph.nodes].count("onednn.qlinear_pointwise.default") == 2
+    torch.testing.assert_close(elsewhere(x), program(x), rtol=0, atol=1e-4)
