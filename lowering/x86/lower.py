@@ -23,7 +23,7 @@ from quantplug.lowering.x86.movement import move
 from quantplug.lowering.x86.pooling import AVERAGES
 from quantplug.lowering.x86.products import PAIR, products
 from quantplug.lowering.x86.program import X86Program
-from quantplug.lowering.x86.weight_only import STREAMED, WEIGHT_ONLY
+from quantplug.lowering.x86.weight_only import WEIGHT_ONLY
 
 
 def lower(
@@ -60,7 +60,6 @@ def lower(
     clean(module, example_inputs)
     move(module.graph)
     choose = measured(module, example_inputs) if autotune else always_integer
-    apply(module.graph, STREAMED)  # before the products and apart from them, whose reasons are what the report says
     apply(module.graph, (*products(choose), *WEIGHT_ONLY, *AVERAGES, *EMBEDDINGS))
     pair = max((node.meta.get(PAIR, 0) for node in module.graph.nodes), default=0)
     fuse(module.graph)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.graph import constant_value
-from quantplug.lowering.rewriting import apply, drop_unread_attributes, erase_unused, fresh_name
+from quantplug.lowering.rewriting import drop_unread_attributes, erase_unused, fresh_name
 from quantplug.lowering.x86.conversions import spell_out
 from quantplug.lowering.x86.epilogues import fuse_sums
-from quantplug.lowering.x86.few_rows import FEW_ROWS, reads_slowly
+from quantplug.lowering.x86.few_rows import read_faster
 
 onednn = torch.ops.onednn
 PREPACK = (onednn.qconv_prepack.default, onednn.qlinear_prepack.default)
@@ -30,8 +30,7 @@ UNPACK = (
 def pack(portable: fx.GraphModule) -> fx.GraphModule:
     """Returns a copy of a lowered module that runs as fast as this machine's kernels and eager mode allow."""
     module = fx.GraphModule(portable, copy.deepcopy(portable.graph))
-    if reads_slowly():
-        apply(module.graph, FEW_ROWS)
+    read_faster(module.graph)
     fuse_sums(module.graph)
     for node in list(module.graph.nodes):
         constants = all(found.op == "get_attr" for found in node.all_input_nodes) and node.all_input_nodes

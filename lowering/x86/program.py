@@ -21,6 +21,7 @@ from quantplug.core.errors import ArtefactError
 from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.program import LoweredOp, Program, require_folder
 from quantplug.lowering.x86.compiled import compiled, package
+from quantplug.lowering.x86.few_rows import for_compilers
 from quantplug.lowering.x86.packing import pack, register_fakes
 from quantplug.lowering.x86.processor import pair_objection
 from quantplug.lowering.x86.straight import straight
@@ -73,7 +74,7 @@ class X86Program(Program):
             LoweringError: there is no C++ compiler.
         """
         register_fakes()
-        return compiled(self.portable)
+        return compiled(for_compilers(self.portable))
 
     def package(self, path: str | Path) -> Path:
         """Compiles the program ahead of time (AOTInductor) into a `.pt2` package and returns its path.
@@ -86,14 +87,17 @@ class X86Program(Program):
             ArtefactError: the path cannot be written.
             LoweringError: there is no C++ compiler.
         """
-        return package(self.exported(), Path(path))
+        return package(self._exported(for_compilers(self.portable)), Path(path))
 
     def exported(self) -> torch.export.ExportedProgram:
         """Returns the portable form as an exported program."""
+        return self._exported(self.portable)
+
+    def _exported(self, module: fx.GraphModule) -> torch.export.ExportedProgram:
         register_fakes()
-        shapes = open_sizes(self.portable.graph, self.example_inputs) or self.dynamic_shapes
+        shapes = open_sizes(module.graph, self.example_inputs) or self.dynamic_shapes
         with torch.no_grad():
-            return torch.export.export(self.portable, self.example_inputs, dynamic_shapes=shapes, strict=False)
+            return torch.export.export(module, self.example_inputs, dynamic_shapes=shapes, strict=False)
 
     def save(self, path: str | Path) -> Path:
         """Writes the portable form as a `.pt2` archive that `X86Program.load` reads on any x86 machine.

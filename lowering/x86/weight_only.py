@@ -1,8 +1,8 @@
 """Linears for which reading the integer weight is most of the work.
 
-Before: `linear(float, dequantize(integer weight))` of few rows, or on AMX `linear(dequantize(integers), ...)` of one
-or two. After: a kernel that streams the integers. It multiplies in bfloat16 and adds in float32, but its result has
-the 8 bits of bfloat16 and is at about 50 dB; integer activations are exact in it. The scales are applied afterwards.
+Before: `linear(float, dequantize(integer weight))` of few rows. After: a kernel that streams the integers. It
+multiplies in bfloat16 and adds in float32, but its result has the 8 bits of bfloat16 and is at about 50 dB. The scales
+are applied afterwards.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,8 @@ from torch import Tensor, fx
 from quantplug.core.graph import rank, tensor_value
 from quantplug.core.pattern import Match, op, optional, value
 from quantplug.lowering.placement import is_quantization
-from quantplug.lowering.qparams import IntegerWeight, dequantize, integer_weight, qparams
+from quantplug.lowering.qparams import IntegerWeight, integer_weight
 from quantplug.lowering.rewriting import Rule, absorb, call, constant, replace
-from quantplug.lowering.x86.processor import has_amx
 
 aten = torch.ops.aten
 HALF = torch.bfloat16
@@ -24,9 +23,6 @@ HALF = torch.bfloat16
 MOST_ROWS, LEAST_ELEMENTS = 16, 2**19
 # The kernel reads whole vectors of weights, also beyond the end.
 VECTOR = 16
-# Measured on Intel Xeon with AMX: its tiles read a weight beyond the second-level cache at half the speed of memory.
-# One row of 4096 x 4096 takes 4.0 ms, streamed 2.2; two rows 4.0 and 2.4; four rows 4.0 and 3.5.
-MOST_STREAMED_ROWS, LEAST_STREAMED_ELEMENTS = 2, 2**22
 
 
 def _lower(channel_axis: int) -> Callable[[Match], str | None]:
@@ -35,7 +31,7 @@ def _lower(channel_axis: int) -> Callable[[Match], str | None]:
         reason = weight if isinstance(weight, str) else _objection(match["x"], weight)
         if reason is None:
             assert isinstance(weight, IntegerWeight)
-            replace(match.root, _product(match, match["x"], weight.values, weight.scales))
+            replace(match.root, product_in_half(match, match["x"], weight.values, weight.scales))
         return reason
 
     return lower
@@ -46,37 +42,24 @@ def _objection(x: fx.Node, weight: IntegerWeight) -> str | None:
     found = tensor_value(x)
     if found is None or found.dtype != torch.float32 or is_quantization(x):
         return "its activation is no float32 tensor"
-    return _size_objection(found, weight, MOST_ROWS, LEAST_ELEMENTS)
-
-
-def _size_objection(x: Tensor, weight: IntegerWeight, most_rows: int, least_elements: int) -> str | None:
     shape = tuple(weight.values.shape)
-    rows = x.numel() // shape[1] if len(shape) == 2 else 0
-    if not isinstance(rows, int) or not 0 < rows <= most_rows:
+    rows = found.numel() // shape[1] if len(shape) == 2 else 0
+    if not isinstance(rows, int) or not 0 < rows <= MOST_ROWS:
         return f"with {rows} rows the float kernel is faster than the one that reads integers"
-    if weight.values.numel() < least_elements or shape[1] % VECTOR:
+    if weight.values.numel() < LEAST_ELEMENTS or shape[1] % VECTOR:
         return f"its weight of {shape} is too small, or its rows no multiple of {VECTOR}"
     return None
 
 
-def _stream(channel_axis: int) -> Callable[[Match], str | None]:
-    def lower(match: Match) -> str | None:
-        weight, params = integer_weight(match["weight"], channel_axis), qparams(match["dequantize"])
-        x = tensor_value(match["integers"])
-        if not has_amx() or isinstance(weight, str) or x is None or params.dtype != torch.uint8:
-            return "it is not a product of constant integers on AMX"
-        reason = _size_objection(x, weight, MOST_STREAMED_ROWS, LEAST_STREAMED_ELEMENTS)
-        if reason or not isinstance(params.scale, float):
-            return reason or "its activation is quantized with parameters of run time"
-        half = call(match.root, aten.to.dtype, (match["integers"], HALF), match["integers"], HALF)
-        centred = call(match.root, aten.sub.Tensor, (half, params.zero_point), half)
-        replace(match.root, _product(match, centred, weight.values, weight.scales * params.scale))
-        return None
+def product_in_half(match: Match, x: fx.Node, values: Tensor, scales: Tensor) -> fx.Node:
+    """Writes a linear of few rows by the kernel that streams integer weights; it yields float32.
 
-    return lower
-
-
-def _product(match: Match, x: fx.Node, values: Tensor, scales: Tensor) -> fx.Node:
+    Args:
+        match: its root is the linear in whose place it will stand, "bias" perhaps its bias.
+        x: the activation, float32 or bfloat16.
+        values: int8 weight, output channels first.
+        scales: what the results are multiplied with, one for each output channel.
+    """
     node, (outer, inner) = match.root, values.shape
     found = {"weight": values, "ones": torch.ones(outer, dtype=HALF), "scales": scales}
     constants = [constant(node, f"{node.name}_{name}", number) for name, number in found.items()]
@@ -107,10 +90,4 @@ WEIGHT_ONLY = (
     Rule(op("linear", input=value("x"), weight=value("weight"), bias=_BIAS), _lower(0)),
     Rule(op("addmm", self=value("bias"), mat1=value("x"), mat2=value("weight"), beta=1, alpha=1), _lower(1)),
     Rule(op("mm", self=value("x"), mat2=value("weight")), _lower(1)),
-)
-_INTEGERS = dequantize(input=value("integers"), name="dequantize")
-STREAMED = (
-    Rule(op("linear", input=_INTEGERS, weight=value("weight"), bias=_BIAS), _stream(0)),
-    Rule(op("addmm", self=value("bias"), mat1=_INTEGERS, mat2=value("weight"), beta=1, alpha=1), _stream(1)),
-    Rule(op("mm", self=_INTEGERS, mat2=value("weight")), _stream(1)),
 )

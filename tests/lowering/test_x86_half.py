@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import quantplug
 from quantplug.core.compare import sqnr
 from quantplug.core.errors import LoweringError
-from quantplug.lowering.x86 import X86Program, lower, weight_only
+from quantplug.lowering.x86 import X86Program, few_rows, lower
 
 aten = torch.ops.aten
 
@@ -90,16 +90,19 @@ def test_another_float_dtype_is_refused(block):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("rows", "is_streamed"), [(1, True), (2, True), (3, False)])
+@pytest.mark.parametrize(("rows", "is_streamed"), [(1, True), (4, True), (5, False)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_large_weight_of_one_row_is_streamed_on_amx(rows, is_streamed, bias, monkeypatch):
-    monkeypatch.setattr(weight_only, "has_amx", lambda: True)
-    monkeypatch.setattr(weight_only, "LEAST_STREAMED_ELEMENTS", 2**16)
+def test_compilers_get_a_large_weight_of_few_rows_streamed(rows, is_streamed, bias, monkeypatch):
+    monkeypatch.setattr(few_rows, "reads_slowly", lambda: True)
+    monkeypatch.setattr(few_rows, "LEAST_HALF_ELEMENTS", 2**14)
     torch.manual_seed(0)
     inputs = (torch.randn(rows, 256),)
-    graph = quantized(nn.Sequential(nn.Linear(256, 256, bias=bias), nn.ReLU(), nn.Linear(256, 64)), inputs)
+    layers = nn.Linear(256, 256, bias=bias), nn.ReLU(), nn.Linear(256, 64), nn.ReLU6(), nn.Linear(64, 256)
+    graph = quantized(nn.Sequential(*layers), inputs)
     program = lower(graph, inputs)
-    targets = [node.target for node in program.module.graph.nodes]
-    assert (aten._weight_int8pack_mm.default in targets) == is_streamed
-    assert {op.placement for op in program.ops if op.target == "aten.linear.default"} == {"int8"}
+    module = few_rows.for_compilers(program.portable)
+    targets = [node.target for node in module.graph.nodes]
+    assert targets.count(aten._weight_int8pack_mm.default) == (3 if is_streamed else 0)
+    assert aten._weight_int8pack_mm.default not in [node.target for node in program.portable.graph.nodes]
+    assert sqnr(graph(*inputs), module(*inputs)) > 35
     assert sqnr(graph(*inputs), program(*inputs)) > 40
