@@ -63,7 +63,7 @@ def small_ends(
     """
     ends = [found for found in pieces if found.owner.least_share and _is_end(found)]
     alone = [found for found in ends if is_alone(found)]
-    parts = [(found, shares()[found.match["op"]]) for found in alone]
+    parts = [(found, shares().get(found.match["op"], 1.0)) for found in alone]
     return [(found, share) for found, share in parts if share < found.owner.least_share]
 
 

@@ -172,8 +172,10 @@ def _along_axis(found: Any, integers: Tensor, axis: int | None) -> Tensor:
 def _clamped(match: Match) -> str | None:
     """Lets floats end where the integers do: OpenVINO has kernels for whole ranges only."""
     node, params = match.root, qparams(match.root)
-    if params.is_full_range or params.dtype not in FULL_RANGE:
+    if params.is_full_range or params.dtype not in FULL_RANGE or node.target is not QD.quantize_per_tensor.default:
         return "its range is all of its dtype"
+    if any(reader.target is not QD.dequantize_per_tensor.default for reader in node.users):
+        return "its integers are also read directly"
     clamped = call(node, _ATEN.clamp.default, (match["x"], *params.bounds), match["x"])
     whole = (params.scale, params.zero_point, *FULL_RANGE[params.dtype], params.dtype)
     for reader in list(node.users):

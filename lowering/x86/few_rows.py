@@ -53,6 +53,11 @@ def reads_slowly() -> bool:
     return has_amx() or kernels_saturate()
 
 
+def is_read_faster(activation: fx.Node, weight: IntegerWeight) -> bool:
+    """Tells whether a linear of these integers goes to FBGEMM's kernel here, unless its epilogue is oneDNN's."""
+    return reads_slowly() and _size_objection(activation, weight, MOST_ROWS, LEAST_ELEMENTS) is None
+
+
 def _by_fbgemm(match: Match) -> str | None:
     node, given = match.root, operands(match.root)
     weight = _weight(given)
@@ -88,14 +93,20 @@ def _weight(given: dict[str, Any]) -> IntegerWeight | str:
 
 
 def _objection(given: dict[str, Any], weight: IntegerWeight, most_rows: int, least_elements: int) -> str | None:
-    x, columns = tensor_value(given["qx"]), weight.values.shape[1]
-    if x is None or x.dtype != torch.uint8 or isinstance(given["x_scale"], fx.Node) or columns % 16:
-        return f"its activation is no static uint8, or its {columns} columns no multiple of 16"
+    if isinstance(given["x_scale"], fx.Node):
+        return "its activation is quantized with parameters of run time"
+    if given["post_op_name"] not in _FUNCTIONS or given["output_dtype"] == torch.bfloat16:
+        return "it ends in what only oneDNN fuses"
+    return _size_objection(given["qx"], weight, most_rows, least_elements)
+
+
+def _size_objection(activation: fx.Node, weight: IntegerWeight, most_rows: int, least_elements: int) -> str | None:
+    x, columns = tensor_value(activation), weight.values.shape[1]
+    if x is None or x.dtype != torch.uint8 or columns % 16:
+        return f"its activation is not uint8, or its {columns} columns no multiple of 16"
     rows = math.prod(x.shape[:-1])
     if not isinstance(rows, int) or not 0 < rows <= most_rows or weight.values.numel() < least_elements:
         return f"with {rows} rows and {weight.values.numel()} weights oneDNN is as fast"
-    if given["post_op_name"] not in _FUNCTIONS or given["output_dtype"] == torch.bfloat16:
-        return "it ends in what only oneDNN fuses"
     return None
 
 

@@ -18,6 +18,7 @@ from quantplug.core.pattern import Match, Op, op, optional, value
 from quantplug.lowering.qparams import IntegerWeight, QParams, dequantize, integer_weight, qparams
 from quantplug.lowering.rewriting import Rule, absorb, call, constant, replace
 from quantplug.lowering.x86.autotune import Choice, always_integer
+from quantplug.lowering.x86.few_rows import is_read_faster
 from quantplug.lowering.x86.processor import as_unsigned, largest_pair, pair_objection
 
 onednn, aten = torch.ops.onednn, torch.ops.aten
@@ -192,7 +193,7 @@ def _lower_linear(channel_axis: int, choose: Choice) -> Callable[[Match], str | 
 
 
 def _measured_linear(choose: Choice, match: Match, weight: IntegerWeight) -> str | None:
-    if choose is always_integer:
+    if choose is always_integer or is_read_faster(match["integers"], weight):
         return None
     zeros, scale = torch.zeros(weight.values.shape[0], dtype=torch.int32), weight.scales
     packed = onednn.qlinear_prepack(weight.values, _as_matrix(_sizes(match["integers"])))

@@ -125,3 +125,20 @@ def test_work_is_counted_by_shapes():
     assert counts(lambda m, x: torch.addmm(x[0, 0], x[0], x[1].t() @ x[0]), rows) == [8 * 8 * 3, 3 * 8 * 8]
     attend = nn.functional.scaled_dot_product_attention
     assert counts(lambda m, x: attend(x, x, x), torch.randn(1, 2, 5, 8)) == [2 * 2 * 5 * 5 * 8]
+
+
+class Chosen(nn.Module):
+    """Computes with rows whose number only the data tell."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm, self.body = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 600)
+
+    def forward(self, x):
+        return torch.tanh(self.body(self.norm(self.stem(x))[torch.nonzero(x[:, 0] > 0).squeeze(1)]))
+
+
+def test_sizes_that_only_the_data_tell_do_not_stop_the_counting():
+    annotated = exported(Chosen(), torch.randn(64, 8))
+    quantplug.get_quantizer("x86").annotate(annotated)
+    assert explain(annotated).row("linear_1").quantized

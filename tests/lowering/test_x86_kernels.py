@@ -431,7 +431,8 @@ def test_programs_with_streamed_weights_are_saved_as_they_were_before_packing(mo
     torch.manual_seed(0)
     x = torch.randn(2, 64)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
-    program = quantplug.quantize(model, (x,), "x86", [x], progress=False).program
+    program = quantplug.quantize(model, (x,), "x86", [x], progress=False, autotune=True).program
+    assert {operator.placement for operator in program.ops} == {"int8"}
     engine = torch.backends.quantized.engine
     loaded = X86Program.load(program.save(tmp_path / "model.pt2"))
     assert torch.backends.quantized.engine == engine
