@@ -81,12 +81,19 @@ def _fold_quantized_constants(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         name = _schema_name(node)
         source: Any = operands(node).get("input")
-        found = constant_value(source) if name.startswith("quantized_decomposed::") and is_constant(source) else None
+        found = constant_value(source) if name in _CONVERSIONS and is_constant(source) else None
         if found is None or ("dequantize" in name and found.dtype != torch.int32):
             continue
         folded = _evaluate(node)
         if folded is not None:
             replace(node, constant(node, f"{source.target}_folded", folded))
+
+
+_CONVERSIONS = frozenset(
+    f"quantized_decomposed::{what}_{how}"
+    for what in ("quantize", "dequantize")
+    for how in ("per_tensor", "per_channel", "per_channel_group", "per_token")
+)
 
 
 def _evaluate(node: fx.Node) -> Tensor | None:

@@ -398,3 +398,23 @@ def test_small_weights_and_quiet_signals_use_all_integers(symmetric):
     weights = [found for found in artefact.reference.state_dict().values() if found.dtype == torch.int8]
     assert [int(weight.max()) for weight in weights] == [64, 64]
     assert sqnr(model(batches[0]), artefact(batches[0])) > 30
+
+
+class Positions(nn.Module):
+    """Adds what a layer makes of a constant table, as Swin v2 does with relative positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randn(4, 16))
+        self.bias, self.layer = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.layer(x) + self.bias(self.table)
+
+
+@pytest.mark.parametrize("config", ["int8", "int8_dynamic", "int8_weight_only"])
+def test_a_layer_of_constants_lowers_in_every_mode(config):
+    torch.manual_seed(0)
+    x = torch.randn(4, 16)
+    reference, program = quantized(Positions(), x, config=config)
+    assert sqnr(reference(x), program(x)) > 40
