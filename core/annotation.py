@@ -8,7 +8,7 @@ decision has been made, so an error leaves the graph as it was.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -80,7 +80,7 @@ def annotate(
         work.leave_float(found, "only float operators read its result")
     for found in reversed(carried_out):
         work.release_output(found)
-    for found, share in small_ends(carried_out, partial(shares, model.graph), work.stands_alone):
+    for found, share in small_ends(carried_out, work.share, work.stands_alone):
         where = "at an end of the model, alone between float operators"
         work.leave_float(found, f"it stands {where}, and does {100 * share:.1g} % of its multiplications")
     carried_out = [found for found in carried_out if found.match.root in work.annotations]
@@ -268,6 +268,14 @@ class _Decisions:
             return False
         beside = (root, *operator.all_input_nodes)
         return not any(self.is_quantized(node) for node in beside if node not in self.constants)
+
+    def share(self, node: fx.Node) -> float:
+        """Returns which share of the model's multiplications a node does; 1 where they are not known."""
+        return self._shares.get(node, 1.0)
+
+    @cached_property
+    def _shares(self) -> dict[fx.Node, float]:
+        return shares(self.graph)
 
     def leave_float(self, found: Found[Annotator], reason: str) -> None:
         """Takes back the annotations of a piece."""

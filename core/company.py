@@ -8,7 +8,7 @@ without. The other kind is the first or last layer of a model, alone between flo
 work: what it rounds reaches every result (ends of networks were left float already by DoReFa-Net, Zhou et al. 2016).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import fx
 
@@ -51,20 +51,20 @@ def better_float(
 
 def small_ends(
     pieces: Sequence[Found[Annotator]],
-    shares: Callable[[], Mapping[fx.Node, float]],
+    share: Callable[[fx.Node], float],
     is_alone: Callable[[Found[Annotator]], bool],
 ) -> list[tuple[Found[Annotator], float]]:
     """Returns the pieces that stay float at the ends of a model, each with its share of the work.
 
     Args:
         pieces: what rules took.
-        shares: which share of the model's multiplications a product does; asked only if a piece stands alone.
+        share: which share of the model's multiplications an operator does; asked only if a piece stands alone.
         is_alone: whether a piece reads and writes float.
     """
     ends = [found for found in pieces if found.owner.least_share and _is_end(found)]
     alone = [found for found in ends if is_alone(found)]
-    parts = [(found, shares().get(found.match["op"], 1.0)) for found in alone]
-    return [(found, share) for found, share in parts if share < found.owner.least_share]
+    parts = [(found, share(found.match["op"])) for found in alone]
+    return [(found, part) for found, part in parts if part < found.owner.least_share]
 
 
 def _is_end(found: Found[Annotator]) -> bool:

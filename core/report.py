@@ -293,16 +293,17 @@ def _spec_text(spec: Any) -> str:
     kind = "fixed" if hasattr(spec, "scale") else kind
     per_channel = "per channel" if str(getattr(spec, "qscheme", "")).find("per_channel") >= 0 else ""
     dynamic = "dynamic" if getattr(spec, "is_dynamic", False) else ""
-    bits = _bits(spec.dtype, getattr(spec, "quant_min", None), getattr(spec, "quant_max", None))
-    return " ".join(filter(None, (kind, dynamic, str(spec.dtype).removeprefix("torch."), bits, per_channel)))
+    dtype = _dtype_text(spec.dtype, getattr(spec, "quant_min", None), getattr(spec, "quant_max", None))
+    return " ".join(filter(None, (kind, dynamic, dtype, per_channel)))
 
 
-def _bits(dtype: torch.dtype, lowest: Any, highest: Any) -> str:
-    """Returns how many bits a range takes, where that is fewer than its dtype has."""
+def _dtype_text(dtype: torch.dtype, lowest: Any, highest: Any) -> str:
+    """Returns a dtype and, where a range takes fewer bits than it has, how many."""
+    name = str(dtype).removeprefix("torch.")
     if not isinstance(lowest, int) or not isinstance(highest, int):
-        return ""
+        return name
     bits = math.ceil(math.log2(max(highest - lowest, 1)))  # -64..64 counts as 7
-    return f"of {bits} bits" if bits < 8 * dtype.itemsize else ""
+    return f"{name} of {bits} bits" if bits < 8 * dtype.itemsize else name
 
 
 def _how_converted(node: fx.Node) -> tuple[list[str], str]:
@@ -313,17 +314,12 @@ def _how_converted(node: fx.Node) -> tuple[list[str], str]:
 
 
 def _qdq_text(node: fx.Node) -> str:
-    name = str(node.target)
-    dtype = next((_with_bits(node, a) for a in reversed(node.args) if isinstance(a, torch.dtype)), "integer")
+    name, given = str(node.target), operands(node)
+    found = next((a for a in reversed(node.args) if isinstance(a, torch.dtype)), None)
+    dtype = "integer" if found is None else _dtype_text(found, given.get("quant_min"), given.get("quant_max"))
     kind = "per channel" if "per_channel" in name else "per group" if "group" in name or "affine" in name else ""
     dynamic = "dynamic" if is_dynamic(node) else ""
     return " ".join(filter(None, (dynamic, dtype, kind)))
-
-
-def _with_bits(node: fx.Node, dtype: torch.dtype) -> str:
-    given = operands(node)
-    bits = _bits(dtype, given.get("quant_min"), given.get("quant_max"))
-    return " ".join(filter(None, (str(dtype).removeprefix("torch."), bits)))
 
 
 def _arrow(inputs: list[str], output: str, into: str) -> str:

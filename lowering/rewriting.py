@@ -139,6 +139,14 @@ def erase_unused(node: fx.Node) -> None:
         dead.graph.erase_node(dead)
 
 
+def finish(module: fx.GraphModule) -> None:
+    """Drops what nobody reads from a rewritten module, checks its graph and makes it run."""
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    drop_unread_attributes(module)
+    module.recompile()
+
+
 def drop_unread_attributes(module: fx.GraphModule) -> None:
     """Deletes parameters and buffers that no node reads: float weights next to their integer copies."""
     read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}

@@ -16,7 +16,7 @@ from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.graph import require_graph_module
 from quantplug.lowering.placement import place, record
 from quantplug.lowering.reference import ReferenceProgram
-from quantplug.lowering.rewriting import Rule, apply, drop_unread_attributes
+from quantplug.lowering.rewriting import Rule, apply, finish
 
 
 def lower_by_rules(
@@ -45,10 +45,7 @@ def lower_by_rules(
     recorded = record(module.graph)
     apply(module.graph, rules)
     try:
-        module.graph.eliminate_dead_code()
-        module.graph.lint()
-        drop_unread_attributes(module)
-        module.recompile()
+        finish(module)
         exported = torch.export.export(module, example_inputs, dynamic_shapes=dynamic_shapes)
         program = ReferenceProgram(exported, place(recorded, module.graph, library))
         program(*example_inputs)

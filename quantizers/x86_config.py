@@ -79,10 +79,11 @@ def _config(
 @cache
 def _overflows_here() -> bool:
     """Tells whether products of 8 bits overflow on this processor, and warns once if so."""
-    if kernels_saturate():
+    saturate = kernels_saturate()
+    if saturate:
         warnings.warn(
             "This processor has no VNNI, so weights for x86 take 7 bits here, whose products its kernels add up "
             "without overflow; pass weight_bits=7 to say so yourself, or 8 for a model that runs elsewhere.",
             stacklevel=3,
         )
-    return kernels_saturate()
+    return saturate

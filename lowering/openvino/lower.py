@@ -23,7 +23,7 @@ from quantplug.lowering.openvino.program import OpenVINOProgram, runtime
 from quantplug.lowering.placement import record
 from quantplug.lowering.program import require_float_dtype
 from quantplug.lowering.qparams import FULL_RANGE, QD, dequantize, qparams, quantize
-from quantplug.lowering.rewriting import Rule, apply, call, constant, drop_unread_attributes, replace
+from quantplug.lowering.rewriting import Rule, apply, call, constant, finish, replace
 from quantplug.lowering.x86.processor import as_unsigned, largest_pair, pair_objection
 
 _ATEN = torch.ops.aten
@@ -64,9 +64,7 @@ def lower(
     pair = _require_pairs(module.graph)
     apply(module.graph, CONSTANTS)
     apply(module.graph, NARROW)
-    module.graph.eliminate_dead_code()
-    drop_unread_attributes(module)
-    module.recompile()
+    finish(module)
     try:
         exported = torch.export.export(module, example_inputs, dynamic_shapes=dynamic_shapes)
         decoder = _decoder(exported, is_dynamic=dynamic_shapes is not None)
@@ -100,7 +98,8 @@ def _require_pairs(graph: fx.Graph) -> int:
         if integers is not None and integers.dtype == torch.int8:
             weights.append(largest_pair(1, integers))
         elif node.target is QD.quantize_per_tensor.default and not is_constant(given["input"]):
-            activations.append(as_unsigned(qparams(node)))
+            params = qparams(node)
+            activations.append(as_unsigned(params) if params.dtype in FULL_RANGE else 0)
     pair = max(activations) * max(weights)
     reason = pair_objection(pair)
     if reason is not None:

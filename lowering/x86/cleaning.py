@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from quantplug.core.boundaries import is_dequantize, is_quantize
 from quantplug.core.graph import constant_value, is_constant, operands, tensor_value
 from quantplug.core.pattern import Match, op, value
 from quantplug.lowering.qparams import QD, is_static, qparams, quantize
@@ -79,21 +80,15 @@ LAYOUT_FREE = (
 def _fold_quantized_constants(graph: fx.Graph) -> None:
     """Quantizes weights that were left float before a quantize node, dequantizes integer biases."""
     for node in list(graph.nodes):
-        name = _schema_name(node)
+        if not (is_quantize(node) or is_dequantize(node)):
+            continue
         source: Any = operands(node).get("input")
-        found = constant_value(source) if name in _CONVERSIONS and is_constant(source) else None
-        if found is None or ("dequantize" in name and found.dtype != torch.int32):
+        found = constant_value(source) if is_constant(source) else None
+        if found is None or (is_dequantize(node) and found.dtype != torch.int32):
             continue
         folded = _evaluate(node)
         if folded is not None:
             replace(node, constant(node, f"{source.target}_folded", folded))
-
-
-_CONVERSIONS = frozenset(
-    f"quantized_decomposed::{what}_{how}"
-    for what in ("quantize", "dequantize")
-    for how in ("per_tensor", "per_channel", "per_channel_group", "per_token")
-)
 
 
 def _evaluate(node: fx.Node) -> Tensor | None:

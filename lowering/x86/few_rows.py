@@ -7,8 +7,8 @@ on bfloat16, whose result is at about 50 dB.
 """
 
 import copy
-import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from torch import fx
 from quantplug.core.graph import constant_value, operands, tensor_value
 from quantplug.core.pattern import Match, op, optional, value
 from quantplug.lowering.qparams import FULL_RANGE, QD, IntegerWeight
-from quantplug.lowering.rewriting import Rule, apply, call, drop_unread_attributes, fresh_name, replace
+from quantplug.lowering.rewriting import Rule, apply, call, finish, fresh_name, replace
 from quantplug.lowering.x86.processor import has_amx, kernels_saturate
-from quantplug.lowering.x86.weight_only import product_in_half
+from quantplug.lowering.x86.weight_only import product_in_half, size_objection
 
 aten, quantized = torch.ops.aten, torch.ops.quantized
 ENGINE = "fbgemm"
@@ -38,13 +38,12 @@ def read_faster(graph: fx.Graph) -> None:
 
 
 def for_compilers(portable: fx.GraphModule) -> fx.GraphModule:
-    """Returns a copy of a lowered module with torch's own kernel in the place of oneDNN's where that is slow here."""
+    """Returns a lowered module with torch's own kernel in the place of oneDNN's where that is slow here."""
+    if not reads_slowly():
+        return portable
     module = fx.GraphModule(portable, copy.deepcopy(portable.graph))
-    if reads_slowly():
-        apply(module.graph, IN_HALF)
-        module.graph.eliminate_dead_code()
-        drop_unread_attributes(module)
-        module.recompile()
+    apply(module.graph, IN_HALF)
+    finish(module)
     return module
 
 
@@ -54,66 +53,59 @@ def reads_slowly() -> bool:
 
 
 def is_read_faster(activation: fx.Node, weight: IntegerWeight) -> bool:
-    """Tells whether a linear of these integers goes to FBGEMM's kernel here, unless its epilogue is oneDNN's."""
-    return reads_slowly() and _size_objection(activation, weight, MOST_ROWS, LEAST_ELEMENTS) is None
+    """Tells whether a static linear of these integers goes to FBGEMM's kernel here, unless oneDNN's ends in more."""
+    x = tensor_value(activation)
+    return reads_slowly() and x is not None and size_objection(x, weight, MOST_ROWS, LEAST_ELEMENTS) is None
+
+
+Given = dict[str, Any]
 
 
 def _by_fbgemm(match: Match) -> str | None:
-    node, given = match.root, operands(match.root)
-    weight = _weight(given)
-    reason = weight if isinstance(weight, str) else _objection(given, weight, MOST_ROWS, LEAST_ELEMENTS)
-    if reason is None:
-        assert isinstance(weight, IntegerWeight)
-        parameters = (given["x_scale"], given["x_zero_point"])
-        integers = (given["qx"], *parameters, *FULL_RANGE[torch.uint8], torch.uint8)
-        x = call(node, QD.dequantize_per_tensor.default, integers, given["qx"], torch.float32)
-        target = quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
-        product = call(node, target, (x, *parameters, _packed(match, weight)), node, torch.float32)
-        _replace(match, given, product)
-    return reason
+    return _instead(match, _fbgemm, MOST_ROWS, LEAST_ELEMENTS)
 
 
 def _in_half(match: Match) -> str | None:
-    node, given = match.root, operands(match.root)
-    weight = _weight(given)
-    reason = weight if isinstance(weight, str) else _objection(given, weight, MOST_HALF_ROWS, LEAST_HALF_ELEMENTS)
+    return _instead(match, _half, MOST_HALF_ROWS, LEAST_HALF_ELEMENTS)
+
+
+def _instead(
+    match: Match, product: Callable[[Match, Given, IntegerWeight], fx.Node], most_rows: int, least_elements: int
+) -> str | None:
+    """Puts another product in the place of a kernel; returns why it does not, or None."""
+    given = operands(match.root)
+    found = (operands(given["qw"]).get("weight"), given["w_scale"])
+    values, scales = (constant_value(node) if isinstance(node, fx.Node) else None for node in found)
+    x = tensor_value(given["qx"])
+    if values is None or scales is None or x is None or x.dtype != torch.uint8 or isinstance(given["x_scale"], fx.Node):
+        return "it is no product of uint8 and constants with parameters that are known"
+    if given["post_op_name"] not in _FUNCTIONS or given["output_dtype"] == torch.bfloat16:
+        return "it ends in what only oneDNN fuses"
+    weight = IntegerWeight(values, scales)
+    reason = size_objection(x, weight, most_rows, least_elements)
     if reason is None:
-        assert isinstance(weight, IntegerWeight)
-        half = call(node, aten.to.dtype, (given["qx"], torch.bfloat16), given["qx"], torch.bfloat16)
-        centred = call(node, aten.sub.Tensor, (half, given["x_zero_point"]), half)  # exact: 8 bits
-        _replace(match, given, product_in_half(match, centred, weight.values, weight.scales * given["x_scale"]))
+        _replace(match, given, product(match, given, weight))
     return reason
 
 
-def _weight(given: dict[str, Any]) -> IntegerWeight | str:
-    weight = operands(given["qw"]).get("weight")
-    found = [constant_value(node) if isinstance(node, fx.Node) else None for node in (weight, given["w_scale"])]
-    values, scales = found
-    return "its weight is no constant" if values is None or scales is None else IntegerWeight(values, scales)
+def _fbgemm(match: Match, given: Given, weight: IntegerWeight) -> fx.Node:
+    node, parameters = match.root, (given["x_scale"], given["x_zero_point"])
+    integers = (given["qx"], *parameters, *FULL_RANGE[torch.uint8], torch.uint8)
+    x = call(node, QD.dequantize_per_tensor.default, integers, given["qx"], torch.float32)
+    target = quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+    return call(node, target, (x, *parameters, _packed(match, weight)), node, torch.float32)
 
 
-def _objection(given: dict[str, Any], weight: IntegerWeight, most_rows: int, least_elements: int) -> str | None:
-    if isinstance(given["x_scale"], fx.Node):
-        return "its activation is quantized with parameters of run time"
-    if given["post_op_name"] not in _FUNCTIONS or given["output_dtype"] == torch.bfloat16:
-        return "it ends in what only oneDNN fuses"
-    return _size_objection(given["qx"], weight, most_rows, least_elements)
-
-
-def _size_objection(activation: fx.Node, weight: IntegerWeight, most_rows: int, least_elements: int) -> str | None:
-    x, columns = tensor_value(activation), weight.values.shape[1]
-    if x is None or x.dtype != torch.uint8 or columns % 16:
-        return f"its activation is not uint8, or its {columns} columns no multiple of 16"
-    rows = math.prod(x.shape[:-1])
-    if not isinstance(rows, int) or not 0 < rows <= most_rows or weight.values.numel() < least_elements:
-        return f"with {rows} rows and {weight.values.numel()} weights oneDNN is as fast"
-    return None
+def _half(match: Match, given: Given, weight: IntegerWeight) -> fx.Node:
+    half = call(match.root, aten.to.dtype, (given["qx"], torch.bfloat16), given["qx"], torch.bfloat16)
+    centred = call(match.root, aten.sub.Tensor, (half, given["x_zero_point"]), half)  # exact: 8 bits
+    return product_in_half(match, centred, weight.values, weight.scales * given["x_scale"])
 
 
 _FUNCTIONS = {"none": None, "relu": aten.relu.default, "hardtanh": aten.hardtanh.default}
 
 
-def _replace(match: Match, given: dict[str, Any], product: fx.Node) -> None:
+def _replace(match: Match, given: Given, product: fx.Node) -> None:
     """Puts a float product in the place of a kernel, with what the kernel did to its result."""
     node, dtype, function = match.root, given["output_dtype"], _FUNCTIONS[given["post_op_name"]]
     if function is not None:

@@ -13,7 +13,7 @@ from quantplug.core.errors import LoweringError
 from quantplug.core.graph import require_graph_module
 from quantplug.lowering.placement import place, record
 from quantplug.lowering.program import require_float_dtype
-from quantplug.lowering.rewriting import apply, drop_unread_attributes
+from quantplug.lowering.rewriting import apply, finish
 from quantplug.lowering.x86.autotune import always_integer, measured, measured_half
 from quantplug.lowering.x86.cleaning import clean
 from quantplug.lowering.x86.embedding import EMBEDDINGS
@@ -67,7 +67,7 @@ def lower(
         compute_in_half(module.graph, lambda product: None)
     elif autotune:
         compute_in_half(module.graph, measured_half(is_half_for_free))
-    _finish(module)
+    finish(module)
     program = X86Program(module, example_inputs, dynamic_shapes, pair=pair)
     program.ops = place(recorded, program.module.graph, "onednn")
     return program
@@ -76,13 +76,6 @@ def lower(
 def _copied(converted: fx.GraphModule) -> fx.GraphModule:
     """Copies the graph; parameters and buffers are shared with the original."""
     return fx.GraphModule(converted, copy.deepcopy(converted.graph))
-
-
-def _finish(module: fx.GraphModule) -> None:
-    module.graph.eliminate_dead_code()
-    module.graph.lint()
-    drop_unread_attributes(module)
-    module.recompile()
 
 
 def _require_inputs(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.graph import constant_value
-from quantplug.lowering.rewriting import drop_unread_attributes, erase_unused, fresh_name
+from quantplug.lowering.rewriting import erase_unused, finish, fresh_name
 from quantplug.lowering.x86.conversions import spell_out
 from quantplug.lowering.x86.epilogues import fuse_sums
 from quantplug.lowering.x86.few_rows import read_faster
@@ -37,10 +37,7 @@ def pack(portable: fx.GraphModule) -> fx.GraphModule:
         if node.target in PREPACK or (node.target in UNPACK and constants):
             _fold(module, node)
     spell_out(module.graph)
-    module.graph.eliminate_dead_code()
-    module.graph.lint()
-    drop_unread_attributes(module)
-    module.recompile()
+    finish(module)
     return module
 
 

@@ -193,7 +193,8 @@ def _lower_linear(channel_axis: int, choose: Choice) -> Callable[[Match], str | 
 
 
 def _measured_linear(choose: Choice, match: Match, weight: IntegerWeight) -> str | None:
-    if choose is always_integer or is_read_faster(match["integers"], weight):
+    is_static = qparams(match["dequantize"]).is_static
+    if choose is always_integer or (is_static and is_read_faster(match["integers"], weight)):
         return None
     zeros, scale = torch.zeros(weight.values.shape[0], dtype=torch.int32), weight.scales
     packed = onednn.qlinear_prepack(weight.values, _as_matrix(_sizes(match["integers"])))

@@ -42,11 +42,16 @@ def _objection(x: fx.Node, weight: IntegerWeight) -> str | None:
     found = tensor_value(x)
     if found is None or found.dtype != torch.float32 or is_quantization(x):
         return "its activation is no float32 tensor"
+    return size_objection(found, weight, MOST_ROWS, LEAST_ELEMENTS)
+
+
+def size_objection(x: Tensor, weight: IntegerWeight, most_rows: int, least_elements: int) -> str | None:
+    """Returns why a linear is not one of few rows and many weights, or None."""
     shape = tuple(weight.values.shape)
-    rows = found.numel() // shape[1] if len(shape) == 2 else 0
-    if not isinstance(rows, int) or not 0 < rows <= MOST_ROWS:
-        return f"with {rows} rows the float kernel is faster than the one that reads integers"
-    if weight.values.numel() < LEAST_ELEMENTS or shape[1] % VECTOR:
+    rows = x.numel() // shape[1] if len(shape) == 2 else 0
+    if not isinstance(rows, int) or not 0 < rows <= most_rows:
+        return f"with {rows} rows the other kernel is faster than the one that streams integers"
+    if weight.values.numel() < least_elements or shape[1] % VECTOR:
         return f"its weight of {shape} is too small, or its rows no multiple of {VECTOR}"
     return None
 
