@@ -3,6 +3,9 @@
 Every message is one sentence that says what is wrong, where, which value was found and what to do.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class QuantplugError(Exception):
     """Base of every error that quantplug raises on purpose."""
@@ -38,6 +41,12 @@ class LoweringError(QuantplugError, RuntimeError):
 
 class ArtefactError(QuantplugError, ValueError):
     """A file that was to be read or written is missing, unreadable or of the wrong kind."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns a hint to the known name that is spelled most like another, "" where none is near."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f" (did you mean '{near[0]}'?)" if near else ""
 
 
 def first_line(error: BaseException) -> str:

@@ -1,7 +1,8 @@
 """A backend as a declaration: what its kernels can run, and how a q/dq graph is lowered to them."""
 
+import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from types import MappingProxyType
@@ -14,7 +15,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig
 from quantplug.annotators.presets import config_for
 from quantplug.core.annotator import Annotator
 from quantplug.core.dtypes import DTypeConfig
-from quantplug.core.errors import ConfigError, first_line
+from quantplug.core.errors import ConfigError, did_you_mean, first_line
 from quantplug.core.fold import Permission
 from quantplug.lowering.program import Program
 from quantplug.lowering.reference import EmulatedProgram, KernelSet, emulate
@@ -150,13 +151,31 @@ class Backend:
 
         Raises:
             LoweringError: the graph cannot be lowered.
-            ConfigError: the lowering's name leads nowhere.
+            ConfigError: the lowering's name leads nowhere, or it has no such option.
         """
+        self.require_lowering_options(options)
         function = self._lowering()
         # A slice of a data set would take the whole data set along into a saved program.
         own_inputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), example_inputs)
         program: Program = function(converted, own_inputs, **options)
         return program
+
+    def require_lowering_options(self, names: Iterable[str]) -> None:
+        """Checks options of the lowering by name, which is worth doing before a model is calibrated.
+
+        Raises:
+            ConfigError: the lowering's name leads nowhere, or it has no such option.
+        """
+        parameters = list(inspect.signature(self._lowering()).parameters.values())[2:]
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return
+        known = [parameter.name for parameter in parameters]
+        for name in names:
+            if name not in known:
+                raise ConfigError(
+                    f"The lowering of backend '{self.name}' has no option '{name}'{did_you_mean(name, known)}; "
+                    f"choose from {known}."
+                )
 
     def _lowering(self) -> Lowering:
         if not isinstance(self.lowering, str):

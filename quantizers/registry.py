@@ -1,11 +1,10 @@
 """Backends by name: the built-in ones and those that installed packages announce as entry points."""
 
-import difflib
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points, version
 from typing import Any
 
-from quantplug.core.errors import ConfigError, first_line
+from quantplug.core.errors import ConfigError, did_you_mean, first_line
 from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.capabilities import Capability
 from quantplug.quantizers.quantizer import BackendQuantizer
@@ -92,9 +91,9 @@ def get_quantizer(name: str, *, strict: bool = True) -> BackendQuantizer:
     """
     known = {entry.name: entry for entry in reversed(backends())}
     if name not in known:
-        near = difflib.get_close_matches(str(name), known, 1)
-        hint = f" (did you mean '{near[0]}'?)" if near else ""
-        raise ConfigError(f"There is no backend '{name}'{hint}; choose one of {sorted(known)}.")
+        raise ConfigError(
+            f"There is no backend '{name}'{did_you_mean(str(name), known)}; choose one of {sorted(known)}."
+        )
     quantizer = known[name].quantizer
     if quantizer is None:
         raise ConfigError(

@@ -22,7 +22,6 @@ from quantplug.core.errors import (
     ArtefactError,
     CalibrationError,
     ConfigError,
-    LoweringError,
     ModelError,
     QuantplugError,
 )
@@ -241,6 +240,11 @@ def test_a_submodule_left_in_training_mode_is_quantized_in_eval_mode():
 
 
 BAD = [
+    (
+        {"backend": "x86", "autotuned": True, "calibration": []},  # before it calibrates
+        ConfigError,
+        "lowering of backend 'x86' has no option 'autotuned' .did you mean 'autotune'.*; choose from",
+    ),
     ({"model": 3}, ModelError, "takes an nn.Module or an exported program, found int"),
     ({"model": torch.fx.symbolic_trace(small())}, ModelError, "found one from torch.fx.symbolic_trace"),
     ({"backend": "xnpack"}, ConfigError, "no backend 'xnpack' .did you mean 'xnnpack'"),
@@ -299,14 +303,6 @@ def test_a_graph_that_is_annotated_prepared_or_converted_already():
     for again in (prepared, quantplug.convert_pt2e(prepared)):
         with pytest.raises(ModelError, match="export it again"):
             quantplug.quantize(again, (X,), "xnnpack", [X], progress=False)
-
-
-def test_wrong_inputs_to_an_artefact_are_sentences():
-    artefact = quantplug.quantize(small(), (X,), "xnnpack", [X], progress=False)
-    with pytest.raises(LoweringError, match=r"found torch.float32 \(1, 3, 9, 9\)"):
-        artefact(torch.randn(1, 3, 9, 9))
-    with pytest.raises(LoweringError, match="pass them as they were exported"):
-        artefact(X, X)
 
 
 def test_a_quantizer_with_scopes_of_its_own():

@@ -24,6 +24,7 @@ from quantplug.lowering.placement import record
 from quantplug.lowering.program import require_float_dtype
 from quantplug.lowering.qparams import FULL_RANGE, QD, dequantize, qparams, quantize
 from quantplug.lowering.rewriting import Rule, apply, call, constant, finish, replace
+from quantplug.lowering.signature import FixedInput, Signature
 from quantplug.lowering.x86.processor import as_unsigned, largest_pair, pair_objection
 
 _ATEN = torch.ops.aten
@@ -68,8 +69,9 @@ def lower(
     try:
         exported = torch.export.export(module, example_inputs, dynamic_shapes=dynamic_shapes)
         decoder = _decoder(exported, is_dynamic=dynamic_shapes is not None)
-        model = openvino.convert_model(decoder)
-        program = OpenVINOProgram(model, exported.call_spec.out_spec, options, pair)
+        model, signature = openvino.convert_model(decoder), Signature.of_exported(exported)
+        _drop_fixed(model, signature)
+        program = OpenVINOProgram(model, signature, exported.call_spec.out_spec, options, pair)
         program(*example_inputs)
     except Exception as error:
         raise LoweringError(
@@ -126,10 +128,23 @@ def _quiet() -> Iterator[None]:
         root.setLevel(level)
 
 
+def _drop_fixed(model: Any, signature: Signature) -> None:
+    """Takes away inputs that are no tensors; the graph holds their values, and OpenVINO knows no type for them."""
+    parameters = model.get_parameters()
+    for parameter, given in zip(parameters, signature.inputs, strict=True):
+        if isinstance(given, FixedInput):
+            model.remove_parameter(parameter)
+
+
 def _reason(error: Exception) -> str:
-    """Returns the first operator that the front end could not convert, or the first line of another error."""
-    named = [line.removeprefix("-- ") for line in str(error).splitlines() if line.startswith("-- ")]
-    return named[0] if named else first_line(error)
+    """Returns the first operator that the front end could not convert, or what another error says.
+
+    OpenVINO's errors begin with lines that say where in its sources they were raised.
+    """
+    lines = [line.strip() for line in str(error).splitlines()]
+    named = [line.removeprefix("-- ") for line in lines if line.startswith("-- ")]
+    said = [line for line in lines if line and not line.startswith(("Exception from ", "Check '"))]
+    return named[0] if named else said[0] if said else first_line(error)
 
 
 def _sources(graph: fx.Graph) -> dict[str, str]:

@@ -16,9 +16,10 @@ from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import ArtefactError, LoweringError
 from quantplug.lowering.program import LoweredOp, Program, require_folder
+from quantplug.lowering.signature import Signature
 from quantplug.lowering.x86.processor import pair_objection
 
-_GRAPH, _WEIGHTS, _STRUCTURE, _SETTINGS = "model.xml", "model.bin", "structure.json", "settings.json"
+_GRAPH, _WEIGHTS, _SETTINGS = "model.xml", "model.bin", "settings.json"
 _INTEGER = {"u8", "i8"}
 _NOT_COMPUTED = ("Const", "Input", "Output")
 
@@ -51,22 +52,31 @@ class OpenVINOProgram(Program):
     """
 
     def __init__(
-        self, model: Any, structure: pytree.TreeSpec, options: Mapping[str, Any] | None = None, pair: int = 0
+        self,
+        model: Any,
+        signature: Signature,
+        out_spec: pytree.TreeSpec,
+        options: Mapping[str, Any] | None = None,
+        pair: int = 0,
     ) -> None:
         self.model, self.pair = model, pair
+        self._signature, self._out_spec = signature, out_spec
         self.options = dict(options or {})
         defaults = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
         self.compiled = runtime().compile_model(model, "CPU", {**defaults, **self.options})
         self.ops: tuple[LoweredOp, ...] = ()
-        self._structure = structure
         self._request = self.compiled.create_infer_request()
 
     def __call__(self, *inputs: Any) -> Any:
-        """Runs the program; takes and returns what the exported model does."""
-        arrays = [_array(leaf) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        """Runs the program; takes and returns what the exported model does.
+
+        Raises:
+            LoweringError: the inputs have another structure, dtype or size than the model was exported for.
+        """
+        arrays = [_array(leaf) for leaf in self._signature.flatten(inputs) if isinstance(leaf, Tensor)]
         results = self._request.infer(arrays, share_inputs=True)
         outputs = [torch.from_numpy(results[port]) for port in self.compiled.outputs]
-        return pytree.tree_unflatten(outputs, self._structure)
+        return pytree.tree_unflatten(outputs, self._out_spec)
 
     def place(self, recorded: tuple[LoweredOp, ...], sources: Mapping[str, str]) -> None:
         """Fills `ops` from the kernels that OpenVINO chose.
@@ -106,8 +116,9 @@ class OpenVINOProgram(Program):
         try:
             with zipfile.ZipFile(path) as archive:
                 model = openvino.Core().read_model(archive.read(_GRAPH), archive.read(_WEIGHTS))
-                structure = pytree.treespec_loads(archive.read(_STRUCTURE).decode())
                 settings = json.loads(archive.read(_SETTINGS))
+                signature = Signature.from_json(settings["signature"])
+                out_spec = pytree.treespec_loads(settings["out_spec"])
         except Exception as error:
             raise ArtefactError(
                 f"'{path}' is no program of the openvino lowering ({type(error).__name__}: {error}); "
@@ -116,7 +127,7 @@ class OpenVINOProgram(Program):
         reason = pair_objection(settings["pair"])
         if reason is not None:
             raise ArtefactError(f"'{path}' would give wrong numbers here: {reason}.")
-        return cls(model, structure, {**settings["options"], **(options or {})}, settings["pair"])
+        return cls(model, signature, out_spec, {**settings["options"], **(options or {})}, settings["pair"])
 
     @property
     def nbytes(self) -> int:
@@ -130,8 +141,13 @@ class OpenVINOProgram(Program):
             runtime().serialize(self.model, *files)
             for file in files:
                 archive.write(file, file.name)
-            archive.writestr(_STRUCTURE, pytree.treespec_dumps(self._structure))
-            archive.writestr(_SETTINGS, json.dumps({"options": self.options, "pair": self.pair}))
+            settings = {
+                "signature": self._signature.to_json(),
+                "out_spec": pytree.treespec_dumps(self._out_spec),
+                "options": self.options,
+                "pair": self.pair,
+            }
+            archive.writestr(_SETTINGS, json.dumps(settings))
         return buffer.getvalue()
 
 

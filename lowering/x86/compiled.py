@@ -15,6 +15,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from quantplug.core.errors import ArtefactError, LoweringError
+from quantplug.lowering.signature import Signature
 from quantplug.lowering.x86.epilogues import fuse_sums
 
 
@@ -49,8 +50,12 @@ def require_compiler() -> None:
         )
 
 
-def compiled(module: fx.GraphModule) -> Callable[..., Any]:
+def compiled(module: fx.GraphModule, signature: Signature) -> Callable[..., Any]:
     """Returns the module under `torch.compile`; the first call compiles.
+
+    Args:
+        module: the lowered graph.
+        signature: what it takes; inductor itself would compile it again for other inputs, and it would be wrong.
 
     Raises:
         LoweringError: there is no C++ compiler.
@@ -59,6 +64,7 @@ def compiled(module: fx.GraphModule) -> Callable[..., Any]:
     run = torch.compile(module)
 
     def call(*inputs: Any) -> Any:
+        signature.flatten(inputs)
         # Dynamo too reads the freezing option, and constants are frozen only where autograd is off,
         # so both hold around every call that may compile.
         with torch._inductor.config.patch(options()), torch.no_grad():

@@ -23,23 +23,24 @@ from quantplug.lowering.x86.weight_only import product_in_half, size_objection
 
 aten, quantized = torch.ops.aten, torch.ops.quantized
 ENGINE = "fbgemm"
-# Measured without VNNI (AMD Zen 3): 1 x 4096 x 4096 takes 1.5 instead of 4.9 ms, 8 rows 2.0 instead of 5.9, 16 rows of
-# 512 x 1000 0.21 instead of 0.34; from 64 rows on, or with 65,000 weights, oneDNN is as fast.
-MOST_ROWS, LEAST_ELEMENTS = 16, 2**19
-# In bfloat16 there: 1 row 1.6, 4 rows 3.3, 8 rows 6.5 ms. On Intel Xeon with AMX, whose tiles read a weight beyond the
-# second-level cache at half the speed of memory: 1 row 2.2 instead of 4.0, 2 rows 2.4, 4 rows 3.5 instead of 4.0.
-MOST_HALF_ROWS, LEAST_HALF_ELEMENTS = 4, 2**22
+# Without VNNI (AMD Zen 3) 1 x 4096 x 4096 takes FBGEMM 1.5 instead of oneDNN's 4.9 ms, 8 rows 2.0 instead of 5.9, 16
+# rows of 512 x 1000 0.21 instead of 0.34; from 64 rows on, or with 65,000 weights, both take the same. With AVX512-VNNI
+# they take the same up to 2 rows, then FBGEMM up to twice as long (Intel Xeon of family 6, model 167). An older Xeon's
+# tiles read a weight beyond the second-level cache at half the speed of memory, which those of the newer do not.
+ROWS, ROWS_WITH_TILES, LEAST_ELEMENTS = 16, 2, 2**19
+# In bfloat16 without VNNI: 1 row 1.6, 4 rows 3.3, 8 rows 6.5 ms. On the newer Xeon 1 row 0.8, where oneDNN takes 0.7.
+HALF_ROWS, LEAST_HALF_ELEMENTS = 4, 2**22
 
 
 def read_faster(graph: fx.Graph) -> None:
     """Puts FBGEMM's kernel in the place of oneDNN's where that is slow here; for a graph that runs in eager mode."""
-    if reads_slowly() and ENGINE in torch.backends.quantized.supported_engines:
+    if most_rows():
         apply(graph, BY_FBGEMM)
 
 
 def for_compilers(portable: fx.GraphModule) -> fx.GraphModule:
     """Returns a lowered module with torch's own kernel in the place of oneDNN's where that is slow here."""
-    if not reads_slowly():
+    if not kernels_saturate():
         return portable
     module = fx.GraphModule(portable, copy.deepcopy(portable.graph))
     apply(module.graph, IN_HALF)
@@ -47,26 +48,28 @@ def for_compilers(portable: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def reads_slowly() -> bool:
-    """Tells whether oneDNN's kernel reads weights slower than memory gives them, as those for AMX and AVX2 do."""
-    return has_amx() or kernels_saturate()
+def most_rows() -> int:
+    """Returns up to how many rows FBGEMM may read a weight faster than oneDNN, in this process."""
+    if ENGINE not in torch.backends.quantized.supported_engines:
+        return 0
+    return ROWS if kernels_saturate() else ROWS_WITH_TILES if has_amx() else 0
 
 
 def is_read_faster(activation: fx.Node, weight: IntegerWeight) -> bool:
     """Tells whether a static linear of these integers goes to FBGEMM's kernel here, unless oneDNN's ends in more."""
     x = tensor_value(activation)
-    return reads_slowly() and x is not None and size_objection(x, weight, MOST_ROWS, LEAST_ELEMENTS) is None
+    return x is not None and size_objection(x, weight, most_rows(), LEAST_ELEMENTS) is None
 
 
 Given = dict[str, Any]
 
 
 def _by_fbgemm(match: Match) -> str | None:
-    return _instead(match, _fbgemm, MOST_ROWS, LEAST_ELEMENTS)
+    return _instead(match, _fbgemm, most_rows(), LEAST_ELEMENTS)
 
 
 def _in_half(match: Match) -> str | None:
-    return _instead(match, _half, MOST_HALF_ROWS, LEAST_HALF_ELEMENTS)
+    return _instead(match, _half, HALF_ROWS, LEAST_HALF_ELEMENTS)
 
 
 def _instead(

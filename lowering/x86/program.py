@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from quantplug.core.errors import ArtefactError
 from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.program import LoweredOp, Program, require_folder
+from quantplug.lowering.signature import Signature
 from quantplug.lowering.x86.compiled import compiled, package
 from quantplug.lowering.x86.few_rows import for_compilers
 from quantplug.lowering.x86.packing import pack, register_fakes
@@ -53,15 +54,17 @@ class X86Program(Program):
         self.ops = ops
         self.pair = pair
         self.module = pack(portable)
+        self._signature = Signature.of_graph(portable.graph, example_inputs)
         self._run = straight(self.module)
 
     def __call__(self, *inputs: Any) -> Any:
         """Runs the program without autograd; takes and returns what the exported model does.
 
         Raises:
+            LoweringError: the inputs have another structure, dtype or size than the model was exported for.
             ArtefactError: an input is empty and an output is not.
         """
-        flat = self.module.graph.process_inputs(*inputs)
+        flat = self._signature.flatten(inputs)
         if any(isinstance(leaf, Tensor) and leaf.numel() == 0 for leaf in flat):
             return self.module.graph.process_outputs(_of_nothing(self.portable, flat))
         with torch.inference_mode():
@@ -70,18 +73,20 @@ class X86Program(Program):
     def compile(self) -> Callable[..., Any]:
         """Returns the program under `torch.compile`, with the same kernels and fused loops between them.
 
+        It checks its inputs as the program does.
+
         Raises:
             LoweringError: there is no C++ compiler.
         """
         register_fakes()
-        return compiled(for_compilers(self.portable))
+        return compiled(for_compilers(self.portable), self._signature)
 
     def package(self, path: str | Path) -> Path:
         """Compiles the program ahead of time (AOTInductor) into a `.pt2` package and returns its path.
 
         `torch._inductor.aoti_load_package(path)` loads and runs it, without quantplug and without the
         model's code; sizes that `dynamic_shapes` left open stay open. The package is bound to this
-        machine's instruction set.
+        machine's instruction set, and checks its inputs only with AOTI_RUNTIME_CHECK_INPUTS=1 in the environment.
 
         Raises:
             ArtefactError: the path cannot be written.

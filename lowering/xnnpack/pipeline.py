@@ -21,6 +21,7 @@ from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.graph import compute_nodes, require_graph_module
 from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.program import LoweredOp
+from quantplug.lowering.signature import Signature
 from quantplug.lowering.sizes import write_sizes_out
 from quantplug.lowering.xnnpack.comparison import agreement
 from quantplug.lowering.xnnpack.conversions import is_conversion, is_dequantize, operator_name
@@ -28,7 +29,7 @@ from quantplug.lowering.xnnpack.half import compute_in_float32
 from quantplug.lowering.xnnpack.legalize import Legalized, legalize, runs_alone
 from quantplug.lowering.xnnpack.partition import keeping_whole, partitioner
 from quantplug.lowering.xnnpack.placement import place, taken_by_others
-from quantplug.lowering.xnnpack.program import Signature, XNNPACKProgram
+from quantplug.lowering.xnnpack.program import XNNPACKProgram
 from quantplug.lowering.xnnpack.records import recorded_kernel_calls
 from quantplug.lowering.xnnpack.runtime import Method, check_threads, quiet
 from quantplug.lowering.xnnpack.tables import read_tables_by_row
@@ -227,7 +228,8 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
     ops, counts = place(task.working, edge.exported_program(), calls, legal.floats)
     others = taken_by_others(edge.exported_program(), graph)
     ops = [_outside(op, legal.portable, others) for op in ops]
-    return XNNPACKProgram(Method(buffer, task.threads), ops, counts, _signature(exported))
+    method, signature = Method(buffer, task.threads), Signature.of_exported(exported)
+    return XNNPACKProgram(method, ops, counts, signature, exported.call_spec.out_spec)
 
 
 def _starting_from_state(program: torch.export.ExportedProgram) -> Any:
@@ -248,17 +250,3 @@ def _outside(placed: LoweredOp, portable: Mapping[str, str], others: Mapping[str
     if placed.node in portable:
         return replace(placed, placement="portable", reason=portable[placed.node])
     return placed
-
-
-def _signature(exported: torch.export.ExportedProgram) -> Signature:
-    by_name = {node.name: node for node in exported.graph.nodes}
-    inputs: list[tuple[torch.dtype, tuple[int | None, ...]] | None] = []
-    for name in exported.graph_signature.user_inputs:
-        value = by_name[name].meta.get("val") if isinstance(name, str) else None
-        if isinstance(value, Tensor):
-            inputs.append((value.dtype, tuple(s if isinstance(s, int) else None for s in value.shape)))
-        else:
-            inputs.append(None)
-    out_spec = exported.call_spec.out_spec
-    positional = exported.call_spec.in_spec.child(0)
-    return Signature(tuple(inputs), positional, lambda flat: pytree.tree_unflatten(flat, out_spec))

@@ -1,16 +1,16 @@
 """The artefact: an ExecuTorch program in memory, loaded in the real runtime."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from quantplug.core.errors import ArtefactError, LoweringError
+from quantplug.core.errors import ArtefactError
 from quantplug.lowering.program import LoweredOp, Program
+from quantplug.lowering.signature import Signature
 from quantplug.lowering.xnnpack.runtime import Method
 
 
@@ -49,13 +49,14 @@ class XNNPACKProgram(Program):
         method: Method,
         ops: Sequence[LoweredOp],
         counts: KernelCounts,
-        signature: "Signature",
+        signature: Signature,
+        out_spec: pytree.TreeSpec,
     ) -> None:
         self.ops = tuple(ops)
         self.counts = counts
         self.sqnr = float("nan")
         self._method = method
-        self._signature = signature
+        self._signature, self._out_spec = signature, out_spec
 
     def __call__(self, *inputs: Any) -> Any:
         """Runs the program in the ExecuTorch runtime.
@@ -69,7 +70,9 @@ class XNNPACKProgram(Program):
         Raises:
             LoweringError: the inputs do not fit the program, or the runtime fails.
         """
-        return self._signature.pack(self._method(self._signature.flatten(inputs)))
+        flat = self._signature.flatten(inputs)
+        outputs = self._method([leaf.detach().contiguous() if isinstance(leaf, Tensor) else leaf for leaf in flat])
+        return pytree.tree_unflatten(outputs, self._out_spec)
 
     def restart(self) -> None:
         """Puts the buffers that the program writes (a cache, a counter) back to what the model began with."""
@@ -107,50 +110,3 @@ class XNNPACKProgram(Program):
         except OSError as error:
             raise ArtefactError(f"The program cannot be written to '{target}': {error.strerror}.") from error
         return target
-
-
-@dataclass(frozen=True)
-class Signature:
-    """Structure, dtypes and shapes that a program takes, and the structure it returns.
-
-    Attributes:
-        inputs: (dtype, sizes) of each flat input, None for what is no tensor; a dynamic size is None.
-        in_spec: pytree of the positional inputs.
-        pack: from flat outputs to the model's structure.
-    """
-
-    inputs: tuple[tuple[torch.dtype, tuple[int | None, ...]] | None, ...]
-    in_spec: pytree.TreeSpec
-    pack: Callable[[list[Any]], Any]
-
-    def flatten(self, inputs: Sequence[Any]) -> list[Any]:
-        """Returns the inputs flat and contiguous.
-
-        Raises:
-            LoweringError: number, dtype or shape differ from the exported model's.
-        """
-        flat, spec = pytree.tree_flatten(tuple(inputs))
-        if len(flat) != len(self.inputs) or spec != self.in_spec:
-            raise LoweringError(
-                f"The program takes inputs of structure {self.in_spec}, found {spec}; pass them as they were exported."
-            )
-        return [self._checked(i, value) for i, value in enumerate(flat)]
-
-    def _checked(self, index: int, value: Any) -> Any:
-        expected = self.inputs[index]
-        if expected is None:
-            return value
-        dtype, sizes = expected
-        found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        if (
-            not isinstance(value, Tensor)
-            or value.dtype != dtype
-            or value.dim() != len(sizes)
-            or any(want is not None and have != want for have, want in zip(value.shape, sizes, strict=True))
-        ):
-            shape = tuple("dynamic" if s is None else s for s in sizes)
-            raise LoweringError(
-                f"Input {index} of the program is {dtype} {shape}, found {found}; "
-                "pass it so, or export with dynamic shapes."
-            )
-        return value.detach().contiguous()

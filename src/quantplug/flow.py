@@ -93,12 +93,14 @@ def quantize(
         lowering: options of the backend's lowering.
 
     Raises:
-        ConfigError: unknown backend or config, or calibration data is missing or cannot be read twice.
+        ConfigError: unknown backend, config or option of the lowering, or calibration data is missing or cannot be
+            read twice.
         ModelError: the model cannot be exported, or no operator of it can be quantized.
         CalibrationError: the calibration data is empty, not finite or does not fit the model.
         LoweringError: the backend cannot run the result.
     """
     quantizer = _quantizer(backend, config)
+    quantizer.backend.require_lowering_options(lowering)
     inputs = _as_tuple(example_inputs)
     if calibration is None and quantizer.needs_calibration:
         raise ConfigError(

@@ -93,7 +93,7 @@ def test_another_float_dtype_is_refused(block):
 @pytest.mark.parametrize(("rows", "is_streamed"), [(1, True), (4, True), (5, False)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_compilers_get_a_large_weight_of_few_rows_streamed(rows, is_streamed, bias, monkeypatch):
-    monkeypatch.setattr(few_rows, "reads_slowly", lambda: True)
+    monkeypatch.setattr(few_rows, "kernels_saturate", lambda: True)
     monkeypatch.setattr(few_rows, "LEAST_HALF_ELEMENTS", 2**14)
     torch.manual_seed(0)
     inputs = (torch.randn(rows, 256),)

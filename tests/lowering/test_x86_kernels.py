@@ -414,7 +414,7 @@ def test_convolutions_of_any_geometry_stay_within_a_step(
 def test_a_large_weight_of_few_rows_is_read_by_the_kernel_that_reads_it_faster(
     rows, is_streamed, bias, between, fits, monkeypatch
 ):
-    monkeypatch.setattr(few_rows, "reads_slowly", lambda: True)
+    monkeypatch.setattr(few_rows, "most_rows", lambda: 16)
     monkeypatch.setattr(few_rows, "LEAST_ELEMENTS", 2**12)
     torch.manual_seed(0)
     model = Product(F.linear, (64, 64), between, bias=bias, after={"scale": 0.4, "zero_point": 40})
@@ -426,7 +426,7 @@ def test_a_large_weight_of_few_rows_is_read_by_the_kernel_that_reads_it_faster(
 
 
 def test_programs_with_streamed_weights_are_saved_as_they_were_before_packing(monkeypatch, tmp_path):
-    monkeypatch.setattr(few_rows, "reads_slowly", lambda: True)
+    monkeypatch.setattr(few_rows, "most_rows", lambda: 16)
     monkeypatch.setattr(few_rows, "LEAST_ELEMENTS", 2**12)
     torch.manual_seed(0)
     x = torch.randn(2, 64)
@@ -437,7 +437,7 @@ def test_programs_with_streamed_weights_are_saved_as_they_were_before_packing(mo
     loaded = X86Program.load(program.save(tmp_path / "model.pt2"))
     assert torch.backends.quantized.engine == engine
     assert torch.equal(loaded(x), program(x))
-    monkeypatch.setattr(few_rows, "reads_slowly", lambda: False)
+    monkeypatch.setattr(few_rows, "most_rows", lambda: 0)
     elsewhere = X86Program.load(tmp_path / "model.pt2")
     assert [str(n.target) for n in elsewhere.module.graph.nodes].count("onednn.qlinear_pointwise.default") == 2
     torch.testing.assert_close(elsewhere(x), program(x), rtol=0, atol=1e-4)

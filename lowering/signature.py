@@ -1,0 +1,168 @@
+"""What a program takes: the structure of its inputs, dtype and sizes of each tensor, and values that export fixed.
+
+A kernel given another size than it was lowered for reads what is there, and the wrong number comes out silently: an
+average divides by the number of elements that it was lowered with. Every program therefore checks its inputs.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from quantplug.core.errors import LoweringError
+
+
+@dataclass(frozen=True)
+class TensorInput:
+    """One tensor that a program takes.
+
+    Attributes:
+        dtype: the one it has.
+        sizes: each a number, or the name of a size that is open; sizes of one name are equal within a call.
+    """
+
+    dtype: torch.dtype
+    sizes: tuple[int | str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} ({', '.join(map(str, self.sizes))}{',' if len(self.sizes) == 1 else ''})"
+
+
+@dataclass(frozen=True)
+class FixedInput:
+    """An input that is no tensor; export wrote its value into the graph."""
+
+    value: Any
+
+    def __str__(self) -> str:
+        return repr(self.value)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The inputs of a program.
+
+    Attributes:
+        inputs: each flat input; None for a number that was left open.
+        structure: pytree of the positional inputs.
+    """
+
+    inputs: tuple[TensorInput | FixedInput | None, ...]
+    structure: pytree.TreeSpec
+
+    @classmethod
+    def of_graph(cls, graph: fx.Graph, example_inputs: tuple[Any, ...]) -> "Signature":
+        """Reads what a graph module's graph takes from what export recorded of its placeholders.
+
+        Raises:
+            LoweringError: the example inputs have another number of leaves.
+        """
+        values = (node.meta.get("val") for node in graph.nodes if node.op == "placeholder")
+        return cls._of_values(values, pytree.tree_structure(example_inputs))
+
+    @classmethod
+    def of_exported(cls, exported: torch.export.ExportedProgram) -> "Signature":
+        """Reads what an exported program takes, whose graph has placeholders for weights too."""
+        found = {node.name: node.meta.get("val") for node in exported.graph.nodes}
+        specs = exported.graph_signature.input_specs
+        values = (found[spec.arg.name] for spec in specs if spec.kind is InputKind.USER_INPUT)
+        return cls._of_values(values, exported.call_spec.in_spec.child(0))
+
+    @classmethod
+    def _of_values(cls, values: Iterable[Any], structure: pytree.TreeSpec) -> "Signature":
+        inputs = tuple(map(_described, values))
+        if len(inputs) != structure.num_leaves:
+            raise LoweringError(
+                f"The graph takes {len(inputs)} flat inputs, the example inputs hold {structure.num_leaves}; "
+                "pass inputs as it was exported with."
+            )
+        return cls(inputs, structure)
+
+    def flatten(self, inputs: Sequence[Any]) -> list[Any]:
+        """Returns the flat inputs.
+
+        Raises:
+            LoweringError: structure, dtype, size or value differ from the exported model's.
+        """
+        flat, structure = pytree.tree_flatten(tuple(inputs))
+        if structure != self.structure:
+            raise LoweringError(
+                f"The program takes inputs of structure {_text(self.structure)}, found {_text(structure)}; "
+                "pass them as they were exported."
+            )
+        opened: dict[str, int] = {}
+        for index, (expected, value) in enumerate(zip(self.inputs, flat, strict=True)):
+            if expected is not None and not _fits(expected, value, opened):
+                raise LoweringError(_objection(index, expected, value, opened))
+        return flat
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the signature as what `json` writes."""
+        return {"structure": pytree.treespec_dumps(self.structure), "inputs": [_written(each) for each in self.inputs]}
+
+    @classmethod
+    def from_json(cls, written: dict[str, Any]) -> "Signature":
+        """Returns the signature that `to_json` gave."""
+        return cls(tuple(map(_read, written["inputs"])), pytree.treespec_loads(written["structure"]))
+
+
+def _described(value: Any) -> TensorInput | FixedInput | None:
+    if isinstance(value, Tensor):
+        return TensorInput(value.dtype, tuple(size if isinstance(size, int) else str(size) for size in value.shape))
+    return FixedInput(value) if value is None or isinstance(value, bool | int | float | str) else None
+
+
+def _fits(expected: TensorInput | FixedInput, value: Any, opened: dict[str, int]) -> bool:
+    if isinstance(expected, FixedInput):
+        return type(value) is type(expected.value) and bool(value == expected.value)
+    if not isinstance(value, Tensor) or value.dtype != expected.dtype:
+        return False
+    shape, sizes = value.shape, expected.sizes
+    if shape == sizes:
+        return True
+    return len(shape) == len(sizes) and all(
+        have == (want if isinstance(want, int) else opened.setdefault(want, have))
+        for have, want in zip(shape, sizes, strict=True)
+    )
+
+
+def _objection(index: int, expected: TensorInput | FixedInput, value: Any, opened: dict[str, int]) -> str:
+    if isinstance(expected, FixedInput):
+        return (
+            f"Input {index} of the program was {expected} when the model was exported, found {_found(value)}; "
+            "export and lower it with the other value."
+        )
+    named = [f"{size} = {opened[size]}" for size in dict.fromkeys(expected.sizes) if size in opened]
+    where = f" with {', '.join(map(str, named))}" if named else ""
+    return (
+        f"Input {index} of the program is {expected}{where}, found {_found(value)}; "
+        "pass it so, or export with dynamic shapes."
+    )
+
+
+def _found(value: Any) -> str:
+    return str(_described(value)) if isinstance(value, Tensor) else f"{type(value).__name__} {value!r}"
+
+
+def _text(structure: pytree.TreeSpec) -> str:
+    return " ".join(str(structure).split())
+
+
+def _written(given: TensorInput | FixedInput | None) -> dict[str, Any] | None:
+    if given is None:
+        return None
+    if isinstance(given, FixedInput):
+        return {"value": given.value}
+    return {"dtype": str(given.dtype).removeprefix("torch."), "sizes": list(given.sizes)}
+
+
+def _read(written: dict[str, Any] | None) -> TensorInput | FixedInput | None:
+    if written is None:
+        return None
+    if "value" in written:
+        return FixedInput(written["value"])
+    return TensorInput(getattr(torch, written["dtype"]), tuple(written["sizes"]))
