@@ -6,6 +6,7 @@ activations, normalizations) is fused into loops.
 
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,27 @@ class FuseSums(CustomGraphPass):
 def options() -> dict[str, Any]:
     """Returns inductor's options: constants folded (so weights are packed when compiling), sums fused."""
     return {"freezing": True, "post_grad_custom_post_pass": FuseSums()}
+
+
+def package_options() -> dict[str, Any]:
+    """Returns inductor's options for a package, whose weights lie where kernels load them fastest.
+
+    torch 2.13's packages copy their weights into what `malloc` gives (`RAII_cpuMalloc` of `aoti_runtime/model_base.h`),
+    which for large memory begins 16 bytes into a page: every vector that a kernel loads crosses two cache lines. There
+    is no option for it, but the text of C declarations that inductor writes into the library (meant for operators with
+    shims of their own) may define a function: a `malloc` that only this library sees and that aligns what it gives. On
+    an Intel Xeon with AMX packages take 0.7 to 0.97 of the time.
+    """
+    declared = {"aot_inductor.custom_ops_to_c_shims": {torch.ops.onednn.qlinear_prepack.default: [_ALIGNED]}}
+    return {**options(), **(declared if sys.platform == "linux" else {})}
+
+
+_ALIGNED = """
+void* malloc(size_t size) noexcept {
+    __asm__(".hidden malloc");
+    return aligned_alloc(64, size);
+}
+"""
 
 
 def require_compiler() -> None:
@@ -86,5 +108,7 @@ def package(exported: torch.export.ExportedProgram, path: Path) -> Path:
         )
     require_compiler()
     with torch.no_grad():
-        written = torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options())
+        written = torch._inductor.aoti_compile_and_package(
+            exported, package_path=str(path), inductor_configs=package_options()
+        )
     return Path(str(written))

@@ -87,33 +87,54 @@ def _instead(
     weight = IntegerWeight(values, scales)
     reason = size_objection(x, weight, most_rows, least_elements)
     if reason is None:
-        _replace(match, given, product(match, given, weight))
+        _replace(match.root, given, product(match, given, weight))
     return reason
 
 
 def _fbgemm(match: Match, given: Given, weight: IntegerWeight) -> fx.Node:
+    """Inserts the kernel, which takes float32 and quantizes it itself."""
     node, parameters = match.root, (given["x_scale"], given["x_zero_point"])
-    integers = (given["qx"], *parameters, *FULL_RANGE[torch.uint8], torch.uint8)
-    x = call(node, QD.dequantize_per_tensor.default, integers, given["qx"], torch.float32)
-    target = quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
-    return call(node, target, (x, *parameters, _packed(match, weight)), node, torch.float32)
+    x = _real(node, given["qx"], (*parameters, *FULL_RANGE[torch.uint8], torch.uint8))
+    has_relu = given["post_op_name"] == "relu"
+    args = (x, *parameters, _packed(match, weight))
+    product = call(node, _WITH_RELU if has_relu else _PLAIN, args, node, torch.float32)
+    return product if has_relu else _activated(node, given, product)
+
+
+def _real(before: fx.Node, integers: fx.Node, parameters: tuple[Any, ...]) -> fx.Node:
+    """Returns the float32 tensor that was quantized to these integers, or else dequantizes them."""
+    if integers.target is QD.quantize_per_tensor.default and tuple(integers.args[1:]) == parameters:
+        real = integers.args[0]
+        found = tensor_value(real) if isinstance(real, fx.Node) else None
+        if isinstance(real, fx.Node) and found is not None and found.dtype == torch.float32:
+            return real
+    return call(before, QD.dequantize_per_tensor.default, (integers, *parameters), integers, torch.float32)
 
 
 def _half(match: Match, given: Given, weight: IntegerWeight) -> fx.Node:
-    half = call(match.root, aten.to.dtype, (given["qx"], torch.bfloat16), given["qx"], torch.bfloat16)
-    centred = call(match.root, aten.sub.Tensor, (half, given["x_zero_point"]), half)  # exact: 8 bits
-    return product_in_half(match, centred, weight.values, weight.scales * given["x_scale"])
+    node = match.root
+    half = call(node, aten.to.dtype, (given["qx"], torch.bfloat16), given["qx"], torch.bfloat16)
+    centred = call(node, aten.sub.Tensor, (half, given["x_zero_point"]), half)  # exact: 8 bits
+    return _activated(node, given, product_in_half(match, centred, weight.values, weight.scales * given["x_scale"]))
 
 
+_PLAIN = quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+_WITH_RELU = quantized.linear_with_input_q_dq_qweight_dq_relu_output_fp32.default
 _FUNCTIONS = {"none": None, "relu": aten.relu.default, "hardtanh": aten.hardtanh.default}
 
 
-def _replace(match: Match, given: Given, product: fx.Node) -> None:
-    """Puts a float product in the place of a kernel, with what the kernel did to its result."""
-    node, dtype, function = match.root, given["output_dtype"], _FUNCTIONS[given["post_op_name"]]
-    if function is not None:
-        bounds = given["post_op_args"] if function is aten.hardtanh.default else ()
-        product = call(node, function, (product, *bounds), product)
+def _activated(node: fx.Node, given: Given, product: fx.Node) -> fx.Node:
+    """Returns a product behind the function that the kernel had fused."""
+    function = _FUNCTIONS[given["post_op_name"]]
+    if function is None:
+        return product
+    bounds = given["post_op_args"] if function is aten.hardtanh.default else ()
+    return call(node, function, (product, *bounds), product)
+
+
+def _replace(node: fx.Node, given: Given, product: fx.Node) -> None:
+    """Puts a float product in the place of a kernel, quantized if the kernel's result was."""
+    dtype = given["output_dtype"]
     if dtype != torch.float32:
         to = (given["output_scale"], given["output_zero_point"], *FULL_RANGE[dtype], dtype)
         product = call(node, QD.quantize_per_tensor.default, (product, *to), product, dtype)

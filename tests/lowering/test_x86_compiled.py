@@ -4,6 +4,7 @@ import copy
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,17 @@ def test_a_package_runs_without_quantplug_and_takes_other_batch_sizes(lowered, t
         x = torch.randn(size, 3, 8, 8)
         torch.save((x, program(x)), tmp_path / f"{size}.pt")
     subprocess.run([sys.executable, "-c", ALONE, str(path), str(tmp_path)], check=True, cwd=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="where packages have a malloc of their own")
+def test_a_packages_library_aligns_its_weights(lowered, tmp_path):
+    with zipfile.ZipFile(lowered[2].package(tmp_path / "model.pt2")) as archive:
+        library = next(name for name in archive.namelist() if name.endswith(".so"))
+        listed = subprocess.run(["nm", archive.extract(library, tmp_path)], check=True, capture_output=True, text=True)
+    functions = {line.split()[-1]: line.split()[-2] for line in listed.stdout.splitlines()}
+    assert functions["malloc"] == "t", "a local function: nobody else's memory comes from it"
+    assert functions["aligned_alloc@GLIBC_2.16"] == "U"
 
 
 def test_without_a_compiler_compiling_is_refused_and_eager_still_runs(lowered, tmp_path, monkeypatch):
