@@ -14,6 +14,7 @@ from quantplug.core.graph import require_graph_module
 from quantplug.lowering.placement import place, record
 from quantplug.lowering.program import require_float_dtype
 from quantplug.lowering.rewriting import apply, finish
+from quantplug.lowering.x86.attention import OPEN_MASKS
 from quantplug.lowering.x86.autotune import always_integer, measured, measured_half
 from quantplug.lowering.x86.cleaning import clean
 from quantplug.lowering.x86.embedding import EMBEDDINGS
@@ -24,6 +25,7 @@ from quantplug.lowering.x86.pooling import AVERAGES
 from quantplug.lowering.x86.products import PAIR, products
 from quantplug.lowering.x86.program import X86Program
 from quantplug.lowering.x86.weight_only import WEIGHT_ONLY
+from quantplug.lowering.xnnpack.rewrites.folding import all_constant_expressions_are_folded
 
 
 def lower(
@@ -56,8 +58,10 @@ def lower(
     module = _copied(require_graph_module(converted, "lower"))
     _require_inputs(module, example_inputs)
     require_float_dtype(float_dtype)
+    all_constant_expressions_are_folded(module)
     recorded = record(module.graph)
     clean(module, example_inputs)
+    apply(module.graph, OPEN_MASKS)
     move(module.graph)
     choose = measured(module, example_inputs) if autotune else always_integer
     apply(module.graph, (*products(choose), *WEIGHT_ONLY, *AVERAGES, *EMBEDDINGS))
