@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import optimization_hint
 from torch.fx.node import map_arg
 
 from quantplug.core.errors import ModelError
@@ -110,6 +111,12 @@ def tensor_value(node: Any) -> Tensor | None:
     if value is None and is_constant(node):
         value = constant_value(node)
     return value if isinstance(value, Tensor) else None
+
+
+def likely_sizes(node: Any) -> tuple[int, ...]:
+    """Returns the sizes that a node's tensor most likely has, those of the example where they are open; () for none."""
+    found = tensor_value(node)
+    return () if found is None else tuple(optimization_hint(size) for size in found.shape)
 
 
 def rank(node: Any) -> int | None:

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import optimization_hint
 
-from quantplug.core.graph import operands, tensor_value
+from quantplug.core.graph import likely_sizes, operands, tensor_value
 from quantplug.core.pattern import operator_overloads
 
 
@@ -28,26 +27,21 @@ def shares(graph: fx.Graph) -> dict[fx.Node, float]:
     return {node: count / total for node, count in counts.items() if count}
 
 
-def _sizes(node: Any) -> list[int]:
-    found = tensor_value(node)
-    return [] if found is None else [optimization_hint(size) for size in found.shape]
-
-
 def _by_weight(node: fx.Node, given: dict[str, Any]) -> int:
     """Each output is the sum over one filter, or of a transposed convolution each input goes into one."""
-    weight, is_transposed = _sizes(given["weight"]), "transpose" in str(node.target) or given.get("transposed")
-    written = _sizes(given["input"] if is_transposed else node)
+    weight, is_transposed = likely_sizes(given["weight"]), "transpose" in str(node.target) or given.get("transposed")
+    written = likely_sizes(given["input"] if is_transposed else node)
     return math.prod(written) * math.prod(weight[1:])
 
 
 def _by_matrix(node: fx.Node, given: dict[str, Any]) -> int:
     names = ("mat1", "batch1", "self")
     first = next(given[name] for name in names if name in given)
-    return math.prod(_sizes(node)) * _sizes(first)[-1]
+    return math.prod(likely_sizes(node)) * likely_sizes(first)[-1]
 
 
 def _by_attention(node: fx.Node, given: dict[str, Any]) -> int:
-    return 2 * math.prod(_sizes(given["query"])) * _sizes(given["key"])[-2]
+    return 2 * math.prod(likely_sizes(given["query"])) * likely_sizes(given["key"])[-2]
 
 
 _COUNTS: dict[Any, Callable[[fx.Node, dict[str, Any]], int]] = {

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import optimization_hint
 
-from quantplug.core.graph import tensor_value
+from quantplug.core.graph import likely_sizes, tensor_value
 
 HALF = torch.bfloat16
 
@@ -78,7 +78,7 @@ def measured_half(is_free: Callable[[fx.Node], bool], repeats: int = 30) -> Call
     known: dict[Hashable, str | None] = {}
 
     def choose(node: fx.Node) -> str | None:
-        sources = tuple((_sizes(source), is_free(source)) for source in node.all_input_nodes)
+        sources = tuple((likely_sizes(source), is_free(source)) for source in node.all_input_nodes)
         key = (node.target, sources, _literals(node))
         if key not in known:
             known[key] = _half_objection(node, is_free, repeats)
@@ -114,11 +114,6 @@ def _converted(x: Any, dtype: torch.dtype) -> Any:
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def _sizes(node: fx.Node) -> tuple[int, ...]:
-    found = tensor_value(node)
-    return () if found is None else tuple(optimization_hint(size) for size in found.shape)
-
-
 def _literals(node: fx.Node) -> str:
     """Returns the operands that are no tensors, as text."""
     return str(fx.node.map_arg((node.args, node.kwargs), lambda source: None))
@@ -128,7 +123,7 @@ def _example(node: fx.Node) -> Any:
     found = tensor_value(node)
     if found is None:
         return optimization_hint(node.meta["val"])
-    return torch.ones(_sizes(node), dtype=found.dtype)
+    return torch.ones(likely_sizes(node), dtype=found.dtype)
 
 
 class _Shapes(fx.Interpreter):

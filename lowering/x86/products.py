@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import optimization_hint
 
-from quantplug.core.graph import constant_value, operands, rank, tensor_value
+from quantplug.core.graph import constant_value, likely_sizes, operands, rank
 from quantplug.core.pattern import Match, Op, op, optional, value
 from quantplug.lowering.qparams import IntegerWeight, QParams, dequantize, integer_weight, qparams
 from quantplug.lowering.rewriting import Rule, absorb, call, constant, replace
@@ -41,14 +40,13 @@ def _constants(before: fx.Node, weight: IntegerWeight, name: str) -> tuple[fx.No
     )
 
 
-def _sizes(activation: fx.Node) -> list[int] | None:
-    """Returns the sizes of an activation that kernels most likely meet.
+def _packed_for(activation: fx.Node) -> list[int] | None:
+    """Returns the sizes of an activation that a weight is packed for, None if they are not known.
 
     The layout of a packed weight depends on them: where a kernel wants another one, it reorders the weight at every
     call, which takes as long as a 3x3 convolution of 512 channels and thirty times a 1x1 convolution of 96.
     """
-    found = tensor_value(activation)
-    return None if found is None else [optimization_hint(size) for size in found.shape]
+    return list(likely_sizes(activation)) or None
 
 
 def _as_matrix(sizes: list[int] | None) -> list[int] | None:
@@ -89,7 +87,7 @@ def convolve(match: Match, weight: IntegerWeight, geometry: Geometry) -> None:
     scale, zero_point = params.scale, params.zero_point
     # The layout of the weight is the same for any scale of the activation, so that one of run time needs no other.
     known = (scale, zero_point) if params.is_static else (1.0, 0)
-    settings = (*known, *geometry, _sizes(match["integers"]))
+    settings = (*known, *geometry, _packed_for(match["integers"]))
     packed = call(node, onednn.qconv_prepack.default, (values, scales, *settings), node)
     packed.meta["val"] = values.meta["val"]
     kernel_of = onednn.qconv_pointwise.default if params.is_static else onednn.qconv_pointwise.tensor
@@ -104,7 +102,7 @@ def _measured_convolution(choose: Choice, match: Match, weight: IntegerWeight, g
     if choose is always_integer:
         return None
     zeros, scale = torch.zeros(weight.values.shape[0], dtype=torch.int32), weight.scales
-    packed = onednn.qconv_prepack(weight.values, scale, 0.02, 128, *geometry, _sizes(match["integers"]))
+    packed = onednn.qconv_prepack(weight.values, scale, 0.02, 128, *geometry, _packed_for(match["integers"]))
     floats = weight.values.float()
     run = (aten.conv1d, aten.conv2d, aten.conv3d)[floats.dim() - 3]
 
@@ -179,7 +177,7 @@ def _lower_linear(channel_axis: int, choose: Choice) -> Callable[[Match], str | 
         if reason:
             return reason
         values, scales, zeros = _constants(node, weight, node.name)
-        packed = call(node, onednn.qlinear_prepack.default, (values, _as_matrix(_sizes(match["integers"]))), node)
+        packed = call(node, onednn.qlinear_prepack.default, (values, _as_matrix(_packed_for(match["integers"]))), node)
         packed.meta["val"] = values.meta["val"].t()
         kernel_of = onednn.qlinear_pointwise.default if params.is_static else onednn.qlinear_pointwise.tensor
         args = (match["integers"], params.scale, params.zero_point, packed, scales, zeros, match.get("bias"))
@@ -197,7 +195,7 @@ def _measured_linear(choose: Choice, match: Match, weight: IntegerWeight) -> str
     if choose is always_integer or (is_static and is_read_faster(match["integers"], weight)):
         return None
     zeros, scale = torch.zeros(weight.values.shape[0], dtype=torch.int32), weight.scales
-    packed = onednn.qlinear_prepack(weight.values, _as_matrix(_sizes(match["integers"])))
+    packed = onednn.qlinear_prepack(weight.values, _as_matrix(_packed_for(match["integers"])))
     floats = weight.values.float()
 
     def integer(x: Tensor) -> Tensor:
