@@ -3,7 +3,7 @@
 Before: a cleaned q/dq graph is recorded; after the rules the lowered graph is compared with the record.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import fx
@@ -28,15 +28,19 @@ def record(graph: fx.Graph) -> tuple[LoweredOp, ...]:
     return tuple(LoweredOp(node.name, str(node.target), module_path(node), "float") for node in found)
 
 
-def place(recorded: tuple[LoweredOp, ...], graph: fx.Graph, library: str = "") -> tuple[LoweredOp, ...]:
+def place(
+    recorded: tuple[LoweredOp, ...], graph: fx.Graph, library: str = "", folded: Iterable[str] = ()
+) -> tuple[LoweredOp, ...]:
     """Returns the recorded operators with their placement in a lowered graph.
 
     Args:
         recorded: what `record` returned.
         graph: the graph that the rules left.
         library: the namespace of the target's kernels; operators on integer tensors count in any case.
+        folded: names of operators that became constants.
     """
-    reasons = dict(_reasons(graph, library))
+    once = dict.fromkeys(folded, "it is the same at every call, and computed once")
+    reasons = once | dict(_reasons(graph, library))
     return tuple(_placed(operator, reasons.get(operator.node, "")) for operator in recorded)
 
 

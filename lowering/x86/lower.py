@@ -58,8 +58,9 @@ def lower(
     module = _copied(require_graph_module(converted, "lower"))
     _require_inputs(module, example_inputs)
     require_float_dtype(float_dtype)
-    all_constant_expressions_are_folded(module)
     recorded = record(module.graph)
+    all_constant_expressions_are_folded(module)
+    folded = {operator.node for operator in recorded} - {node.name for node in module.graph.nodes}
     clean(module, example_inputs)
     apply(module.graph, OPEN_MASKS)
     move(module.graph)
@@ -73,7 +74,7 @@ def lower(
         compute_in_half(module.graph, measured_half(is_half_for_free))
     finish(module)
     program = X86Program(module, example_inputs, dynamic_shapes, pair=pair)
-    program.ops = place(recorded, program.module.graph, "onednn")
+    program.ops = place(recorded, program.module.graph, "onednn", folded)
     return program
 
 

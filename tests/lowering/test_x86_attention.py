@@ -58,6 +58,9 @@ def test_a_mask_that_masks_nothing_is_not_read(seen, is_masked, opened):
     (attention,) = calls(program, aten.scaled_dot_product_attention.default)
     assert len(attention.all_input_nodes) == (4 if is_masked else 3)
     assert not calls(program, aten.arange.default, aten.ge.Scalar, aten.le.Tensor), "they are the same at every call"
+    computed = {operator.target: operator for operator in program.ops if "computed once" in operator.reason}
+    assert "aten.arange.default" in computed
+    assert {operator.placement for operator in computed.values()} == {"float"}
     found, expected = program(x), graph(x)
     assert torch.equal(found.isnan(), expected.isnan())
     assert sqnr(expected.nan_to_num(), found.nan_to_num()) > 40
