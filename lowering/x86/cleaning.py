@@ -24,12 +24,10 @@ def clean(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:
     """Removes what computes nothing, folds constants, gives every node a value, makes activations uint8."""
     _remove_guards(module.graph)
     make_functional(module.graph)
-    apply(module.graph, (*NO_OPS, *VIEWS))
-    if not any(_schema_name(node) in READS_MEMORY for node in module.graph.nodes):
-        apply(module.graph, LAYOUTS)
+    apply(module.graph, NO_OPS)
     _fold_quantized_constants(module.graph)
     _give_values(module, example_inputs)
-    apply(module.graph, MEMORY)
+    apply(module.graph, LAYOUT_FREE)
     apply(module.graph, TO_UNSIGNED)
 
 
@@ -58,23 +56,6 @@ NO_OPS = (
 )
 
 
-def _any_layout(match: Match) -> str | None:
-    strangers = [user for user in match.root.users if user.target not in TAKES_ANY_LAYOUT]
-    if strangers:
-        return f"{strangers[0].target} may need it"
-    return _skip(match)
-
-
-# operators that read memory as it lies
-READS_MEMORY = ("aten::as_strided", "aten::view_as_real", "aten::view_as_complex")
-TAKES_ANY_LAYOUT = op(
-    *("select", "slice.Tensor", "reshape", "transpose.int", "permute", "unsqueeze", "squeeze", "squeeze.dim"),
-    *("flatten.using_ints", "scaled_dot_product_attention", "linear", "matmul", "bmm"),
-).targets
-# Attention of nn.MultiheadAttention makes query, key and value contiguous together, and reads each as a part.
-LAYOUTS = (Rule(op("contiguous", self=value("x")), _any_layout),)
-
-
 def _reshape(match: Match) -> str | None:
     """The kernels yield channels-last memory, which a view cannot always regroup; a reshape copies then."""
     match.root.target = torch.ops.aten.reshape.default
@@ -90,8 +71,10 @@ def _pin_layout(match: Match) -> str | None:
     return None
 
 
-VIEWS = (Rule(op("view.default", "_unsafe_view", self=value("x")), _reshape),)
-MEMORY = (Rule(op("as_strided", self=value("x")), _pin_layout),)
+LAYOUT_FREE = (
+    Rule(op("view.default", "_unsafe_view", self=value("x")), _reshape),
+    Rule(op("as_strided", self=value("x")), _pin_layout),
+)
 
 
 def _fold_quantized_constants(graph: fx.Graph) -> None:

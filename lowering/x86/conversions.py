@@ -1,7 +1,7 @@
 """Conversions between float and integer tensors in as few passes over memory as eager torch offers.
 
 Before: `quantized_decomposed` nodes, which allocate a new tensor for each of four steps. After: the same
-steps in the same order, so the same integers, in place where the memory is nobody else's.
+steps in the same order, so the same integers, in place after the first.
 """
 
 import torch
@@ -10,7 +10,6 @@ from torch import fx
 from quantplug.core.pattern import Match, value
 from quantplug.lowering.qparams import QParams, dequantize, is_static, qparams, quantize
 from quantplug.lowering.rewriting import Rule, absorb, apply, call, replace
-from quantplug.lowering.x86.functional import is_view
 
 aten = torch.ops.aten
 
@@ -37,18 +36,12 @@ def _quantize(match: Match) -> str | None:
 def _integers(match: Match, params: QParams) -> fx.Node:
     node = match.root
     assert isinstance(params.scale, float)
-    multiply = aten.mul_.Tensor if _may_overwrite(match["x"]) else aten.mul.Tensor
-    scaled = call(node, multiply, (match["x"], 1.0 / params.scale), match["x"])
+    scaled = call(node, aten.mul.Tensor, (match["x"], 1.0 / params.scale), match["x"])
     step = call(node, aten.round_.default, (scaled,), scaled)
     if params.zero_point:
         step = call(node, aten.add_.Tensor, (step, params.zero_point), step)
     step = call(node, aten.clamp_.default, (step, params.qmin, params.qmax), step)
     return call(node, aten.to.dtype, (step, params.dtype), node, params.dtype)
-
-
-def _may_overwrite(x: fx.Node) -> bool:
-    """Tells whether a tensor is memory of its own that nobody else reads."""
-    return x.op == "call_function" and len(x.users) == 1 and not is_view(x)
 
 
 def _dequantize(match: Match) -> str | None:
