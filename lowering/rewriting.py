@@ -101,6 +101,15 @@ def call(before: fx.Node, target: Any, args: Sequence[Any], like: fx.Node, dtype
     return node
 
 
+def viewed(before: fx.Node, view: Any, source: fx.Node, *args: Any) -> fx.Node:
+    """Inserts a view of a node's tensor before a node; its value is known where the tensor's is."""
+    node = call(before, view, (source, *args), source)
+    value = tensor_value(source)
+    if value is not None:
+        node.meta["val"] = view(value, *args)
+    return node
+
+
 def constant(before: fx.Node, name: str, value: Tensor) -> fx.Node:
     """Registers a tensor as a buffer under a fresh name and inserts a node that reads it before a node."""
     owner = before.graph.owning_module

@@ -166,6 +166,21 @@ class Transformer(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+class Signal(nn.Module):
+    """A residual block of convolutions over one dimension, for [N, 4, T]; its head reads all of T = 24 steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv1d(4, 16, 5, padding=2)
+        self.one, self.two = nn.Conv1d(16, 16, 3, padding=1), nn.Conv1d(16, 16, 3, padding=2, dilation=2, groups=4)
+        self.head = nn.Linear(16 * 12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.stem(x))
+        x = F.relu(self.two(F.relu(self.one(x))) + x)
+        return self.head(F.max_pool1d(x, 2).flatten(1))
+
+
 def settled(model: nn.Module, *inputs: Tensor, steps: int = 3) -> nn.Module:
     """Returns the model in eval mode, its batch norms filled with statistics of the given inputs."""
     model.train()

@@ -16,8 +16,8 @@ from quantplug.core.pattern import Match, Op, Pattern, either, op, single_use, v
 from quantplug.lowering.qparams import QD, QParams, dequantize, qparams, quantize
 from quantplug.lowering.rewriting import Rule, absorb, apply, call, replace
 from quantplug.lowering.x86.clamps import clamp_rules
+from quantplug.lowering.x86.images import as_images
 from quantplug.lowering.x86.products import NO_SCALARS
-from quantplug.lowering.x86.signals import SIGNALS_AS_IMAGES
 
 onednn = torch.ops.onednn
 CONVOLUTION, LINEAR = "onednn::qconv_pointwise", "onednn::qlinear_pointwise"
@@ -30,7 +30,7 @@ def fuse(graph: fx.Graph) -> None:
     apply(graph, UNARIES)
     apply(graph, CLAMPS)
     apply(graph, OUTPUTS)
-    apply(graph, SIGNALS_AS_IMAGES)
+    as_images(graph)
 
 
 def fuse_sums(graph: fx.Graph) -> None:

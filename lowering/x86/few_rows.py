@@ -6,7 +6,6 @@ FBGEMM's, which computes the same integers. It takes a packed weight that is no 
 on bfloat16, whose result is at about 50 dB.
 """
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from torch import fx
 from quantplug.core.graph import constant_value, operands, tensor_value
 from quantplug.core.pattern import Match, op, optional, value
 from quantplug.lowering.qparams import FULL_RANGE, QD, IntegerWeight
-from quantplug.lowering.rewriting import Rule, apply, call, finish, fresh_name, replace
+from quantplug.lowering.rewriting import Rule, apply, call, fresh_name, replace
 from quantplug.lowering.x86.processor import has_amx, kernels_saturate
 from quantplug.lowering.x86.weight_only import product_in_half, size_objection
 
@@ -38,14 +37,10 @@ def read_faster(graph: fx.Graph) -> None:
         apply(graph, BY_FBGEMM)
 
 
-def for_compilers(portable: fx.GraphModule) -> fx.GraphModule:
-    """Returns a lowered module with torch's own kernel in the place of oneDNN's where that is slow here."""
-    if not kernels_saturate():
-        return portable
-    module = fx.GraphModule(portable, copy.deepcopy(portable.graph))
-    apply(module.graph, IN_HALF)
-    finish(module)
-    return module
+def stream(graph: fx.Graph) -> None:
+    """Puts torch's own kernel in the place of oneDNN's where that is slow here; for a graph that is compiled."""
+    if kernels_saturate():
+        apply(graph, IN_HALF)
 
 
 def most_rows() -> int:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantplug.core.graph import operands, tensor_value
+from quantplug.core.graph import operands, rank, tensor_value
 from quantplug.core.pattern import Match, each, item, op, single_use, value
 from quantplug.lowering.qparams import QD, QParams, dequantize, is_static, qparams, quantize
-from quantplug.lowering.rewriting import Rule, absorb, apply, call, replace
+from quantplug.lowering.rewriting import Rule, absorb, apply, call, replace, viewed
 from quantplug.lowering.x86.clamps import clamp_rules
 
+aten = torch.ops.aten
 MOVES = (
     *("view", "reshape", "_unsafe_view", "flatten.using_ints", "unflatten.int", "contiguous", "clone"),
     *("permute", "transpose.int", "t", "movedim.int", "squeeze", "unsqueeze"),
@@ -91,7 +92,7 @@ def _sink_relu(match: Match) -> str | None:
     params = qparams(match["dequantize"])
     integers: Any = match["integers"]
     if params.zero_point != params.qmin:
-        clamp = torch.ops.aten.clamp_min.default
+        clamp = aten.clamp_min.default
         integers = call(match.root, clamp, (integers, params.zero_point), match.root, params.dtype)
     absorb(integers, match.root)
     _dequantize_instead(match.root, integers, params)
@@ -107,7 +108,7 @@ def _sink_pad(match: Match) -> str | None:
     exact = (integer - params.zero_point) * params.scale
     if not params.qmin <= integer <= params.qmax or abs(exact - float(number)) > 1e-6 * params.scale:
         return f"the padding value {number} is no integer of its quantization"
-    pad = torch.ops.aten.constant_pad_nd.default
+    pad = aten.constant_pad_nd.default
     padded = call(match.root, pad, (match["integers"], given["pad"], integer), match.root, params.dtype)
     absorb(padded, match.root)
     _dequantize_instead(match.root, padded, params)
@@ -122,10 +123,22 @@ def _sink_max_pool(match: Match) -> str | None:
     if qparams(match["dequantize"]).dtype != torch.uint8:
         return "the integer max-pool takes torch.uint8"
     rest = (_pair(given["stride"]) or kernel, _pair(given["padding"]), _pair(given["dilation"]), given["ceil_mode"])
-    pooled = call(match.root, target, (match["integers"], kernel, *rest), match.root, torch.uint8)
+    is_single = rank(match["integers"]) == 3
+    images = viewed(match.root, aten.unsqueeze.default, match["integers"], 0) if is_single else match["integers"]
+    pooled = call(match.root, target, (_channels_last(match.root, images), kernel, *rest), match.root, torch.uint8)
     absorb(pooled, match.root)
+    if is_single:
+        pooled.meta["val"] = pooled.meta["val"].unsqueeze(0)
+        pooled = viewed(match.root, aten.squeeze.dim, pooled, 0)
     _dequantize_instead(match.root, pooled, qparams(match["dequantize"]))
     return None
+
+
+def _channels_last(before: fx.Node, images: fx.Node) -> fx.Node:
+    """Returns images in the memory in which torch 2.13 tells compilers that the max-pool's result lies."""
+    rows = viewed(before, aten.permute.default, images, (0, 2, 3, 1))
+    rows = call(before, aten.contiguous.default, (rows,), rows)
+    return viewed(before, aten.permute.default, rows, (0, 3, 1, 2))
 
 
 def _pair(found: int | list[int]) -> list[int]:
@@ -140,7 +153,7 @@ def _sink_indexed_max_pool(match: Match) -> str | None:
         return "the indices of the maximum are used"
     given = operands(indexed)
     values = [given[name] for name in ("self", "kernel_size", "stride", "padding", "dilation", "ceil_mode")]
-    plain = call(match.root, torch.ops.aten.max_pool2d.default, values, match.root)
+    plain = call(match.root, aten.max_pool2d.default, values, match.root)
     absorb(plain, indexed, match.root)
     replace(match.root, plain)
     inner = SINK_MAX_POOL.pattern.match(plain)

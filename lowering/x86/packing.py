@@ -6,6 +6,7 @@ residual sums in place, conversions in as few passes as torch offers.
 """
 
 import copy
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -32,13 +33,18 @@ def pack(portable: fx.GraphModule) -> fx.GraphModule:
     module = fx.GraphModule(portable, copy.deepcopy(portable.graph))
     read_faster(module.graph)
     fuse_sums(module.graph)
-    for node in list(module.graph.nodes):
-        constants = all(found.op == "get_attr" for found in node.all_input_nodes) and node.all_input_nodes
-        if node.target in PREPACK or (node.target in UNPACK and constants):
-            _fold(module, node)
+    fold(module, PREPACK + UNPACK)
     spell_out(module.graph)
     finish(module)
     return module
+
+
+def fold(module: fx.GraphModule, targets: Container[Any]) -> None:
+    """Computes operators of constants once, here and now; the module then holds their results."""
+    for node in list(module.graph.nodes):
+        sources = node.all_input_nodes
+        if node.target in targets and sources and all(found.op == "get_attr" for found in sources):
+            _fold(module, node)
 
 
 def _fold(module: fx.GraphModule, node: fx.Node) -> None:

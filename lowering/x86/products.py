@@ -99,7 +99,7 @@ def convolve(match: Match, weight: IntegerWeight, geometry: Geometry) -> None:
 
 
 def _measured_convolution(choose: Choice, match: Match, weight: IntegerWeight, geometry: Geometry) -> str | None:
-    if choose is always_integer:
+    if choose is always_integer or rank(match["integers"]) != weight.values.dim():
         return None
     zeros, scale = torch.zeros(weight.values.shape[0], dtype=torch.int32), weight.scales
     packed = onednn.qconv_prepack(weight.values, scale, 0.02, 128, *geometry, _packed_for(match["integers"]))

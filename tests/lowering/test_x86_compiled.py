@@ -124,14 +124,17 @@ from quantplug.lowering.x86 import X86Program, lower
 for qmax, integer in ((127, 3), (255, 0)):
     torch.manual_seed(0)
     inputs = (torch.randn(2, 3, 8, 8),)
-    graph = torch.export.export(Reference(qmax).eval(), inputs).module()
+    model = Reference(qmax).eval()
+    model.one.values.clamp_(min=120)  # beside activations of full range, sums of two products overflow
+    graph = torch.export.export(model, inputs).module()
     program = lower(graph, inputs)
     layers = [o for o in program.ops if o.target in ("aten.conv2d.default", "aten.linear.default")]
     assert sum(o.placement == "int8" for o in layers) == integer, layers
     assert all("no VNNI" in o.reason for o in layers if o.placement == "float"), layers
-    with torch.no_grad():
-        noise, signal = (program(*inputs) - graph(*inputs)).pow(2).sum(), graph(*inputs).pow(2).sum()
-    assert 10 * torch.log10(signal / noise.clamp_min(1e-30)) > 35, (signal, noise)
+    expected = graph(*inputs).detach()
+    for run in (program, program.compile()):
+        noise, signal = (run(*inputs) - expected).pow(2).sum(), expected.pow(2).sum()
+        assert 10 * torch.log10(signal / noise.clamp_min(1e-30)) > 30, (run, signal, noise)
 
 # our own quantizer: with 8 bits every product says what to do; with 7 of weights, which it takes by itself, all run
 import warnings

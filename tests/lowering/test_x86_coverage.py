@@ -155,6 +155,20 @@ def test_a_convolution_over_one_dimension_ends_in_all_that_images_end_in(activat
     assert Level.APPROXIMATE.objection(program(x), reference(x), decibels=45) is None
 
 
+@pytest.mark.parametrize("config", ["int8", "int8_dynamic"])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_a_convolution_of_one_sample_runs_as_that_of_a_batch(dims, config):
+    convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    one, two = convolution(3, 8, 3, padding=1), convolution(8, 4, 3)
+    x = torch.randn(3, *[8] * dims)
+    reference, program = quantized(nn.Sequential(one, nn.ReLU(), two), x, config=config)
+    assert config != "int8" or {op.placement for op in program.ops} == {"int8"}
+    assert Level.APPROXIMATE.objection(program(x), reference(x), decibels=60) is None
+    assert torch.allclose(
+        program(x), quantized(nn.Sequential(one, nn.ReLU(), two), x[None], config=config)[1](x[None])[0]
+    )
+
+
 @pytest.mark.parametrize("dims", [1, 3])
 def test_a_residual_sum_over_other_than_images_stays_float_and_runs(dims):
     convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]

@@ -9,6 +9,7 @@ import quantplug
 from quantplug.core.compare import sqnr
 from quantplug.core.errors import LoweringError
 from quantplug.lowering.x86 import X86Program, few_rows, lower
+from quantplug.lowering.x86.compiled import for_compilers
 
 aten = torch.ops.aten
 
@@ -100,7 +101,7 @@ def test_compilers_get_a_large_weight_of_few_rows_streamed(rows, is_streamed, bi
     layers = nn.Linear(256, 256, bias=bias), nn.ReLU(), nn.Linear(256, 64), nn.ReLU6(), nn.Linear(64, 256)
     graph = quantized(nn.Sequential(*layers), inputs)
     program = lower(graph, inputs)
-    module = few_rows.for_compilers(program.portable)
+    module = for_compilers(program.portable)
     targets = [node.target for node in module.graph.nodes]
     assert targets.count(aten._weight_int8pack_mm.default) == (3 if is_streamed else 0)
     assert aten._weight_int8pack_mm.default not in [node.target for node in program.portable.graph.nodes]

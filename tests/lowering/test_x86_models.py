@@ -17,7 +17,7 @@ import quantplug
 from quantplug.core.compare import sqnr
 
 import vision  # isort: skip
-from models import MobileNet, Recurrent, ResNet18, Transformer, settled  # isort: skip
+from models import MobileNet, Recurrent, ResNet18, Signal, Transformer, settled  # isort: skip
 
 IMAGES = (2, 3, 64, 64)
 
@@ -171,6 +171,7 @@ OWN = {
     "mobilenet": lambda: (settled(MobileNet(), torch.randn(4, 3, 32, 32)), (torch.randn(2, 3, 32, 32),)),
     "lstm": lambda: (Recurrent().eval(), (torch.randn(2, 5, 8),)),
     "transformer": lambda: (Transformer().eval(), (torch.randn(2, 5, 16),)),
+    "signal": lambda: (Signal().eval(), (torch.randn(2, 4, 24),)),
 }
 
 
@@ -244,10 +245,10 @@ assert not [name for name in sys.modules if name.startswith("quantplug")]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["int8", "int8_dynamic"])
-@pytest.mark.parametrize("name", ["resnet18", "bert", "LSTM"])
+@pytest.mark.parametrize("name", [*OWN, "resnet18", "bert", "wav2vec2"])
 def test_eager_compiled_and_packaged_agree_for_any_batch(name, mode, tmp_path):
     batch = ({0: torch.export.Dim("batch", min=1, max=16)},)
-    _, (x,), _, program = lowered(MODELS[name], mode, dynamic_shapes=batch)
+    _, (x,), _, program = lowered({**OWN, **MODELS}[name], mode, dynamic_shapes=batch)
     assert sqnr(program.compile()(x), program(x)) > 30
     path = program.package(tmp_path / "model.pt2")
     for size in (2, 3):
