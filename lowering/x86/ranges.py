@@ -30,8 +30,8 @@ def _spell_out(match: Match) -> str | None:
         choose = _symmetric if node.target is SYMMETRIC else _affine
         chosen = choose(node.graph, given)
         results = _vector(node.graph, chosen[0], torch.float64), _vector(node.graph, chosen[1], torch.int64)
-    for reader in list(node.users):
-        replace(reader, results[reader.args[1]])
+    for item in list(node.users):  # operator.getitem
+        replace(item, results[0 if item.args[1] == 0 else 1])
     return None
 
 
