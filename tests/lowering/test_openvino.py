@@ -89,11 +89,11 @@ def test_attention_and_weight_only_models_reach_openvino():
     torch.manual_seed(0)
     inputs = (torch.randn(2, 16, 64),)
     model = nn.TransformerEncoderLayer(64, 4, 128, activation="gelu", batch_first=True).eval()
-    for config in ("int8", "int8_weight_only"):
+    for config, least in (("int8", 40), ("int8_weight_only", 100)):
         reference = quantized(model, inputs, config)
         program = OPENVINO.lower(reference, inputs)
         with torch.no_grad():
-            assert sqnr(reference(*inputs), program(*inputs)) > 40
+            assert sqnr(reference(*inputs), program(*inputs)) > least
         assert any("OpenVINO runs it in f32" in operator.reason for operator in program.ops)
 
 
