@@ -333,3 +333,16 @@ def test_copies_of_annotations_are_not_shared_between_runs():
         assert {row.owner for row in artefact.report.rows} == {backend}
     assert str(model.graph) == before
     assert not any(isinstance(v, QuantizationAnnotation) for n in model.graph.nodes for v in n.meta.values())
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("backend", ["x86", "xnnpack"])
+def test_a_model_of_one_sample_without_a_batch(backend, dims):
+    torch.manual_seed(0)
+    convolution, pool, average = (getattr(nn, f"{name}{dims}d") for name in ("Conv", "MaxPool", "AdaptiveAvgPool"))
+    layers = convolution(3, 8, 3, padding=1), nn.ReLU(), pool(2), convolution(8, 8, 3), nn.ReLU(), average(1)
+    model = nn.Sequential(*layers, nn.Flatten(0), nn.Linear(8, 4)).eval()
+    x = torch.randn(3, *[8] * dims)
+    artefact = quantplug.quantize(model, (x,), backend, [(x,)], progress=False)
+    assert sqnr(artefact(x), model(x)) > 30
+    assert sqnr(artefact(x), artefact.reference(x)) > 60

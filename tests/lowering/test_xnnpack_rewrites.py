@@ -53,6 +53,13 @@ CASES = {
     "unbind": (lambda s, x: x.unbind(1)[2] + x.unbind(1)[-1], {}, IMAGE, "unbind", "split_is_slices"),
     "select": (lambda s, x: x[:, -1] + x.select(-1, 2).sum(), {}, IMAGE, "select", "select_is_slice"),
     "squeeze": (lambda s, x: x[:, :1].squeeze(1).unsqueeze(0), {}, IMAGE, "squeeze", "squeeze_is_view"),
+    "one image": (
+        lambda s, x: F.max_pool2d(s.conv(x), 2),
+        {"conv": nn.Conv2d(8, 4, 3)},
+        IMAGE[1:],
+        None,
+        "sample_is_batch",
+    ),
     "transpose of one": (
         lambda s, x: x.transpose(1, 0) * 2,
         {},

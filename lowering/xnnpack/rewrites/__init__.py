@@ -30,6 +30,7 @@ from quantplug.lowering.xnnpack.rewrites.dimensions import (
     global_pooling_is_2d,
     pooling_1d_is_2d,
     pooling_3d_is_2d,
+    sample_is_batch,
     scalars_have_dimensions,
 )
 from quantplug.lowering.xnnpack.rewrites.folding import (
@@ -61,7 +62,13 @@ __all__ = ["ALL", "AT_LOWERING", "Rewrite", "computes_state", "rewrite_for_xnnpa
 Rewrite = Callable[[fx.GraphModule], fx.GraphModule]
 
 # What the runtime lacks altogether, in float too, or computes wrongly.
-_RUNNABLE: tuple[Rewrite, ...] = (rrelu_is_leaky_relu, elu_is_plain, convolution_3d_is_2d, pooling_3d_is_2d)
+_RUNNABLE: tuple[Rewrite, ...] = (
+    rrelu_is_leaky_relu,
+    elu_is_plain,
+    sample_is_batch,
+    convolution_3d_is_2d,
+    pooling_3d_is_2d,
+)
 # For a q/dq graph that comes to the lowering, perhaps without these rewrites; nothing of it will be trained.
 AT_LOWERING: tuple[Rewrite, ...] = (submodels_are_inlined, all_constant_expressions_are_folded, *_RUNNABLE)
 

@@ -1,14 +1,36 @@
 """Convolutions and poolings over one or three dimensions as those over two, which have kernels; scalars as tensors."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from quantplug.core.graph import tensor_value
+from quantplug.lowering.xnnpack.conversions import operator_name
 from quantplug.lowering.xnnpack.rewrites.writing import Writer, constant_operand, done, matching
 
 _ATEN = torch.ops.aten
+
+
+_OVER = {
+    f"{name}{dimensions}d": dimensions
+    for dimensions in (1, 2, 3)
+    for name in ("conv", "max_pool", "avg_pool", "adaptive_avg_pool")
+}
+
+
+def sample_is_batch(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes convolutions and poolings of one sample as those of a batch of one; the runtime takes batches only."""
+    for node, values in matching(model, *_OVER):
+        name = "input" if "input" in values else "self"
+        source = tensor_value(values[name])
+        if source is None or source.dim() != _OVER[operator_name(node).removeprefix("aten::")] + 1:
+            continue
+        write, target = Writer(model, node), cast(torch._ops.OpOverload, node.target)
+        batch = write.call(_ATEN.unsqueeze.default, values[name], 0)
+        made = write.call(target, *{**values, name: batch}.values())
+        write.replace(write.call(_ATEN.squeeze.dim, made, 0))
+    return done(model)
 
 
 def convolution_3d_is_2d(model: fx.GraphModule) -> fx.GraphModule:
