@@ -20,6 +20,7 @@ from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.graph import constant_value, describe, is_constant, operands, require_graph_module
 from quantplug.core.pattern import Match, op, value
 from quantplug.lowering.openvino.program import OpenVINOProgram, runtime
+from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.placement import record
 from quantplug.lowering.program import require_float_dtype
 from quantplug.lowering.qparams import FULL_RANGE, QD, dequantize, qparams, quantize
@@ -69,8 +70,10 @@ def lower(
     apply(module.graph, CONSTANTS)
     apply(module.graph, NARROW)
     finish(module)
+    # As the graph has them: the user's own may name parameters that it has no longer, or sizes that got a condition.
+    shapes = None if dynamic_shapes is None else open_sizes(module.graph, example_inputs) or dynamic_shapes
     try:
-        exported = torch.export.export(module, example_inputs, dynamic_shapes=dynamic_shapes)
+        exported = torch.export.export(module, example_inputs, dynamic_shapes=shapes)
         decoder = _decoder(exported, is_dynamic=dynamic_shapes is not None)
         model, signature = openvino.convert_model(decoder), Signature.of_exported(exported)
         _drop_fixed(model, signature)

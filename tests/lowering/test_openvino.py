@@ -17,6 +17,8 @@ from quantplug.core.errors import ArtefactError, LoweringError
 from quantplug.lowering.openvino import OpenVINOProgram
 from quantplug.quantizers.openvino import OPENVINO
 
+from models import Function  # isort: skip
+
 BATCH = ({0: torch.export.Dim("batch", min=1, max=16)},)
 
 
@@ -95,6 +97,19 @@ def test_attention_and_weight_only_models_reach_openvino():
         with torch.no_grad():
             assert sqnr(reference(*inputs), program(*inputs)) > least
         assert any("OpenVINO runs it in f32" in operator.reason for operator in program.ops)
+
+
+def test_the_open_sizes_of_a_model_of_any_number_of_inputs_stay_open():
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    model = Function(lambda m, x: m.attention(x, x, x, need_weights=False)[0], attention=nn.MultiheadAttention(32, 4))
+    inputs, sizes = (torch.randn(2, 16, 32),), (BATCH,)
+    reference = quantized(model, inputs, dynamic_shapes=sizes)
+    program = OPENVINO.lower(reference, inputs, dynamic_shapes=sizes)
+    for size in (2, 5):
+        x = torch.randn(size, 16, 32)
+        with torch.no_grad():
+            assert sqnr(reference(x), program(x)) > 40
 
 
 def test_what_stays_float_computes_in_bfloat16_on_demand_also_when_loaded(tmp_path):
