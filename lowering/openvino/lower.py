@@ -19,8 +19,8 @@ from quantplug.core.boundaries import is_dequantize
 from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.graph import constant_value, describe, is_constant, operands, require_graph_module
 from quantplug.core.pattern import Match, op, value
-from quantplug.lowering.openvino.program import OpenVINOProgram, runtime
 from quantplug.lowering.open_sizes import open_sizes
+from quantplug.lowering.openvino.program import OpenVINOProgram, runtime
 from quantplug.lowering.placement import record
 from quantplug.lowering.program import require_float_dtype
 from quantplug.lowering.qparams import FULL_RANGE, QD, dequantize, qparams, quantize
