@@ -134,7 +134,7 @@ for qmax, integer in ((127, 3), (255, 0)):
     expected = graph(*inputs).detach()
     for run in (program, program.compile()):
         noise, signal = (run(*inputs) - expected).pow(2).sum(), expected.pow(2).sum()
-        assert 10 * torch.log10(signal / noise.clamp_min(1e-30)) > 30, (run, signal, noise)
+        assert 10 * torch.log10(signal / noise.clamp_min(1e-30)) > 35, (run, signal, noise)
 
 # our own quantizer: with 8 bits every product says what to do; with 7 of weights, which it takes by itself, all run
 import warnings

@@ -192,12 +192,12 @@ def lowered(build, mode, *, strict=False, dynamic_shapes=None):
 
 
 def require_agreement(model, inputs, reference, program):
-    """The program is close to its q/dq graph; where a deep model spreads single steps, closer than that is to float."""
+    """The program is close to its q/dq graph, and where a deep model spreads single steps, as close to float."""
     with torch.no_grad():
         expected, found, true = reference(*inputs), program(*inputs), model(*inputs)
     kernels, theirs, ours = sqnr(found, expected), sqnr(expected, true), sqnr(found, true)
     print(f"{kernels:.1f} dB to the q/dq graph, which is {theirs:.1f} dB from float; the program {ours:.1f} dB")
-    assert kernels > 30 or (kernels > theirs and ours > theirs - 1)  # independent errors: kernels = theirs - 3
+    assert kernels > 30 or (kernels > theirs + 3 and ours > theirs - 1)
 
 
 MODES = ("int8", "int8_dynamic", "int8_weight_only")
@@ -245,7 +245,7 @@ assert not [name for name in sys.modules if name.startswith("quantplug")]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["int8", "int8_dynamic"])
-@pytest.mark.parametrize("name", [*OWN, "resnet18", "bert"])
+@pytest.mark.parametrize("name", [*OWN, "resnet18", "bert", "LSTM"])
 def test_eager_compiled_and_packaged_agree_for_any_batch(name, mode, tmp_path):
     batch = ({0: torch.export.Dim("batch", min=1, max=16)},)
     _, (x,), _, program = lowered({**OWN, **MODELS}[name], mode, dynamic_shapes=batch)
