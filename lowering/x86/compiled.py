@@ -4,7 +4,6 @@ Before: the portable graph. After: C++ around the same oneDNN kernels; what lies
 activations, normalizations) is fused into loops.
 """
 
-import copy
 import os
 import shutil
 import sys
@@ -14,67 +13,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from quantplug.core.errors import ArtefactError, LoweringError
-from quantplug.lowering.rewriting import finish, replace
 from quantplug.lowering.signature import Signature
-from quantplug.lowering.x86.epilogues import fuse_sums
-from quantplug.lowering.x86.few_rows import stream
-from quantplug.lowering.x86.half import KERNELS
-from quantplug.lowering.x86.packing import UNPACK, fold
-from quantplug.lowering.x86.ranges import spell_out_ranges
-
-aten = torch.ops.aten
-
-
-def for_compilers(portable: fx.GraphModule) -> fx.GraphModule:
-    """Returns a copy of a lowered module without what inductor compiles wrongly, or slowly on this machine.
-
-    Weights of layers that stay float are float in it: inductor would find their dequantization and put the integer
-    kernel there that the lowering had a reason not to take.
-    """
-    module = fx.GraphModule(portable, copy.deepcopy(portable.graph))
-    fold(module, UNPACK)
-    spell_out_ranges(module.graph)
-    stream(module.graph)
-    finish(module)
-    return module
-
-
-class Shield(CustomGraphPass):
-    """Hides from inductor what reads a kernel, until its own passes for quantized graphs are over.
-
-    They would fuse it, whatever the kernel ends in already: in torch 2.13 a linear with relu whose result is added to
-    something ends in an AssertionError without words.
-    """
-
-    def __call__(self, graph: fx.Graph) -> None:
-        """Changes the graph in place."""
-        for kernel in [node for node in graph.nodes if node.target in KERNELS]:
-            with graph.inserting_after(kernel):
-                shield = graph.call_function(aten.alias.default, (kernel,))
-            shield.meta.update(kernel.meta)
-            kernel.replace_all_uses_with(shield, delete_user_cb=lambda user, shield=shield: user is not shield)
-
-    def uuid(self) -> str:
-        """Returns what inductor's cache tells this pass from others by."""
-        return "quantplug.x86.shield.1"
-
-
-class FuseSums(CustomGraphPass):
-    """Fuses residual sums after AOT autograd has made the graph functional and weights are packed."""
-
-    def __call__(self, graph: fx.Graph) -> None:
-        """Changes the graph in place."""
-        for node in [node for node in graph.nodes if node.target is aten.alias.default]:
-            if node.args[0].target in KERNELS:
-                replace(node, node.args[0])
-        fuse_sums(graph)
-
-    def uuid(self) -> str:
-        """Returns what inductor's cache tells this pass from others by."""
-        return "quantplug.x86.fuse_sums.2"
+from quantplug.lowering.x86.inductor import FuseSums, Shield
 
 
 def options() -> dict[str, Any]:

@@ -125,20 +125,13 @@ def _sink_max_pool(match: Match) -> str | None:
     rest = (_pair(given["stride"]) or kernel, _pair(given["padding"]), _pair(given["dilation"]), given["ceil_mode"])
     is_single = rank(match["integers"]) == 3
     images = viewed(match.root, aten.unsqueeze.default, match["integers"], 0) if is_single else match["integers"]
-    pooled = call(match.root, target, (_channels_last(match.root, images), kernel, *rest), match.root, torch.uint8)
+    pooled = call(match.root, target, (images, kernel, *rest), match.root, torch.uint8)
     absorb(pooled, match.root)
     if is_single:
         pooled.meta["val"] = pooled.meta["val"].unsqueeze(0)
         pooled = viewed(match.root, aten.squeeze.dim, pooled, 0)
     _dequantize_instead(match.root, pooled, qparams(match["dequantize"]))
     return None
-
-
-def _channels_last(before: fx.Node, images: fx.Node) -> fx.Node:
-    """Returns images in the memory in which torch 2.13 tells compilers that the max-pool's result lies."""
-    rows = viewed(before, aten.permute.default, images, (0, 2, 3, 1))
-    rows = call(before, aten.contiguous.default, (rows,), rows)
-    return viewed(before, aten.permute.default, rows, (0, 3, 1, 2))
 
 
 def _pair(found: int | list[int]) -> list[int]:

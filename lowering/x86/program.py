@@ -21,7 +21,8 @@ from quantplug.core.errors import ArtefactError
 from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.program import LoweredOp, Program, require_folder
 from quantplug.lowering.signature import Signature
-from quantplug.lowering.x86.compiled import compiled, for_compilers, package
+from quantplug.lowering.x86.compiled import compiled, package
+from quantplug.lowering.x86.inductor import for_compilers
 from quantplug.lowering.x86.packing import pack, register_fakes
 from quantplug.lowering.x86.processor import pair_objection
 from quantplug.lowering.x86.straight import straight

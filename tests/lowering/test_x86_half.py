@@ -9,7 +9,7 @@ import quantplug
 from quantplug.core.compare import sqnr
 from quantplug.core.errors import LoweringError
 from quantplug.lowering.x86 import X86Program, few_rows, lower
-from quantplug.lowering.x86.compiled import for_compilers
+from quantplug.lowering.x86.inductor import for_compilers
 
 aten = torch.ops.aten
 
