@@ -12,6 +12,7 @@ import torch
 import torchao.quantization.pt2e  # noqa: F401  (registers the operators of quantized_decomposed)
 from torch import nn
 from torch.nn import functional as F
+from x86_programs import alone
 
 from quantplug.core.errors import ArtefactError, LoweringError
 from quantplug.lowering.x86 import lower
@@ -69,24 +70,13 @@ def test_torch_compile_gives_the_same_numbers_on_the_same_kernels(lowered):
     torch.testing.assert_close(program.compile()(*inputs), program(*inputs), rtol=0, atol=0.05)
 
 
-ALONE = """
-import sys, torch
-run = torch._inductor.aoti_load_package(sys.argv[1])
-for size in (1, 2, 5):
-    x, y = torch.load(f"{sys.argv[2]}/{size}.pt")
-    torch.testing.assert_close(run(x), y, rtol=0, atol=0.05)  # the mean sums in another order
-assert not [name for name in sys.modules if name.startswith("quantplug")]
-"""
-
-
 @pytest.mark.slow
 def test_a_package_runs_without_quantplug_and_takes_other_batch_sizes(lowered, tmp_path):
     _, _, program = lowered
     path = program.package(tmp_path / "model.pt2")
-    for size in (1, 2, 5):
-        x = torch.randn(size, 3, 8, 8)
-        torch.save((x, program(x)), tmp_path / f"{size}.pt")
-    subprocess.run([sys.executable, "-c", ALONE, str(path), str(tmp_path)], check=True, cwd=tmp_path)
+    inputs = [(torch.randn(size, 3, 8, 8),) for size in (1, 2, 5)]
+    for given, found in zip(inputs, alone(path, *inputs), strict=True):
+        torch.testing.assert_close(found, program(*given), rtol=0, atol=0.05)  # the mean sums in another order
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from x86_programs import quantized
 
 import quantplug
 from quantplug.core.compare import sqnr
@@ -12,20 +13,6 @@ from quantplug.lowering.x86 import X86Program
 from quantplug.lowering.x86.processor import highest_integer
 
 IMAGE = (2, 6, 12, 12)
-
-
-def quantized(model, *inputs, config=None, strict=False, types=()):
-    """Quantizes for x86, calibrated on the inputs; returns the q/dq graph and the program."""
-    torch.manual_seed(0)
-    quantizer = quantplug.get_quantizer("x86").set_global(config or "int8")
-    for kind, its_config in types:
-        quantizer.set_module_type(kind, its_config)
-    exported = torch.export.export(model.eval(), inputs, strict=strict).module()
-    prepared = quantplug.prepare_pt2e(exported, quantizer)
-    with torch.no_grad():
-        prepared(*inputs)
-    reference = quantplug.convert_pt2e(prepared)
-    return reference, quantizer.backend.lower(reference, inputs)
 
 
 def placements(program, *names):

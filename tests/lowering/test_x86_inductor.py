@@ -1,12 +1,10 @@
 """What torch's inductor would compile wrongly, and does not: compiled programs compute what eager ones do."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from x86_programs import alone, quantized
 
 import quantplug
 from quantplug.core.compare import sqnr
@@ -14,16 +12,6 @@ from quantplug.core.compare import sqnr
 from models import Function, Signal  # isort: skip
 
 ROWS, IMAGES = (4, 16), (2, 3, 8, 8)
-
-
-def program_of(model, *inputs, config="int8"):
-    torch.manual_seed(0)
-    exported = torch.export.export(model.eval(), inputs).module()
-    backend = quantplug.get_quantizer("x86").backend
-    prepared = quantplug.prepare_pt2e(exported, quantplug.get_quantizer("x86").set_global(config))
-    with torch.no_grad():
-        prepared(*inputs)
-    return backend.lower(quantplug.convert_pt2e(prepared), inputs)
 
 
 @pytest.mark.parametrize(
@@ -37,14 +25,14 @@ def program_of(model, *inputs, config="int8"):
 )
 def test_a_linear_that_ends_in_a_function_is_not_fused_with_what_follows(function):
     x = torch.randn(ROWS)
-    program = program_of(Function(function, linear=nn.Linear(16, 16)), x)
+    _, program = quantized(Function(function, linear=nn.Linear(16, 16)), x)
     assert sqnr(program.compile()(x), program(x)) > 100
 
 
 @pytest.mark.parametrize("after", [F.silu, F.hardswish, F.relu6])
 def test_a_convolution_that_ends_in_a_function_is_not_fused_with_what_follows(after):
     x = torch.randn(IMAGES)
-    program = program_of(Function(lambda m, x: after(F.relu(m.conv(x))), conv=nn.Conv2d(3, 8, 3)), x)
+    _, program = quantized(Function(lambda m, x: after(F.relu(m.conv(x))), conv=nn.Conv2d(3, 8, 3)), x)
     assert sqnr(program.compile()(x), program(x)) > 100
 
 
@@ -53,7 +41,7 @@ def test_a_convolution_that_ends_in_a_function_is_not_fused_with_what_follows(af
 def test_a_range_of_run_time_has_zero_in_it(sign, symmetric):
     x = sign * (torch.rand(ROWS) + 1)
     config = quantplug.get_x86_quantization_config(is_dynamic=True, symmetric=symmetric)
-    program = program_of(Function(lambda m, x: m.linear(x), linear=nn.Linear(16, 16)), x, config=config)
+    _, program = quantized(Function(lambda m, x: m.linear(x), linear=nn.Linear(16, 16)), x, config=config)
     compiled = program.compile()
     for given in (x, -x, torch.zeros_like(x), x - sign):
         torch.testing.assert_close(compiled(given), program(given), rtol=1e-5, atol=1e-6)
@@ -64,12 +52,9 @@ def test_a_range_of_run_time_has_zero_in_it(sign, symmetric):
 def test_a_package_measures_ranges_without_python(symmetric, tmp_path):
     x = torch.randn(ROWS)
     config = quantplug.get_x86_quantization_config(is_dynamic=True, symmetric=symmetric)
-    program = program_of(nn.Sequential(nn.Linear(16, 16), nn.Sigmoid(), nn.Linear(16, 4)), x, config=config)
-    torch.save((x, program(x)), tmp_path / "sample.pt")
-    path = program.package(tmp_path / "model.pt2")
-    alone = "import sys, torch; x, y = torch.load(sys.argv[2]); run = torch._inductor.aoti_load_package(sys.argv[1])"
-    alone += "; torch.testing.assert_close(run(x), y, rtol=1e-5, atol=1e-6)"
-    subprocess.run([sys.executable, "-c", alone, str(path), str(tmp_path / "sample.pt")], check=True, cwd=tmp_path)
+    _, program = quantized(nn.Sequential(nn.Linear(16, 16), nn.Sigmoid(), nn.Linear(16, 4)), x, config=config)
+    (found,) = alone(program.package(tmp_path / "model.pt2"), (x,))
+    torch.testing.assert_close(found, program(x), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +70,7 @@ def test_a_package_measures_ranges_without_python(symmetric, tmp_path):
 def test_a_max_pool_takes_images_in_any_memory(function, shape):
     x = torch.randn(shape)
     model = Function(function, linear=nn.Linear(48, 5), conv=nn.Conv2d(3, 4, 3))
-    program = program_of(model, x)
+    _, program = quantized(model, x)
     assert {op.placement for op in program.ops} == {"int8"}
     assert sqnr(program.compile()(x), program(x)) > 100
 
@@ -93,5 +78,5 @@ def test_a_max_pool_takes_images_in_any_memory(function, shape):
 @pytest.mark.parametrize("config", ["int8", "int8_dynamic"])
 def test_the_size_of_a_convolution_over_one_dimension_is_known(config):
     x = torch.randn(2, 4, 24)
-    program = program_of(Signal(), x, config=config)
+    _, program = quantized(Signal(), x, config=config)
     assert sqnr(program.compile()(x), program(x)) > 100

@@ -6,12 +6,11 @@ to the float model as the q/dq graph is.
 """
 
 import importlib.util
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
+from x86_programs import alone
 
 import quantplug
 from quantplug.core.compare import sqnr
@@ -231,18 +230,6 @@ def test_a_recurrence_of_any_batch_size_lowers(kind):
     require_agreement(model, (torch.randn(5, 6, 16),), reference, program)
 
 
-ALONE = """
-import sys, torch
-from torch._inductor import aoti_load_package
-run = aoti_load_package(sys.argv[1])
-for size in (2, 3):
-    x, y = torch.load(f"{sys.argv[2]}/{size}.pt")
-    noise = (run(x) - y).pow(2).sum().clamp_min(1e-30)
-    assert 10 * torch.log10(y.pow(2).sum() / noise) > 30, noise
-assert not [name for name in sys.modules if name.startswith("quantplug")]
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["int8", "int8_dynamic"])
 @pytest.mark.parametrize("name", [*OWN, "resnet18", "bert", "LSTM"])
@@ -251,7 +238,6 @@ def test_eager_compiled_and_packaged_agree_for_any_batch(name, mode, tmp_path):
     _, (x,), _, program = lowered({**OWN, **MODELS}[name], mode, dynamic_shapes=batch)
     assert sqnr(program.compile()(x), program(x)) > 30
     path = program.package(tmp_path / "model.pt2")
-    for size in (2, 3):
-        more = torch.cat([x, x])[:size]
-        torch.save((more, program(more)), tmp_path / f"{size}.pt")
-    subprocess.run([sys.executable, "-c", ALONE, str(path), str(tmp_path)], check=True, cwd=tmp_path)
+    inputs = [(torch.cat([x, x])[:size],) for size in (2, 3)]
+    for given, found in zip(inputs, alone(path, *inputs), strict=True):
+        assert sqnr(found, program(*given)) > 30
