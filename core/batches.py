@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from quantplug.core.calling import input_names, keyword_names
 from quantplug.core.errors import CalibrationError
 from quantplug.core.graph import tensor_value
 
@@ -78,8 +79,8 @@ class BatchReader:
     """
 
     def __init__(self, model: fx.GraphModule, device: torch.device | None = None) -> None:
-        self.names = list(inspect.signature(model.forward).parameters)
-        self.keywords = _keyword_names(model)
+        self.names = list(input_names(model))
+        self.keywords = keyword_names(model)
         self.specs = input_specs(model)
         self.device = device
 
@@ -165,13 +166,6 @@ def digest(tensors: Iterable[Tensor]) -> str:
         found.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
         found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
-
-
-def _keyword_names(model: fx.GraphModule) -> tuple[str, ...]:
-    # Which arguments export saw as keywords stands only in the graph's input tree, whose attribute has no public name.
-    spec = getattr(model, "_in_spec", None)
-    children = spec.children() if spec is not None else []
-    return tuple(children[1].context) if len(children) == 2 and children[1].type is dict else ()
 
 
 def _fits(expected: Sequence[int | None], found: Sequence[int]) -> bool:

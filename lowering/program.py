@@ -66,8 +66,11 @@ class Program(ABC):
     has_kernels: bool = True
 
     @abstractmethod
-    def __call__(self, *inputs: Any) -> Any:
-        """Runs the program on tensors of the exported model's shapes; the structure of its outputs is kept."""
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
+        """Runs the program on tensors of the exported model's shapes; the structure of its outputs is kept.
+
+        Keywords are the model's own names of inputs. A program that knows none takes `*inputs` alone.
+        """
 
     @abstractmethod
     def save(self, path: str | Path) -> Path:

@@ -4,8 +4,9 @@ A kernel given another size than it was lowered for reads what is there, and the
 average divides by the number of elements that it was lowered with. Every program therefore checks its inputs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, fx
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from quantplug.core.calling import in_order, input_names
 from quantplug.core.errors import LoweringError
 
 
@@ -49,20 +51,22 @@ class Signature:
     Attributes:
         inputs: each flat input; None for a number that was left open.
         structure: pytree of the positional inputs.
+        names: of the positional inputs, by which they may be given as well.
     """
 
     inputs: tuple[TensorInput | FixedInput | None, ...]
     structure: pytree.TreeSpec
+    names: tuple[str, ...] = ()
 
     @classmethod
-    def of_graph(cls, graph: fx.Graph, example_inputs: tuple[Any, ...]) -> "Signature":
-        """Reads what a graph module's graph takes from what export recorded of its placeholders.
+    def of_graph(cls, model: fx.GraphModule, example_inputs: tuple[Any, ...]) -> "Signature":
+        """Reads what a graph module takes from what export recorded of its placeholders.
 
         Raises:
             LoweringError: the example inputs have another number of leaves.
         """
-        values = (node.meta.get("val") for node in graph.nodes if node.op == "placeholder")
-        return cls._of_values(values, pytree.tree_structure(example_inputs))
+        values = (node.meta.get("val") for node in model.graph.nodes if node.op == "placeholder")
+        return cls._of_values(values, pytree.tree_structure(example_inputs), input_names(model))
 
     @classmethod
     def of_exported(cls, exported: torch.export.ExportedProgram) -> "Signature":
@@ -70,25 +74,30 @@ class Signature:
         found = {node.name: node.meta.get("val") for node in exported.graph.nodes}
         specs = exported.graph_signature.input_specs
         values = (found[spec.arg.name] for spec in specs if spec.kind is InputKind.USER_INPUT)
-        return cls._of_values(values, exported.call_spec.in_spec.child(0))
+        names = tuple(exported.module_call_graph[0].signature.forward_arg_names or ())
+        return cls._of_values(values, exported.call_spec.in_spec.child(0), names)
 
     @classmethod
-    def _of_values(cls, values: Iterable[Any], structure: pytree.TreeSpec) -> "Signature":
+    def _of_values(cls, values: Iterable[Any], structure: pytree.TreeSpec, names: tuple[str, ...]) -> "Signature":
         inputs = tuple(map(_described, values))
         if len(inputs) != structure.num_leaves:
             raise LoweringError(
                 f"The graph takes {len(inputs)} flat inputs, the example inputs hold {structure.num_leaves}; "
                 "pass inputs as it was exported with."
             )
-        return cls(inputs, structure)
+        return cls(inputs, structure, names)
 
-    def flatten(self, inputs: Sequence[Any]) -> list[Any]:
+    def flatten(self, inputs: Sequence[Any], keywords: Mapping[str, Any] = MappingProxyType({})) -> list[Any]:
         """Returns the flat inputs.
 
+        Args:
+            inputs: those given by position.
+            keywords: those given by name.
+
         Raises:
-            LoweringError: structure, dtype, size or value differ from the exported model's.
+            LoweringError: structure, dtype, size, name or value differ from the exported model's.
         """
-        flat, structure = pytree.tree_flatten(tuple(inputs))
+        flat, structure = pytree.tree_flatten(in_order(self.names, inputs, keywords))
         if structure != self.structure:
             raise LoweringError(
                 f"The program takes inputs of structure {_text(self.structure)}, found {_text(structure)}; "
@@ -102,12 +111,17 @@ class Signature:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the signature as what `json` writes."""
-        return {"structure": pytree.treespec_dumps(self.structure), "inputs": [_written(each) for each in self.inputs]}
+        return {
+            "structure": pytree.treespec_dumps(self.structure),
+            "inputs": [_written(each) for each in self.inputs],
+            "names": list(self.names),
+        }
 
     @classmethod
     def from_json(cls, written: dict[str, Any]) -> "Signature":
         """Returns the signature that `to_json` gave."""
-        return cls(tuple(map(_read, written["inputs"])), pytree.treespec_loads(written["structure"]))
+        structure = pytree.treespec_loads(written["structure"])
+        return cls(tuple(map(_read, written["inputs"])), structure, tuple(written["names"]))
 
 
 def _described(value: Any) -> TensorInput | FixedInput | None:

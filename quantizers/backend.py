@@ -14,9 +14,11 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.annotators.presets import config_for
 from quantplug.core.annotator import Annotator
+from quantplug.core.calling import by_position, in_order, input_names
 from quantplug.core.dtypes import DTypeConfig
 from quantplug.core.errors import ConfigError, did_you_mean, first_line
 from quantplug.core.fold import Permission
+from quantplug.core.graph import require_graph_module
 from quantplug.lowering.program import Program
 from quantplug.lowering.reference import EmulatedProgram, KernelSet, emulate
 
@@ -141,23 +143,32 @@ class Backend:
                 f"Config '{chosen}' of backend '{self.name}' was given a wrong option: {error}."
             ) from None
 
-    def lower(self, converted: fx.GraphModule, example_inputs: tuple[Any, ...], **options: Any) -> Program:
+    def lower(
+        self,
+        converted: fx.GraphModule,
+        example_inputs: tuple[Any, ...],
+        *,
+        example_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Program:
         """Lowers a converted model to a program that runs.
 
         Args:
             converted: the q/dq graph that convert returned.
             example_inputs: inputs of the shapes to lower for.
+            example_kwargs: those that are given by name; the program takes them by name or position.
             options: passed to the lowering of this backend.
 
         Raises:
-            LoweringError: the graph cannot be lowered.
+            LoweringError: the graph cannot be lowered, or the inputs do not fit it.
             ConfigError: the lowering's name leads nowhere, or it has no such option.
         """
         self.require_lowering_options(options)
         function = self._lowering()
+        model, inputs = _positional(converted, example_inputs, example_kwargs)
         # A slice of a data set would take the whole data set along into a saved program.
-        own_inputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), example_inputs)
-        program: Program = function(converted, own_inputs, **options)
+        own_inputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), inputs)
+        program: Program = function(model, own_inputs, **options)
         return program
 
     def require_lowering_options(self, names: Iterable[str]) -> None:
@@ -189,12 +200,20 @@ class Backend:
             ) from error
         return found
 
-    def emulate(self, converted: fx.GraphModule, example_inputs: tuple[Any, ...], **options: Any) -> EmulatedProgram:
+    def emulate(
+        self,
+        converted: fx.GraphModule,
+        example_inputs: tuple[Any, ...],
+        *,
+        example_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> EmulatedProgram:
         """Returns a program that computes what this backend's integer kernels compute, on any machine.
 
         Args:
             converted: the q/dq graph that convert returned.
             example_inputs: inputs of the shapes to emulate for.
+            example_kwargs: those that are given by name.
             options: as for `quantplug.lowering.reference.emulate`.
 
         Raises:
@@ -203,7 +222,16 @@ class Backend:
         """
         if self.kernels is None:
             raise ConfigError(f"Backend '{self.name}' names no kernels to emulate; declare kernels=KernelSet(...).")
-        return emulate(converted, example_inputs, self.kernels, **options)
+        model, inputs = _positional(converted, example_inputs, example_kwargs)
+        return emulate(model, inputs, self.kernels, **options)
+
+
+def _positional(
+    converted: fx.GraphModule, inputs: tuple[Any, ...], keywords: Mapping[str, Any] | None
+) -> tuple[fx.GraphModule, tuple[Any, ...]]:
+    """Returns a graph and inputs in the only form that lowerings know: all by position."""
+    model = by_position(require_graph_module(converted, "lower"))
+    return model, in_order(input_names(model), inputs, keywords) if keywords else inputs
 
 
 def derive(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from quantplug.core.calling import in_order, input_names
 from quantplug.lowering.program import LoweredOp, Program
 
 
@@ -33,12 +34,13 @@ class CortexMProgram(Program):
     def __init__(self, exported: torch.export.ExportedProgram, buffer: bytes, ops: tuple[LoweredOp, ...]) -> None:
         self.exported, self.ops = exported, ops
         self._buffer = buffer
-        self._kernels = _Kernels(exported.module())
+        module = exported.module()
+        self._kernels, self._names = _Kernels(module), input_names(module)
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """Runs the Python form of the kernels, which follows CMSIS-NN bit by bit; 4-D inputs go channels-last."""
         with torch.no_grad():
-            return self._kernels.run(*channels_last(inputs))
+            return self._kernels.run(*channels_last(in_order(self._names, inputs, keywords)))
 
     def save(self, path: str | Path) -> Path:
         """Writes the `.pte` and returns its path."""

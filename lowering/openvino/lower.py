@@ -8,12 +8,13 @@ the form in which OpenVINO itself stores quantized weights.
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.export.graph_signature import ConstantArgument, OutputKind
 
 from quantplug.core.boundaries import is_dequantize
 from quantplug.core.errors import LoweringError, first_line
@@ -77,14 +78,15 @@ def lower(
         decoder = _decoder(exported, is_dynamic=dynamic_shapes is not None)
         model, signature = openvino.convert_model(decoder), Signature.of_exported(exported)
         _drop_fixed(model, signature)
-        program = OpenVINOProgram(model, signature, exported.call_spec.out_spec, options, pair)
+        out_spec, fixed = exported.call_spec.out_spec, _fixed_outputs(exported)
+        program = OpenVINOProgram(model, signature, out_spec, options, pair, fixed)
         program(*example_inputs)
     except Exception as error:
         raise LoweringError(
             f"OpenVINO does not take the q/dq graph ({_reason(error)}); keep the operator it names float, "
             "or use backend 'x86'."
         ) from error
-    program.place(recorded, _sources(decoder.pt_module.graph))
+    program.place(recorded, _sources(decoder.pt_module.graph, {operator.node for operator in recorded}))
     return program
 
 
@@ -142,6 +144,12 @@ def _drop_fixed(model: Any, signature: Signature) -> None:
             model.remove_parameter(parameter)
 
 
+def _fixed_outputs(exported: torch.export.ExportedProgram) -> dict[int, Any]:
+    """Returns the outputs by position that are no tensors, which the graph holds as they are."""
+    specs = [spec for spec in exported.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    return {place: spec.arg.value for place, spec in enumerate(specs) if isinstance(spec.arg, ConstantArgument)}
+
+
 def _reason(error: Exception) -> str:
     """Returns the first operator that the front end could not convert, or what another error says.
 
@@ -153,14 +161,17 @@ def _reason(error: Exception) -> str:
     return named[0] if named else said[0] if said else first_line(error)
 
 
-def _sources(graph: fx.Graph) -> dict[str, str]:
-    """Returns for each node of the decomposed graph the node of the q/dq graph that it came from."""
-    return {node.name: _first_name(node) for node in graph.nodes}
+def _sources(graph: fx.Graph, operators: Set[str]) -> dict[str, str]:
+    """Returns for each node of the decomposed graph the operator of the q/dq graph that it came from.
+
+    Histories go on to the export before, where nodes may have had other names.
+    """
+    return {node.name: _first_known(node, operators) for node in graph.nodes}
 
 
-def _first_name(node: fx.Node) -> str:
+def _first_known(node: fx.Node, operators: Set[str]) -> str:
     name, history = node.name, node.meta.get("from_node")
-    while history:
+    while history and name not in operators:
         name, history = history[-1].name, history[-1].from_node
     return name
 

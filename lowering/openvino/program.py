@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class OpenVINOProgram(Program):
         model: the `openvino.Model`; its rounding of activations is `FakeQuantize`.
         options: properties of the CPU plugin that were asked for.
         pair: how large the sum of two products can get; beyond 16 bits the kernels need a processor with VNNI.
+        fixed: outputs by position that are no tensors, such as None; OpenVINO has none of them.
         compiled: the `openvino.CompiledModel`; its runtime model shows every kernel.
         ops: every compute operator of the q/dq graph with its placement.
     """
@@ -58,8 +60,9 @@ class OpenVINOProgram(Program):
         out_spec: pytree.TreeSpec,
         options: Mapping[str, Any] | None = None,
         pair: int = 0,
+        fixed: Mapping[int, Any] = MappingProxyType({}),
     ) -> None:
-        self.model, self.pair = model, pair
+        self.model, self.pair, self.fixed = model, pair, dict(fixed)
         self._signature, self._out_spec = signature, out_spec
         self.options = dict(options or {})
         defaults = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
@@ -67,15 +70,17 @@ class OpenVINOProgram(Program):
         self.ops: tuple[LoweredOp, ...] = ()
         self._request = self.compiled.create_infer_request()
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """Runs the program; takes and returns what the exported model does.
 
         Raises:
             LoweringError: the inputs have another structure, dtype or size than the model was exported for.
         """
-        arrays = [_array(leaf) for leaf in self._signature.flatten(inputs) if isinstance(leaf, Tensor)]
+        arrays = [_array(leaf) for leaf in self._signature.flatten(inputs, keywords) if isinstance(leaf, Tensor)]
         results = self._request.infer(arrays, share_inputs=True)
-        outputs = [torch.from_numpy(results[port]) for port in self.compiled.outputs]
+        computed = iter([torch.from_numpy(results[port]) for port in self.compiled.outputs])
+        places = range(self._out_spec.num_leaves)
+        outputs = [self.fixed[place] if place in self.fixed else next(computed) for place in places]
         return pytree.tree_unflatten(outputs, self._out_spec)
 
     def place(self, recorded: tuple[LoweredOp, ...], sources: Mapping[str, str]) -> None:
@@ -127,7 +132,8 @@ class OpenVINOProgram(Program):
         reason = pair_objection(settings["pair"])
         if reason is not None:
             raise ArtefactError(f"'{path}' would give wrong numbers here: {reason}.")
-        return cls(model, signature, out_spec, {**settings["options"], **(options or {})}, settings["pair"])
+        fixed = dict(settings["fixed"])
+        return cls(model, signature, out_spec, {**settings["options"], **(options or {})}, settings["pair"], fixed)
 
     @property
     def nbytes(self) -> int:
@@ -146,6 +152,7 @@ class OpenVINOProgram(Program):
                 "out_spec": pytree.treespec_dumps(self._out_spec),
                 "options": self.options,
                 "pair": self.pair,
+                "fixed": list(self.fixed.items()),
             }
             archive.writestr(_SETTINGS, json.dumps(settings))
         return buffer.getvalue()

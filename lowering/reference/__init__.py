@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from quantplug.core.calling import in_order, input_names
 from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.graph import compute_nodes, module_path, require_graph_module
 from quantplug.lowering.program import LoweredOp, Program
@@ -49,10 +50,10 @@ class ReferenceProgram(Program):
         self._module = exported.module()
         self.ops, self.has_kernels = ops, has_kernels
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """Runs the graph without gradients."""
         with torch.no_grad():
-            return self._module(*inputs)
+            return self._module(*in_order(input_names(self._module), inputs, keywords))
 
     def save(self, path: str | Path) -> Path:
         """Writes the exported program as a `.pt2` file and returns its path."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from quantplug.core.calling import in_order, input_names
 from quantplug.core.errors import ConfigError, LoweringError, first_line
 from quantplug.core.graph import require_graph_module
 from quantplug.core.levels import Level
@@ -97,10 +98,10 @@ class EmulatedProgram(Program):
         self.module, self.ops, self.levels = module, ops, dict(levels)
         self._example_inputs, self._dynamic_shapes = example_inputs, dynamic_shapes
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """Runs the graph without gradients."""
         with torch.no_grad():
-            return self.module(*inputs)
+            return self.module(*in_order(input_names(self.module), inputs, keywords))
 
     def exported(self) -> torch.export.ExportedProgram:
         """Returns the graph as ATen operators on integers.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from quantplug.core.calling import in_order
 from quantplug.core.errors import ArtefactError, LoweringError
 from quantplug.lowering.signature import Signature
 from quantplug.lowering.x86.inductor import FuseSums, Shield
@@ -72,7 +73,8 @@ def compiled(module: fx.GraphModule, signature: Signature) -> Callable[..., Any]
     require_compiler()
     run = torch.compile(module)
 
-    def call(*inputs: Any) -> Any:
+    def call(*inputs: Any, **keywords: Any) -> Any:
+        inputs = in_order(signature.names, inputs, keywords)
         signature.flatten(inputs)
         # Dynamo too reads the freezing option, and constants are frozen only where autograd is off,
         # so both hold around every call that may compile.

@@ -54,17 +54,17 @@ class X86Program(Program):
         self.ops = ops
         self.pair = pair
         self.module = pack(portable)
-        self._signature = Signature.of_graph(portable.graph, example_inputs)
+        self._signature = Signature.of_graph(portable, example_inputs)
         self._run = straight(self.module)
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """Runs the program without autograd; takes and returns what the exported model does.
 
         Raises:
             LoweringError: the inputs have another structure, dtype or size than the model was exported for.
             ArtefactError: an input is empty and an output is not.
         """
-        flat = self._signature.flatten(inputs)
+        flat = self._signature.flatten(inputs, keywords)
         if any(isinstance(leaf, Tensor) and leaf.numel() == 0 for leaf in flat):
             return self.module.graph.process_outputs(_of_nothing(self.portable, flat))
         with torch.inference_mode():

@@ -58,11 +58,12 @@ class XNNPACKProgram(Program):
         self._method = method
         self._signature, self._out_spec = signature, out_spec
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """Runs the program in the ExecuTorch runtime.
 
         Args:
             *inputs: tensors of the exported model's structure, shapes and dtypes.
+            **keywords: the same by their names in the model.
 
         Returns:
             New tensors in the structure that the model returns.
@@ -70,7 +71,7 @@ class XNNPACKProgram(Program):
         Raises:
             LoweringError: the inputs do not fit the program, or the runtime fails.
         """
-        flat = self._signature.flatten(inputs)
+        flat = self._signature.flatten(inputs, keywords)
         outputs = self._method([leaf.detach().contiguous() if isinstance(leaf, Tensor) else leaf for leaf in flat])
         return pytree.tree_unflatten(outputs, self._out_spec)
 

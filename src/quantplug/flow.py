@@ -5,24 +5,28 @@ runs in the real runtime, with its reference q/dq graph and its report.
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torchao.quantization.pt2e.quantizer import QuantizationConfig
+from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantizer
 
 from quantplug.core.bias_correction import correct_biases
 from quantplug.core.boundary_dtypes import quantized_inputs
 from quantplug.core.calibrate import calibrate
+from quantplug.core.calling import in_order, input_names
 from quantplug.core.convert import convert_pt2e
 from quantplug.core.errors import ConfigError, ModelError, first_line
+from quantplug.core.observation import needs_data
 from quantplug.core.prepare import prepare_pt2e
 from quantplug.core.report import Report, explain
+from quantplug.core.sites import observer_sites
 from quantplug.files import write_whole
 from quantplug.lowering.program import Program
+from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.quantizer import BackendQuantizer
 from quantplug.quantizers.registry import get_quantizer
 
@@ -43,9 +47,13 @@ class Artefact:
     report: Report
     backend: str
 
-    def __call__(self, *inputs: Any) -> Any:
-        """Runs the artefact in its real runtime, on inputs of the exported shapes."""
-        return self.program(*inputs)
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
+        """Runs the artefact in its real runtime, on inputs of the exported shapes, by position or by name.
+
+        Raises:
+            LoweringError: the inputs do not fit the exported model.
+        """
+        return self.program(*in_order(input_names(self.reference), inputs, keywords))
 
     def save(self, path: str | Path) -> Path:
         """Writes the artefact (a `.pte` for XNNPACK, a `.pt2` for x86) and returns the path.
@@ -65,11 +73,14 @@ class Artefact:
 
 def quantize(
     model: nn.Module | torch.export.ExportedProgram,
-    example_inputs: tuple[Any, ...],
+    example_inputs: tuple[Any, ...] | None = None,
     backend: str | BackendQuantizer = "xnnpack",
     calibration: Iterable[Any] | None = None,
     config: QuantizationConfig | str | None = None,
     *,
+    quantizer: Quantizer | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    inputs: Callable[[Any], Any] | None = None,
     dynamic_shapes: Any = None,
     limit: int | None = None,
     progress: bool = True,
@@ -81,10 +92,16 @@ def quantize(
     Args:
         model: an `nn.Module` (exported here, in eval mode), an `ExportedProgram` or its graph module;
             it is not changed.
-        example_inputs: one batch of positional inputs, as for `torch.export.export`.
+        example_inputs: one batch of positional inputs, as for `torch.export.export`; may be left out for inputs that
+            are all given by name, and for an `ExportedProgram`, which carries its own.
         backend: "xnnpack", "x86", the name of a plugin, or a quantizer with scopes of your own.
         calibration: iterable of batches (see `calibrate`); dynamic and weight-only configs need none.
         config: a config or the name of one of the backend's; None for its default.
+        quantizer: any quantizer (ours, torchao's, ExecuTorch's, a composition, one of your own) that annotates in the
+            place of the backend's; `backend` then names the lowering.
+        example_kwargs: the inputs that the model takes by name; the artefact takes them by name or position.
+        inputs: picks the model's inputs out of a calibration batch, such as `lambda batch: batch[0]` for
+            pairs of images and labels.
         dynamic_shapes: as for `torch.export.export`.
         limit: at most so many calibration batches.
         progress: whether calibration shows a bar.
@@ -99,27 +116,38 @@ def quantize(
         CalibrationError: the calibration data is empty, not finite or does not fit the model.
         LoweringError: the backend cannot run the result.
     """
-    quantizer = _quantizer(backend, config)
-    quantizer.backend.require_lowering_options(lowering)
-    inputs = _as_tuple(example_inputs)
-    if calibration is None and quantizer.needs_calibration:
-        raise ConfigError(
-            f"Backend '{quantizer.backend.name}' quantizes activations statically here and needs data; pass "
-            "calibration=loader, or a config that needs none such as 'int8_dynamic'."
-        )
+    target, chosen = _chosen(backend, config, quantizer)
+    target.require_lowering_options(lowering)
+    args, kwargs = _examples(model, example_inputs, example_kwargs)
+    if calibration is None and isinstance(chosen, BackendQuantizer):
+        _require_no_data(chosen.needs_calibration, target.name)
     if correct_bias:
         _require_batches(calibration)
-    exported = export(model, inputs, dynamic_shapes)
-    prepared = prepare_pt2e(exported, quantizer)
-    _require_quantized(explain(prepared), quantizer.backend.name)
-    if calibration is not None and quantizer.needs_calibration:
-        calibrate(prepared, calibration, limit=limit, progress=progress)
+    exported = export(model, args, dynamic_shapes, kwargs)
+    prepared = prepare_pt2e(exported, chosen)
+    _require_quantized(explain(prepared), target.name)
+    if calibration is None:
+        _require_no_data(_waits_for_data(prepared), target.name)
+    elif _waits_for_data(prepared):
+        calibrate(prepared, calibration, limit=limit, progress=progress, inputs=inputs)
     if correct_bias and calibration is not None:
-        correct_biases(prepared, calibration)
+        correct_biases(prepared, calibration if inputs is None else map(inputs, calibration))
     reference = convert_pt2e(prepared)
-    inputs = quantized_inputs(reference, inputs)
-    program = quantizer.backend.lower(reference, inputs, dynamic_shapes=dynamic_shapes, **lowering)
-    return Artefact(program, reference, explain(reference), quantizer.backend.name)
+    values = quantized_inputs(reference, in_order(input_names(reference), args, kwargs))
+    program = target.lower(reference, values, dynamic_shapes=dynamic_shapes, **lowering)
+    return Artefact(program, reference, explain(reference), target.name)
+
+
+def _require_no_data(waits: bool, backend: str) -> None:
+    if waits:
+        raise ConfigError(
+            f"Backend '{backend}' quantizes activations statically here and needs data; pass calibration=loader, or a "
+            "config that needs none such as 'int8_dynamic'."
+        )
+
+
+def _waits_for_data(prepared: fx.GraphModule) -> bool:
+    return any(needs_data(site.observer) and not site.of_constants for site in observer_sites(prepared))
 
 
 def _require_batches(calibration: Iterable[Any] | None) -> None:
@@ -136,29 +164,53 @@ def _require_quantized(report: Report, backend: str) -> None:
     raise ModelError(f"Backend '{backend}' quantizes nothing in the model ({reason}); change the model or the scopes.")
 
 
-def _quantizer(backend: str | BackendQuantizer, config: QuantizationConfig | str | None) -> BackendQuantizer:
-    if isinstance(backend, str):
-        quantizer = get_quantizer(backend)
-        return quantizer.set_global(config) if config is not None else quantizer
-    if not isinstance(backend, BackendQuantizer):
-        raise ConfigError(f"backend takes a name or a quantizer of a backend, found {type(backend).__name__}.")
-    if config is not None:
-        raise ConfigError("backend is a quantizer and config was given too; call its set_global(config) instead.")
-    return backend
+def _chosen(
+    backend: str | BackendQuantizer, config: QuantizationConfig | str | None, quantizer: Quantizer | None
+) -> tuple[Backend, Quantizer]:
+    """Returns the backend that lowers and the quantizer that annotates."""
+    if not isinstance(backend, str | BackendQuantizer):
+        raise ConfigError(
+            f"backend takes a name or a quantizer of a backend, found {type(backend).__name__}; pass a quantizer of "
+            "another kind as quantizer=, and the name of the backend that lowers as backend=."
+        )
+    own = get_quantizer(backend) if isinstance(backend, str) else backend
+    if quantizer is None and config is None:
+        return own.backend, own
+    if config is not None and (quantizer is not None or not isinstance(backend, str)):
+        given = "backend is a quantizer" if quantizer is None else "quantizer"
+        raise ConfigError(f"{given} and config was given too; call its set_global(config) instead.")
+    if quantizer is None:
+        return own.backend, own.set_global(config)
+    if not isinstance(quantizer, Quantizer):
+        found = quantizer.__name__ if isinstance(quantizer, type) else type(quantizer).__name__
+        raise ConfigError(f"quantizer takes an instance of torchao's Quantizer, found {found}.")
+    return own.backend, quantizer
 
 
-def _as_tuple(inputs: Any) -> tuple[Any, ...]:
-    if isinstance(inputs, tuple | list):
-        return tuple(inputs)
+def _examples(model: Any, inputs: Any, keywords: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the positional and keyword example inputs."""
+    if not isinstance(keywords, Mapping | None):
+        raise ConfigError(f"example_kwargs takes a dict of inputs by name, found {type(keywords).__name__}.")
+    if inputs is None and keywords is None:
+        own = model.example_inputs if isinstance(model, torch.export.ExportedProgram) else None
+        if own is None:
+            raise ConfigError("quantize was given no example inputs; pass example_inputs=(x,) or example_kwargs={...}.")
+        return tuple(own[0]), dict(own[1])
     if isinstance(inputs, Tensor):
-        return (inputs,)
-    raise ConfigError(
-        f"example_inputs takes a tuple of inputs, found {type(inputs).__name__}; pass (x,) for one input."
-    )
+        inputs = (inputs,)
+    if not isinstance(inputs, tuple | list | None):
+        raise ConfigError(
+            f"example_inputs takes a tuple of inputs, found {type(inputs).__name__}; pass (x,) for one input, or "
+            "example_kwargs={...} for inputs by name."
+        )
+    return tuple(inputs or ()), dict(keywords or {})
 
 
 def export(
-    model: nn.Module | torch.export.ExportedProgram, example_inputs: tuple[Any, ...], dynamic_shapes: Any = None
+    model: nn.Module | torch.export.ExportedProgram,
+    example_inputs: tuple[Any, ...],
+    dynamic_shapes: Any = None,
+    example_kwargs: Mapping[str, Any] | None = None,
 ) -> fx.GraphModule:
     """Returns the graph module of a model, exported in eval mode the default (non-strict) way.
 
@@ -166,6 +218,7 @@ def export(
         model: a module, an exported program or a graph module, which is returned as it is.
         example_inputs: positional inputs.
         dynamic_shapes: as for `torch.export.export`.
+        example_kwargs: keyword inputs.
 
     Raises:
         ModelError: the model is none of these, or torch.export fails on it.
@@ -178,8 +231,9 @@ def export(
         raise ModelError(f"quantize takes an nn.Module or an exported program, found {type(model).__name__}.")
     in_training = any(module.training for module in model.modules())
     evaluated = copy.deepcopy(model).eval() if in_training else model
+    keywords = dict(example_kwargs or {})
     try:
-        return torch.export.export(evaluated, example_inputs, dynamic_shapes=dynamic_shapes).module()
+        return torch.export.export(evaluated, example_inputs, keywords, dynamic_shapes=dynamic_shapes).module()
     except Exception as error:
         raise ModelError(
             f"torch.export fails on {type(model).__name__}: {first_line(error)}; "
