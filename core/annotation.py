@@ -24,6 +24,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.aliases import changed_under_other_names
 from quantplug.core.annotator import Annotations, Annotator, Choice
+from quantplug.core.boundary_dtypes import BOUNDARY_KEY, BoundaryDTypes
 from quantplug.core.company import better_float, small_ends
 from quantplug.core.constants import constant_nodes
 from quantplug.core.decision import Decision, record
@@ -72,7 +73,8 @@ def annotate(
         AnnotationError: an annotator decided about a node outside of its piece, or, if strict, a config
             breaks a limit; the graph is unchanged.
     """
-    work = _Decisions(model.graph, owner, choose, changed_under_other_names(model.graph))
+    ends = model.meta.get(BOUNDARY_KEY, BoundaryDTypes())
+    work = _Decisions(model.graph, owner, choose, changed_under_other_names(model.graph), ends)
     index = PatternIndex((a, label, pattern) for a in annotators for label, pattern in a.patterns)
     findings = index.find(model.graph, work.accept)
     carried_out = [found for found in findings.found if work.carry_out(found)]
@@ -108,6 +110,7 @@ class _Decisions:
     owner: str
     choose: Callable[[fx.Node], Choice]
     changed: Mapping[fx.Node, fx.Node]
+    ends: BoundaryDTypes
     annotations: Annotations = field(default_factory=dict)
     rejected: dict[fx.Node, NearMiss] = field(default_factory=dict)
     chosen: dict[fx.Node, Choice] = field(default_factory=dict)
@@ -267,7 +270,10 @@ class _Decisions:
         if root not in self.annotations or choice.is_named or spec is None or spec.is_dynamic:
             return False
         beside = (root, *operator.all_input_nodes)
-        return not any(self.is_quantized(node) for node in beside if node not in self.constants)
+        return not any(self.is_quantized(node) or self._is_given(node) for node in beside if node not in self.constants)
+
+    def _is_given(self, node: fx.Node) -> bool:
+        return node.op == "placeholder" and self.ends.input is not None
 
     def share(self, node: fx.Node) -> float:
         """Returns which share of the model's multiplications a node does; 1 where they are not known."""
@@ -284,7 +290,9 @@ class _Decisions:
         self.rejected[found.match.root] = NearMiss(found.label, reason, len(found.match.nodes))
 
     def reads(self, user: fx.Node, source: fx.Node) -> bool:
-        """Tells whether a node reads another in integers."""
+        """Tells whether a node reads another in integers; the graph's output does where integers are asked for."""
+        if user.op == "output":
+            return self.ends.output is not None
         annotation = self._annotation(user, {})
         return annotation is not None and source in annotation.input_qspec_map
 

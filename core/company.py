@@ -27,7 +27,7 @@ def better_float(
     """Returns the pieces that gain nothing, and the moves behind them, in graph order.
 
     A piece gains nothing if at least one operator reads it and all that do so are float, or gain nothing themselves.
-    What nobody but the graph's output reads stays quantized.
+    What nobody but the graph's output reads stays quantized, and so does what the output takes in integers.
 
     Args:
         pieces: what rules took, in graph order.
@@ -38,8 +38,8 @@ def better_float(
     floats: set[fx.Node] = set()
     for found in reversed(light):
         root = found.match.root
-        readers = [user for user in root.users if user.op != "output"]
-        if readers and not any(reads(user, root) for user in readers if user not in floats):
+        has_readers = any(user.op != "output" for user in root.users)
+        if has_readers and not any(reads(user, root) for user in root.users if user not in floats):
             floats.update(found.match.nodes)
     # A move of integers keeps moving integers: they are a fourth of the memory.
     for found in light:

@@ -93,8 +93,9 @@ class BackendQuantizer(Quantizer):
     def set_io(self: Self, input: torch.dtype | None = None, output: torch.dtype | None = None) -> Self:  # noqa: A002
         """Sets the dtypes of the converted model's float inputs and outputs; None leaves them float.
 
-        With torch.int8 the model takes or returns the integers themselves, whose scales
-        `quantplug.core.boundary_dtypes.boundary_qparams` reads; quantplug's own `convert_pt2e` carries it out.
+        With an integer dtype (torch.int8 on XNNPACK, torch.uint8 on x86 and OpenVINO) the model takes or returns
+        the integers themselves, whose scales `quantplug.core.boundary_dtypes.boundary_qparams` reads; quantplug's own
+        `convert_pt2e` carries it out. Kernels that could as well write float write integers at outputs then.
 
         Raises:
             ConfigError: a dtype is no integer dtype.

@@ -1,5 +1,6 @@
 """Backends by name: the built-in ones and those that installed packages announce as entry points."""
 
+import warnings
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points, version
 from typing import Any
@@ -19,6 +20,8 @@ _BUILT_IN = {
     "cortex_m": "quantplug.quantizers.cortex_m:CortexMQuantizer",
     "embedding": "quantplug.quantizers.embedding:EmbeddingQuantizer",
 }
+# How torch's older quantization (`torch.backends.quantized.engine`, `get_default_qconfig`) calls these kernels.
+_OLDER_NAMES = {"fbgemm": "x86", "onednn": "x86", "qnnpack": "xnnpack"}
 
 
 @dataclass(frozen=True)
@@ -83,13 +86,17 @@ def get_quantizer(name: str, *, strict: bool = True) -> BackendQuantizer:
     """Returns a new quantizer of a backend by its name.
 
     Args:
-        name: the backend, such as "xnnpack" or "x86".
+        name: the backend, such as "xnnpack" or "x86". The names of torch's older engines are understood, with a
+            warning that says which backend they get: "fbgemm" and "onednn" are x86, "qnnpack" is xnnpack.
         strict: whether a scope that covers nothing is an error.
 
     Raises:
         ConfigError: there is no such backend, or its plugin is broken.
     """
     known = {entry.name: entry for entry in reversed(backends())}
+    if name in _OLDER_NAMES and name not in known:
+        warnings.warn(f"'{name}' is an older name; this is backend '{_OLDER_NAMES[name]}'.", UserWarning, stacklevel=2)
+        name = _OLDER_NAMES[name]
     if name not in known:
         raise ConfigError(
             f"There is no backend '{name}'{did_you_mean(str(name), known)}; choose one of {sorted(known)}."

@@ -18,14 +18,14 @@ from torch.export.graph_signature import ConstantArgument, OutputKind
 
 from quantplug.core.boundaries import is_dequantize
 from quantplug.core.errors import LoweringError, first_line
-from quantplug.core.graph import constant_value, describe, is_constant, operands, require_graph_module
+from quantplug.core.graph import constant_value, describe, is_constant, operands, require_graph_module, tensor_value
 from quantplug.core.pattern import Match, op, value
 from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.openvino.program import OpenVINOProgram, runtime
 from quantplug.lowering.placement import record
 from quantplug.lowering.program import require_float_dtype
-from quantplug.lowering.qparams import FULL_RANGE, QD, dequantize, qparams, quantize
-from quantplug.lowering.rewriting import Rule, apply, call, constant, finish, replace
+from quantplug.lowering.qparams import FULL_RANGE, QD, dequantize, is_static, qparams, quantize
+from quantplug.lowering.rewriting import Rule, absorb, apply, call, constant, erase_unused, finish, replace
 from quantplug.lowering.signature import FixedInput, Signature
 from quantplug.lowering.x86.processor import as_unsigned, largest_pair, pair_objection
 
@@ -68,7 +68,8 @@ def lower(
     module = fx.GraphModule(source, copy.deepcopy(source.graph))
     recorded = record(module.graph)
     pair = _require_pairs(module.graph)
-    apply(module.graph, CONSTANTS)
+    apply(module.graph, GIVEN)
+    apply(module.graph, OUTPUTS)
     apply(module.graph, NARROW)
     finish(module)
     # As the graph has them: the user's own may name parameters that it has no longer, or sizes that got a condition.
@@ -179,8 +180,9 @@ def _first_known(node: fx.Node, operators: Set[str]) -> str:
 def _scaled(match: Match) -> str | None:
     """Writes (integers - zero point) * scale in float32."""
     node, given = match.root, operands(match.root)
-    integers = constant_value(given["input"])
-    if integers is None:
+    is_given = is_constant(given["input"]) or given["input"].op == "placeholder"
+    integers = tensor_value(given["input"])
+    if not is_given or integers is None:
         return "its integers are computed at run time"
     names = ("scales", "zero_points") if "scales" in given else ("scale", "zero_point")
     scale, zero_point = (_along_axis(given[name], integers, given.get("axis")) for name in names)
@@ -215,8 +217,25 @@ def _clamped(match: Match) -> str | None:
     return None
 
 
+def _integers(match: Match) -> str | None:
+    """Writes out how an output's integers are made: OpenVINO takes quantize for a rounding of floats."""
+    node, params, outputs = match.root, qparams(match.root), match.root.graph.output_node()
+    if outputs not in node.users:
+        return "it is no output"
+    step = call(node, _ATEN.mul.Tensor, (match["x"], 1.0 / params.scale), match["x"])
+    step = call(node, _ATEN.round.default, (step,), step)
+    step = call(node, _ATEN.add.Tensor, (step, float(params.zero_point)), step)
+    step = call(node, _ATEN.clamp.default, (step, params.qmin, params.qmax), step)
+    step = call(node, _ATEN.to.dtype, (step, params.dtype), node, params.dtype)
+    absorb(step, node)
+    outputs.replace_input_with(node, step)
+    erase_unused(node)
+    return None
+
+
 NARROW = (Rule(quantize(input=value("x")), _clamped),)
-CONSTANTS = (
+OUTPUTS = (Rule(quantize(input=value("x"), where=(lambda match: is_static(match.root),)), _integers),)
+GIVEN = (
     Rule(dequantize(input=value("integers")), _scaled),
     Rule(op("quantized_decomposed::dequantize_per_channel", input=value("integers")), _scaled),
 )
