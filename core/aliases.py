@@ -5,13 +5,9 @@ tensors share memory with such a change. A quantize/dequantize pair makes a copy
 it would cut the tie, and the later reader would see the old values.
 """
 
-import operator
-from collections.abc import Iterator
-
-import torch
 from torch import fx
 
-from quantplug.core.constants import written_argument
+from quantplug.core.graph import viewed_node, written_argument
 
 
 def changed_under_other_names(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -39,19 +35,3 @@ def changed_under_other_names(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         if written is not None and written is viewed:
             known[node] = len(changes[memory[written]])
     return {node: at_fault[base] for node, base in memory.items() if base in at_fault}
-
-
-def viewed_node(node: fx.Node) -> fx.Node | None:
-    """Returns the node whose memory the result of an operator may share, or None."""
-    return next(_shared(node), None)
-
-
-def _shared(node: fx.Node) -> Iterator[fx.Node]:
-    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
-        return
-    if node.target is operator.getitem:
-        yield node.args[0]
-    elif isinstance(node.target, torch._ops.OpOverload):
-        returns = node.target._schema.returns
-        if returns and returns[0].alias_info is not None:
-            yield node.args[0]

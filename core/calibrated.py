@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from quantplug.core.decision import decision
 from quantplug.core.dtypes import Refusal
 from quantplug.core.errors import CalibrationError
-from quantplug.core.graph import attribute, is_constant
+from quantplug.core.graph import attribute, constant_value
 from quantplug.core.limits import LIMITS_KEY, VIOLATIONS_KEY, Limits, Rescale, Violation, violation
 from quantplug.core.qdq import DEQUANTIZE_OPS, QUANTIZE_OPS
 from quantplug.core.regions import region_targets
@@ -99,7 +99,7 @@ def _numbers(model: fx.GraphModule, node: fx.Node) -> Iterator[_Numbers]:
         qparams = _qparams(model, source) if source.target in DEQUANTIZE_OPS else None
         if qparams is not None:
             stored = source.all_input_nodes[0]
-            value = attribute(model, str(stored.target)) if is_constant(stored) else None
+            value = constant_value(stored)
             port = "input" if value is None else "bias" if value.dtype == torch.int32 else "weight"
             yield port, *qparams, value
 
@@ -113,7 +113,5 @@ def _output_numbers(model: fx.GraphModule, node: fx.Node) -> list[_Numbers]:
 def _qparams(model: fx.GraphModule, node: fx.Node) -> tuple[Any, Any] | None:
     """Returns scale and zero point of a q or dq node, None where they are computed at run time."""
     numbers = node.args[1:3]
-    if any(isinstance(n, fx.Node) and not is_constant(n) for n in numbers):
-        return None
-    scale, zero_point = (attribute(model, str(n.target)) if isinstance(n, fx.Node) else n for n in numbers)
-    return scale, zero_point
+    scale, zero_point = (constant_value(n) if isinstance(n, fx.Node) else n for n in numbers)
+    return None if scale is None or zero_point is None else (scale, zero_point)

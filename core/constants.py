@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph import constant_value
+from quantplug.core.graph import constant_value, is_written, viewed_node, written_argument
 from quantplug.core.observation import observer_of
 
 
@@ -40,8 +40,9 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def written_buffers(graph: fx.Graph) -> set[str]:
-    """Returns the paths of the attributes that an in-place operator of the graph may write to."""
-    return {path for _, paths in _writes(graph) for path in paths}
+    """Returns the paths of the attributes that an in-place operator of the graph may write to, submodels' included."""
+    by_submodels = (str(node.target) for node in graph.find_nodes(op="get_attr") if is_written(node))
+    return {path for _, paths in _writes(graph) for path in paths}.union(by_submodels)
 
 
 def buffer_writes(graph: fx.Graph) -> set[tuple[fx.Node, fx.Node]]:
@@ -74,28 +75,8 @@ def _writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, frozenset[str]]]:
             destination = written_argument(node)
             if destination is not None:
                 yield node, origins.get(destination, frozenset())
-            origins[node] = _aliased(node, origins)
-
-
-def written_argument(node: fx.Node) -> fx.Node | None:
-    """Returns the node that an in-place operator writes into, or None if it writes into none."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable or not node.args:
-        return None
-    alias = target._schema.arguments[0].alias_info
-    first = node.args[0]
-    return first if alias is not None and alias.is_write and isinstance(first, fx.Node) else None
-
-
-def _aliased(node: fx.Node, origins: dict[fx.Node, frozenset[str]]) -> frozenset[str]:
-    """Returns the attributes that an operator's result may be a view of: those of its first argument."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.args:
-        return frozenset()
-    returns = node.target._schema.returns
-    first = node.args[0]
-    if not returns or returns[0].alias_info is None or not isinstance(first, fx.Node):
-        return frozenset()
-    return origins.get(first, frozenset())
+            viewed = viewed_node(node)
+            origins[node] = frozenset() if viewed is None else origins.get(viewed, frozenset())
 
 
 def evaluate_constants(nodes: Iterable[fx.Node], wanted: set[fx.Node]) -> dict[fx.Node, Tensor]:

@@ -26,7 +26,7 @@ from quantplug.core.errors import ModelError
 from quantplug.core.graph import (
     constant_value,
     describe,
-    is_constant,
+    is_held,
     module_path,
     operands,
     rank,
@@ -402,4 +402,4 @@ def remove_batch_counters(graph: fx.Graph) -> None:
 
 def is_batch_counter(node: Any) -> TypeGuard[fx.Node]:
     """Tells whether a node is the counter that a batch norm keeps of the batches it was trained on."""
-    return is_constant(node) and str(node.target).rpartition(".")[2] == "num_batches_tracked"
+    return is_held(node) and str(node.target).rpartition(".")[2] == "num_batches_tracked"

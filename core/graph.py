@@ -4,16 +4,21 @@ Before: a `torch.fx.GraphModule` from `torch.export`. After: the same graph,
 unchanged; every function here only looks.
 """
 
+import operator
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import optimization_hint
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import ModelError
+
+LIFTED_KEY = "quantplug_lifted"
+"""In the meta of a submodel's input that is given the same constant at every call."""
 
 
 @cache
@@ -67,9 +72,90 @@ def describe(node: fx.Node) -> str:
     return f"'{node.name}' ({node.target}{where})"
 
 
-def is_constant(node: Any) -> bool:
-    """Tells whether a node is a parameter, buffer or lifted constant of the graph module."""
+def is_held(node: Any) -> TypeGuard[fx.Node]:
+    """Tells whether a node reads a parameter, buffer or lifted constant of the graph module, or a submodel."""
     return isinstance(node, fx.Node) and node.op == "get_attr"
+
+
+def is_constant(node: Any) -> TypeGuard[fx.Node]:
+    """Tells whether a node reads a tensor that the graph module holds and that is the same at every call.
+
+    A buffer that the graph writes to is none. An input of a submodel is one where the graph around it always passes
+    the same constant.
+    """
+    if not isinstance(node, fx.Node) or node.op not in ("get_attr", "placeholder"):
+        return False
+    return bool(node.meta.get(LIFTED_KEY)) if node.op == "placeholder" else not is_written(node)
+
+
+def is_written(node: fx.Node) -> bool:
+    """Tells whether an operator writes into a node's memory, under its own name or that of a view."""
+    pending, seen = [node], {node}
+    while pending:
+        name = pending.pop()
+        for user in name.users:
+            if written_argument(user) is name or any(is_written(inner) for inner in _inside(user, name)):
+                return True
+            if viewed_node(user) is name and user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return False
+
+
+def _inside(user: fx.Node, operand: fx.Node) -> Iterator[fx.Node]:
+    """Yields what an operand is called in the submodels of a higher-order operator, whose last inputs are operands."""
+    if not isinstance(user.target, torch._ops.HigherOrderOperator) or user.graph.owning_module is None:
+        return
+    held = [found for found in user.all_input_nodes if is_held(found)]
+    submodels = [attribute(user.graph.owning_module, str(found.target)) for found in held]
+    given = [found for found in pytree.tree_leaves(list(user.args)) if isinstance(found, fx.Node)]
+    for submodel in submodels:
+        if isinstance(submodel, fx.GraphModule):
+            inputs = submodel.graph.find_nodes(op="placeholder")
+            pairs = zip(reversed(given), reversed(inputs), strict=False)
+            yield from (inner for outer, inner in pairs if outer is operand)
+
+
+def written_argument(node: fx.Node) -> fx.Node | None:
+    """Returns the node that an in-place operator writes into, or None if it writes into none."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable or not node.args:
+        return None
+    alias = target._schema.arguments[0].alias_info
+    first = node.args[0]
+    return first if alias is not None and alias.is_write and isinstance(first, fx.Node) else None
+
+
+def viewed_node(node: fx.Node) -> fx.Node | None:
+    """Returns the node whose memory the result of an operator may share, or None."""
+    if node.op == "call_module" and node.all_input_nodes:
+        return node.all_input_nodes[0]  # an observer returns what it is given
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    if node.target is operator.getitem:
+        return node.args[0]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    returns = node.target._schema.returns
+    shares = bool(returns) and returns[0].alias_info is not None
+    return node.args[0] if shares or node.target._schema.name in MAY_SHARE else None
+
+
+# composite operators whose schema does not say that they may return a view
+MAY_SHARE = frozenset(
+    f"aten::{name}"
+    for name in (
+        "reshape",
+        "flatten",
+        "contiguous",
+        "to",
+        "type_as",
+        "dropout",
+        "feature_dropout",
+        "chunk",
+        "unflatten",
+    )
+)
 
 
 def attribute(module: torch.nn.Module, path: str) -> Any:
@@ -91,13 +177,22 @@ def attribute(module: torch.nn.Module, path: str) -> Any:
     return value
 
 
-def constant_value(node: fx.Node) -> Tensor | None:
-    """Returns the tensor behind a `get_attr` node, or None if it is no tensor or has no owning module."""
+def held_tensor(node: fx.Node) -> Tensor | None:
+    """Returns the tensor behind a `get_attr` node, or None if it is no tensor or has no owning module.
+
+    A buffer that the graph writes to has another value at the next call, see `constant_value`.
+    """
     owner = node.graph.owning_module
-    if not is_constant(node) or owner is None:
+    if not is_held(node) or owner is None:
         return None
     value = attribute(owner, str(node.target))
     return value if isinstance(value, Tensor) else None
+
+
+def constant_value(node: fx.Node) -> Tensor | None:
+    """Returns the tensor behind a `get_attr` node that is the same at every call, None for anything else."""
+    value = held_tensor(node)
+    return None if value is None or is_written(node) else value
 
 
 def tensor_value(node: Any) -> Tensor | None:
@@ -108,8 +203,8 @@ def tensor_value(node: Any) -> Tensor | None:
     if not isinstance(node, fx.Node):
         return None
     value = node.meta.get("val")
-    if value is None and is_constant(node):
-        value = constant_value(node)
+    if value is None:
+        value = held_tensor(node)
     return value if isinstance(value, Tensor) else None
 
 

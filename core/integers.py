@@ -21,8 +21,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from quantplug.core.constants import written_argument
-from quantplug.core.graph import attribute, constant_value, operands, rank, tensor_value
+from quantplug.core.graph import attribute, constant_value, operands, rank, tensor_value, written_argument
 from quantplug.core.pattern import op
 from quantplug.core.qdq import AFFINE_OPS, DEQUANTIZE_OPS
 from quantplug.core.regions import region_targets

@@ -14,7 +14,7 @@ from torch import fx
 
 from quantplug.core.constants import written_buffers
 from quantplug.core.control import operator_of
-from quantplug.core.graph import attribute, constant_value
+from quantplug.core.graph import LIFTED_KEY, attribute, held_tensor, is_constant
 from quantplug.core.working_copy import rebuilt
 
 _HIGHER = torch.ops.higher_order
@@ -66,7 +66,7 @@ def _bind(node: fx.Node, submodels: list[fx.GraphModule], written: set[str]) -> 
     bound = [
         i
         for i, operand in enumerate(passed_on)
-        if isinstance(operand, fx.Node) and constant_value(operand) is not None and operand.target not in written
+        if isinstance(operand, fx.Node) and held_tensor(operand) is not None and operand.target not in written
     ]
     for submodel in submodels:
         inputs = submodel.graph.find_nodes(op="placeholder")[-len(passed_on) :]
@@ -100,7 +100,7 @@ def _keep_operands(node: fx.Node, kept: list[fx.Node]) -> None:
 
 def _replace_input(submodel: fx.GraphModule, given: fx.Node, constant: fx.Node) -> None:
     if given.users:
-        name = _register(submodel, str(constant.target), constant_value(constant))
+        name = _register(submodel, str(constant.target), held_tensor(constant))
         with submodel.graph.inserting_before(given):
             inside = submodel.graph.create_node("get_attr", name)
         inside.meta = {k: v for k, v in constant.meta.items() if k != "quantization_annotation"}
@@ -135,15 +135,16 @@ def _lift(model: fx.GraphModule, node: fx.Node, submodels: dict[str, fx.GraphMod
     ends: dict[str, Any] = {path: _placeholders_first(submodel.graph) for path, submodel in submodels.items()}
     operands = _passed_on(node)
     for owner, submodel in submodels.items():
-        for held in [n for n in submodel.graph.nodes if constant_value(n) is not None]:
-            name = _register(model, f"{owner}_{held.target}", constant_value(held))
+        for held in [n for n in submodel.graph.nodes if held_tensor(n) is not None]:
+            name = _register(model, f"{owner}_{held.target}", held_tensor(held))
+            is_same = is_constant(held)
             with model.graph.inserting_before(node):
                 operands.append(model.graph.create_node("get_attr", name))
             operands[-1].meta = dict(held.meta)
             for path, other in submodels.items():
                 ends[path] = _add_input(other.graph, ends[path], name)
             given = ends[owner]
-            given.meta = dict(held.meta)
+            given.meta = {**held.meta, LIFTED_KEY: is_same}
             held.replace_all_uses_with(given)
             submodel.graph.erase_node(held)
     _keep_operands(node, operands)

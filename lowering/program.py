@@ -72,6 +72,9 @@ class Program(ABC):
         Keywords are the model's own names of inputs. A program that knows none takes `*inputs` alone.
         """
 
+    def restart(self) -> None:  # noqa: B027  programs without a state have nothing to do
+        """Puts the buffers that the program writes (a cache, a counter) back to what the model began with."""
+
     @abstractmethod
     def save(self, path: str | Path) -> Path:
         """Writes the artefact to a file and returns its path."""

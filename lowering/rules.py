@@ -5,7 +5,6 @@ package registers with `torch.library`. After: an exported program of those oper
 took computed in float between dequantize and quantize.
 """
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +16,7 @@ from quantplug.core.graph import require_graph_module
 from quantplug.lowering.placement import place, record
 from quantplug.lowering.reference import ReferenceProgram
 from quantplug.lowering.rewriting import Rule, apply, finish
+from quantplug.lowering.starting import starting
 
 
 def lower_by_rules(
@@ -41,7 +41,7 @@ def lower_by_rules(
         LoweringError: a rule left a graph that is not well formed or does not run on these inputs.
     """
     source = require_graph_module(converted, "lower")
-    module = fx.GraphModule(source, copy.deepcopy(source.graph))
+    module = starting(source)
     recorded = record(module.graph)
     apply(module.graph, rules)
     try:

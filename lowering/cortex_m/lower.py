@@ -24,6 +24,7 @@ from quantplug.lowering.cortex_m.program import CortexMProgram, channels_last
 from quantplug.lowering.placement import is_quantization
 from quantplug.lowering.program import LoweredOp
 from quantplug.lowering.sizes import write_sizes_out
+from quantplug.lowering.starting import starting
 
 _ATEN = torch.ops.aten
 # Operators that the passes want whole.
@@ -84,7 +85,7 @@ def _target(cpu: str) -> Any:
 def _marked(converted: fx.GraphModule) -> fx.GraphModule:
     from executorch.backends.arm.common.annotation_meta import ArmAnnotationInfo
 
-    marked = fx.GraphModule(converted, copy.deepcopy(converted.graph))
+    marked = starting(converted)
     for node in _quantized(marked.graph):
         custom = {**node.meta.get("custom", {}), ArmAnnotationInfo.CUSTOM_META_KEY: {"quantized": True}}
         node.meta["custom"] = custom

@@ -6,7 +6,6 @@ integers through a dequantize node unscaled. Constants behind such a node are th
 the form in which OpenVINO itself stores quantized weights.
 """
 
-import copy
 import logging
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -18,15 +17,25 @@ from torch.export.graph_signature import ConstantArgument, OutputKind
 
 from quantplug.core.boundaries import is_dequantize
 from quantplug.core.errors import LoweringError, first_line
-from quantplug.core.graph import constant_value, describe, is_constant, operands, require_graph_module, tensor_value
+from quantplug.core.graph import (
+    constant_value,
+    describe,
+    is_constant,
+    is_held,
+    operands,
+    require_graph_module,
+    tensor_value,
+)
 from quantplug.core.pattern import Match, op, value
 from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.openvino.program import OpenVINOProgram, runtime
+from quantplug.lowering.openvino.state import Variable, expose
 from quantplug.lowering.placement import record
 from quantplug.lowering.program import require_float_dtype
-from quantplug.lowering.qparams import FULL_RANGE, QD, dequantize, is_static, qparams, quantize
+from quantplug.lowering.qparams import FULL_RANGE, QD, dequantize, qparams, quantize
 from quantplug.lowering.rewriting import Rule, absorb, apply, call, constant, erase_unused, finish, replace
 from quantplug.lowering.signature import FixedInput, Signature
+from quantplug.lowering.starting import starting
 from quantplug.lowering.x86.processor import as_unsigned, largest_pair, pair_objection
 
 _ATEN = torch.ops.aten
@@ -65,7 +74,7 @@ def lower(
     require_float_dtype(float_dtype)
     options = {**_AS_WRITTEN, "INFERENCE_PRECISION_HINT": _HINTS[float_dtype], **(options or {})}
     _require_static(source.graph)
-    module = fx.GraphModule(source, copy.deepcopy(source.graph))
+    module = starting(source)
     recorded = record(module.graph)
     pair = _require_pairs(module.graph)
     apply(module.graph, GIVEN)
@@ -76,12 +85,15 @@ def lower(
     shapes = None if dynamic_shapes is None else open_sizes(module.graph, example_inputs) or dynamic_shapes
     try:
         exported = torch.export.export(module, example_inputs, dynamic_shapes=shapes)
-        decoder = _decoder(exported, is_dynamic=dynamic_shapes is not None)
+        decoder, variables = _decoder(exported, is_dynamic=dynamic_shapes is not None)
         model, signature = openvino.convert_model(decoder), Signature.of_exported(exported)
         _drop_fixed(model, signature)
         out_spec, fixed = exported.call_spec.out_spec, _fixed_outputs(exported)
-        program = OpenVINOProgram(model, signature, out_spec, options, pair, fixed)
+        program = OpenVINOProgram(model, signature, out_spec, options, pair, fixed, variables)
         program(*example_inputs)
+        program.restart()
+    except LoweringError:
+        raise
     except Exception as error:
         raise LoweringError(
             f"OpenVINO does not take the q/dq graph ({_reason(error)}); keep the operator it names float, "
@@ -118,11 +130,14 @@ def _require_pairs(graph: fx.Graph) -> int:
     return pair
 
 
-def _decoder(exported: torch.export.ExportedProgram, *, is_dynamic: bool) -> Any:
+def _decoder(exported: torch.export.ExportedProgram, *, is_dynamic: bool) -> tuple[Any, list[Variable]]:
+    """Returns what OpenVINO's front end reads, and the buffers that are its last inputs and outputs."""
     from openvino.frontend.pytorch.fx_decoder import TorchFXPythonDecoder
 
     with _quiet():
-        return TorchFXPythonDecoder.from_exported_program(exported, dynamic_shapes=is_dynamic)
+        decoder = TorchFXPythonDecoder.from_exported_program(exported, dynamic_shapes=is_dynamic)
+        variables = expose(decoder.pt_module)
+        return (TorchFXPythonDecoder(decoder.pt_module, dynamic_shapes=is_dynamic) if variables else decoder), variables
 
 
 @contextmanager
@@ -140,7 +155,7 @@ def _quiet() -> Iterator[None]:
 def _drop_fixed(model: Any, signature: Signature) -> None:
     """Takes away inputs that are no tensors; the graph holds their values, and OpenVINO knows no type for them."""
     parameters = model.get_parameters()
-    for parameter, given in zip(parameters, signature.inputs, strict=True):
+    for parameter, given in zip(parameters, signature.inputs, strict=False):  # those of the state follow
         if isinstance(given, FixedInput):
             model.remove_parameter(parameter)
 
@@ -180,7 +195,7 @@ def _first_known(node: fx.Node, operators: Set[str]) -> str:
 def _scaled(match: Match) -> str | None:
     """Writes (integers - zero point) * scale in float32."""
     node, given = match.root, operands(match.root)
-    is_given = is_constant(given["input"]) or given["input"].op == "placeholder"
+    is_given = is_held(given["input"]) or given["input"].op == "placeholder"
     integers = tensor_value(given["input"])
     if not is_given or integers is None:
         return "its integers are computed at run time"
@@ -220,11 +235,14 @@ def _clamped(match: Match) -> str | None:
 def _integers(match: Match) -> str | None:
     """Writes out how an output's integers are made: OpenVINO takes quantize for a rounding of floats."""
     node, params, outputs = match.root, qparams(match.root), match.root.graph.output_node()
+    scale, zero_point = params.scale, params.zero_point
     if outputs not in node.users:
         return "it is no output"
-    step = call(node, _ATEN.mul.Tensor, (match["x"], 1.0 / params.scale), match["x"])
+    if isinstance(scale, fx.Node) or isinstance(zero_point, fx.Node):
+        return "its quantization parameters are computed at run time"
+    step = call(node, _ATEN.mul.Tensor, (match["x"], 1.0 / scale), match["x"])
     step = call(node, _ATEN.round.default, (step,), step)
-    step = call(node, _ATEN.add.Tensor, (step, float(params.zero_point)), step)
+    step = call(node, _ATEN.add.Tensor, (step, float(zero_point)), step)
     step = call(node, _ATEN.clamp.default, (step, params.qmin, params.qmax), step)
     step = call(node, _ATEN.to.dtype, (step, params.dtype), node, params.dtype)
     absorb(step, node)
@@ -234,7 +252,7 @@ def _integers(match: Match) -> str | None:
 
 
 NARROW = (Rule(quantize(input=value("x")), _clamped),)
-OUTPUTS = (Rule(quantize(input=value("x"), where=(lambda match: is_static(match.root),)), _integers),)
+OUTPUTS = (Rule(quantize(input=value("x")), _integers),)
 GIVEN = (
     Rule(dequantize(input=value("integers")), _scaled),
     Rule(op("quantized_decomposed::dequantize_per_channel", input=value("integers")), _scaled),

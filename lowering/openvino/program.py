@@ -5,22 +5,24 @@ import json
 import tempfile
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import ArtefactError, LoweringError
+from quantplug.lowering.openvino.state import Variable
 from quantplug.lowering.program import LoweredOp, Program, require_folder
 from quantplug.lowering.signature import Signature
 from quantplug.lowering.x86.processor import pair_objection
 
-_GRAPH, _WEIGHTS, _SETTINGS = "model.xml", "model.bin", "settings.json"
+_GRAPH, _WEIGHTS, _SETTINGS, _STATE = "model.xml", "model.bin", "settings.json", "state.npz"
 _INTEGER = {"u8", "i8"}
 _NOT_COMPUTED = ("Const", "Input", "Output")
 
@@ -48,6 +50,7 @@ class OpenVINOProgram(Program):
         model: the `openvino.Model`; its rounding of activations is `FakeQuantize`.
         options: properties of the CPU plugin that were asked for.
         pair: how large the sum of two products can get; beyond 16 bits the kernels need a processor with VNNI.
+        variables: the buffers that the model writes; OpenVINO takes them as last inputs and returns their next values.
         fixed: outputs by position that are no tensors, such as None; OpenVINO has none of them.
         compiled: the `openvino.CompiledModel`; its runtime model shows every kernel.
         ops: every compute operator of the q/dq graph with its placement.
@@ -61,6 +64,7 @@ class OpenVINOProgram(Program):
         options: Mapping[str, Any] | None = None,
         pair: int = 0,
         fixed: Mapping[int, Any] = MappingProxyType({}),
+        variables: Sequence[Variable] = (),
     ) -> None:
         self.model, self.pair, self.fixed = model, pair, dict(fixed)
         self._signature, self._out_spec = signature, out_spec
@@ -69,6 +73,9 @@ class OpenVINOProgram(Program):
         self.compiled = runtime().compile_model(model, "CPU", {**defaults, **self.options})
         self.ops: tuple[LoweredOp, ...] = ()
         self._request = self.compiled.create_infer_request()
+        self.variables = tuple(variables)
+        self._state: list[Any] = []
+        self.restart()
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """Runs the program; takes and returns what the exported model does.
@@ -77,11 +84,17 @@ class OpenVINOProgram(Program):
             LoweringError: the inputs have another structure, dtype or size than the model was exported for.
         """
         arrays = [_array(leaf) for leaf in self._signature.flatten(inputs, keywords) if isinstance(leaf, Tensor)]
-        results = self._request.infer(arrays, share_inputs=True)
-        computed = iter([torch.from_numpy(results[port]) for port in self.compiled.outputs])
+        results = self._request.infer([*arrays, *self._state], share_inputs=True)
+        values = [torch.from_numpy(results[port]) for port in self.compiled.outputs]
+        self._state = [values[variable.output].numpy().copy() for variable in self.variables]
+        computed = iter(values)
         places = range(self._out_spec.num_leaves)
         outputs = [self.fixed[place] if place in self.fixed else next(computed) for place in places]
         return pytree.tree_unflatten(outputs, self._out_spec)
+
+    def restart(self) -> None:
+        """Puts the buffers that the program writes (a cache, a counter) back to what the model began with."""
+        self._state = [_array(variable.begin).copy() for variable in self.variables]
 
     def place(self, recorded: tuple[LoweredOp, ...], sources: Mapping[str, str]) -> None:
         """Fills `ops` from the kernels that OpenVINO chose.
@@ -124,6 +137,9 @@ class OpenVINOProgram(Program):
                 settings = json.loads(archive.read(_SETTINGS))
                 signature = Signature.from_json(settings["signature"])
                 out_spec = pytree.treespec_loads(settings["out_spec"])
+                with np.load(io.BytesIO(archive.read(_STATE)), allow_pickle=False) as state:
+                    places = settings["variables"].items()
+                    variables = [Variable(name, torch.from_numpy(state[name]), place) for name, place in places]
         except Exception as error:
             raise ArtefactError(
                 f"'{path}' is no program of the openvino lowering ({type(error).__name__}: {error}); "
@@ -133,7 +149,9 @@ class OpenVINOProgram(Program):
         if reason is not None:
             raise ArtefactError(f"'{path}' would give wrong numbers here: {reason}.")
         fixed = dict(settings["fixed"])
-        return cls(model, signature, out_spec, {**settings["options"], **(options or {})}, settings["pair"], fixed)
+        return cls(
+            model, signature, out_spec, {**settings["options"], **(options or {})}, settings["pair"], fixed, variables
+        )
 
     @property
     def nbytes(self) -> int:
@@ -153,7 +171,11 @@ class OpenVINOProgram(Program):
                 "options": self.options,
                 "pair": self.pair,
                 "fixed": list(self.fixed.items()),
+                "variables": {variable.name: variable.output for variable in self.variables},
             }
+            state = io.BytesIO()
+            np.savez(state, **{variable.name: _array(variable.begin) for variable in self.variables})
+            archive.writestr(_STATE, state.getvalue())
             archive.writestr(_SETTINGS, json.dumps(settings))
         return buffer.getvalue()
 

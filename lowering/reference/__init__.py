@@ -17,6 +17,7 @@ from quantplug.lowering.program import LoweredOp, Program
 from quantplug.lowering.reference.emulation import EmulatedProgram, KernelSet, Prepared, emulate, kernel_set
 from quantplug.lowering.reference.numerics import FixedPoint, Numerics, float_round_even
 from quantplug.lowering.reference.rows import Row
+from quantplug.lowering.starting import starting
 
 __all__ = [
     "EmulatedProgram",
@@ -47,13 +48,18 @@ class ReferenceProgram(Program):
         self, exported: torch.export.ExportedProgram, ops: tuple[LoweredOp, ...], *, has_kernels: bool = True
     ) -> None:
         self._exported = exported
-        self._module = exported.module()
+        self._began = exported.module()
+        self._module = starting(self._began)
         self.ops, self.has_kernels = ops, has_kernels
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """Runs the graph without gradients."""
         with torch.no_grad():
             return self._module(*in_order(input_names(self._module), inputs, keywords))
+
+    def restart(self) -> None:
+        """Puts the buffers that the program writes (a cache, a counter) back to what the model began with."""
+        self._module = starting(self._began)
 
     def save(self, path: str | Path) -> Path:
         """Writes the exported program as a `.pt2` file and returns its path."""
@@ -82,7 +88,7 @@ def lower(
     """
     graph = require_graph_module(converted, "lower").graph
     try:
-        exported = torch.export.export(converted, example_inputs, dynamic_shapes=dynamic_shapes)
+        exported = torch.export.export(starting(converted), example_inputs, dynamic_shapes=dynamic_shapes)
     except Exception as error:
         raise LoweringError(
             f"The q/dq graph cannot be exported on the example inputs ({first_line(error)}); "

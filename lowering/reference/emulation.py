@@ -5,7 +5,6 @@ at which it agrees with the target. It runs where the target does not, and says 
 computes in float between dequantize and quantize, differs from the target by a rounding step.
 """
 
-import copy
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from quantplug.lowering.placement import record
 from quantplug.lowering.program import LoweredOp, Program
 from quantplug.lowering.reference.rows import Row
 from quantplug.lowering.rewriting import REASON, Rule, apply, origins
+from quantplug.lowering.starting import starting, state_of
 
 _NO_KERNEL = "the kernel set has no integer kernel for it in this place"
 
@@ -97,11 +97,17 @@ class EmulatedProgram(Program):
     ) -> None:
         self.module, self.ops, self.levels = module, ops, dict(levels)
         self._example_inputs, self._dynamic_shapes = example_inputs, dynamic_shapes
+        self._began = {path: buffer.clone() for path, buffer in state_of(module).items()}
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """Runs the graph without gradients."""
         with torch.no_grad():
             return self.module(*in_order(input_names(self.module), inputs, keywords))
+
+    def restart(self) -> None:
+        """Puts the buffers that the program writes (a cache, a counter) back to what the model began with."""
+        for path, buffer in state_of(self.module).items():
+            buffer.copy_(self._began[path])
 
     def exported(self) -> torch.export.ExportedProgram:
         """Returns the graph as ATen operators on integers.
@@ -184,10 +190,7 @@ def kernel_set(kernels: str | KernelSet) -> KernelSet:
 
 
 def _working_copy(model: fx.GraphModule) -> fx.GraphModule:
-    working = fx.GraphModule(model, copy.deepcopy(model.graph))
-    for node in reversed(list(working.graph.nodes)):
-        if node.op == "call_module" and not node.users:  # export's guards
-            working.graph.erase_node(node)
+    working = starting(model)
     working.graph.eliminate_dead_code()
     return working
 

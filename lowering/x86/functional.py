@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantplug.core.graph import compute_nodes
+from quantplug.core.graph import compute_nodes, viewed_node
 
 
 def make_functional(graph: fx.Graph) -> None:
@@ -70,26 +70,5 @@ def _owns_memory(mutator: fx.Node, order: dict[fx.Node, int]) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Tells whether an operator's result may share memory with an input."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return True
-    schema = node.target._schema
-    shares = any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
-    return shares or schema.name in MAY_SHARE
-
-
-# composite operators whose schema does not say that they may return a view
-MAY_SHARE = frozenset(
-    f"aten::{name}"
-    for name in (
-        "reshape",
-        "flatten",
-        "contiguous",
-        "to",
-        "type_as",
-        "dropout",
-        "feature_dropout",
-        "chunk",
-        "unflatten",
-    )
-)
+    """Tells whether an operator's result may share memory with an input: a view, or what wrote in place."""
+    return not isinstance(node.target, torch._ops.OpOverload) or viewed_node(node) is not None

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from quantplug.core.graph import tensor_value
+from quantplug.core.graph import is_constant, tensor_value
 from quantplug.core.pattern import op
 from quantplug.lowering.rewriting import REASON, call, erase_unused
 from quantplug.lowering.x86.epilogues import DTYPE, set_args
@@ -41,7 +41,7 @@ def is_half_for_free(node: fx.Node) -> bool:
     """Tells whether a node can give bfloat16 without a conversion at run time: constants, and what kernels write."""
     while node.target in MOVERS:
         node = node.all_input_nodes[0]
-    return node.target in KERNELS or all(found.op == "get_attr" for found in node.all_input_nodes or [node])
+    return node.target in KERNELS or all(map(is_constant, node.all_input_nodes or [node]))
 
 
 def compute_in_half(graph: fx.Graph, choose: Callable[[fx.Node], str | None]) -> None:

@@ -4,14 +4,13 @@ Before: the portable graph. After: a copy for inductor, and the passes that it r
 at each step.
 """
 
-import copy
-
 import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from quantplug.core.pattern import Match, op, value
 from quantplug.lowering.rewriting import Rule, apply, call, finish, replace, viewed
+from quantplug.lowering.starting import starting
 from quantplug.lowering.x86.epilogues import fuse_sums
 from quantplug.lowering.x86.few_rows import stream
 from quantplug.lowering.x86.half import KERNELS
@@ -27,7 +26,7 @@ def for_compilers(portable: fx.GraphModule) -> fx.GraphModule:
     Weights of layers that stay float are float in it: inductor would find their dequantization and put the integer
     kernel there that the lowering had a reason not to take.
     """
-    module = fx.GraphModule(portable, copy.deepcopy(portable.graph))
+    module = starting(portable)
     fold(module, UNPACK)
     spell_out_ranges(module.graph)
     apply(module.graph, MAX_POOLS)

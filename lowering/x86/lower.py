@@ -3,7 +3,6 @@
 Before: the result of `convert_pt2e`. After: an `X86Program`; the converted model is not changed.
 """
 
-import copy
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from quantplug.core.graph import require_graph_module
 from quantplug.lowering.placement import place, record
 from quantplug.lowering.program import require_float_dtype
 from quantplug.lowering.rewriting import apply, finish
+from quantplug.lowering.starting import starting
 from quantplug.lowering.x86.attention import OPEN_MASKS
 from quantplug.lowering.x86.autotune import always_integer, measured, measured_half
 from quantplug.lowering.x86.cleaning import clean
@@ -55,8 +55,9 @@ def lower(
         ModelError: `converted` is no graph module.
         LoweringError: it still has observers, the inputs do not fit, or `float_dtype` is another dtype.
     """
-    module = _copied(require_graph_module(converted, "lower"))
-    _require_inputs(module, example_inputs)
+    source = require_graph_module(converted, "lower")
+    _require_inputs(source, example_inputs)
+    module = starting(source)
     require_float_dtype(float_dtype)
     recorded = record(module.graph)
     all_constant_expressions_are_folded(module)
@@ -76,11 +77,6 @@ def lower(
     program = X86Program(module, example_inputs, dynamic_shapes, pair=pair)
     program.ops = place(recorded, program.module.graph, "onednn", folded)
     return program
-
-
-def _copied(converted: fx.GraphModule) -> fx.GraphModule:
-    """Copies the graph; parameters and buffers are shared with the original."""
-    return fx.GraphModule(converted, copy.deepcopy(converted.graph))
 
 
 def _require_inputs(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:

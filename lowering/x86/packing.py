@@ -5,15 +5,15 @@ the layout that this machine's kernels want, linears of few rows on the kernel t
 residual sums in place, conversions in as few passes as torch offers.
 """
 
-import copy
 from collections.abc import Container
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph import constant_value
+from quantplug.core.graph import constant_value, is_constant
 from quantplug.lowering.rewriting import erase_unused, finish, fresh_name
+from quantplug.lowering.starting import starting
 from quantplug.lowering.x86.conversions import spell_out
 from quantplug.lowering.x86.epilogues import fuse_sums
 from quantplug.lowering.x86.few_rows import read_faster
@@ -30,7 +30,7 @@ UNPACK = (
 
 def pack(portable: fx.GraphModule) -> fx.GraphModule:
     """Returns a copy of a lowered module that runs as fast as this machine's kernels and eager mode allow."""
-    module = fx.GraphModule(portable, copy.deepcopy(portable.graph))
+    module = starting(portable)
     read_faster(module.graph)
     fuse_sums(module.graph)
     fold(module, PREPACK + UNPACK)
@@ -43,7 +43,7 @@ def fold(module: fx.GraphModule, targets: Container[Any]) -> None:
     """Computes operators of constants once, here and now; the module then holds their results."""
     for node in list(module.graph.nodes):
         sources = node.all_input_nodes
-        if node.target in targets and sources and all(found.op == "get_attr" for found in sources):
+        if node.target in targets and sources and all(map(is_constant, sources)):
             _fold(module, node)
 
 

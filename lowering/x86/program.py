@@ -17,10 +17,11 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from quantplug.core.errors import ArtefactError
+from quantplug.core.errors import ArtefactError, LoweringError
 from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.program import LoweredOp, Program, require_folder
 from quantplug.lowering.signature import Signature
+from quantplug.lowering.starting import starting, state_of
 from quantplug.lowering.x86.compiled import compiled, package
 from quantplug.lowering.x86.inductor import for_compilers
 from quantplug.lowering.x86.packing import pack, register_fakes
@@ -70,6 +71,12 @@ class X86Program(Program):
         with torch.inference_mode():
             return self.module.graph.process_outputs(self._run(*flat))
 
+    def restart(self) -> None:
+        """Puts the buffers that the program writes (a cache, a counter) back to what the model began with."""
+        began = state_of(self.portable)
+        for path, buffer in state_of(self.module).items():
+            buffer.copy_(began[path])
+
     def compile(self) -> Callable[..., Any]:
         """Returns the program under `torch.compile`, with the same kernels and fused loops between them.
 
@@ -90,8 +97,14 @@ class X86Program(Program):
 
         Raises:
             ArtefactError: the path cannot be written.
-            LoweringError: there is no C++ compiler.
+            LoweringError: there is no C++ compiler, or the model writes a buffer, which a package would not keep.
         """
+        written = next(iter(state_of(self.portable)), None)
+        if written is not None:
+            raise LoweringError(
+                f"A package keeps no state, and the model writes buffer '{written}'; save the program instead, or pass "
+                "the state as an input and return it."
+            )
         return package(self._exported(for_compilers(self.portable)), Path(path))
 
     def exported(self) -> torch.export.ExportedProgram:
@@ -143,7 +156,7 @@ class X86Program(Program):
             )
         module = exported.module()
         args = exported.example_inputs[0] if exported.example_inputs else ()
-        return cls(_without_guards(module), args, None, ops, described["pair"])
+        return cls(starting(module), args, None, ops, described["pair"])
 
     @property
     def nbytes(self) -> int:
@@ -158,16 +171,8 @@ def _of_nothing(module: fx.GraphModule, inputs: Iterable[Any]) -> Any:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.no_grad():
         fakes = [mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf for leaf in inputs]
-        outputs = fx.Interpreter(module).run(*fakes, enable_io_processing=False)
+        outputs = fx.Interpreter(starting(module)).run(*fakes, enable_io_processing=False)
     shapes = [tuple(leaf.shape) for leaf in outputs if isinstance(leaf, Tensor)]
     if any(0 not in shape for shape in shapes):
         raise ArtefactError(f"An input is empty and the outputs have shapes {shapes}; pass at least one sample.")
     return pytree.tree_map_only(Tensor, lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype), outputs)
-
-
-def _without_guards(module: fx.GraphModule) -> fx.GraphModule:
-    for node in list(module.graph.nodes):
-        if node.op == "call_module" and not node.users:
-            module.graph.erase_node(node)
-    module.recompile()
-    return module

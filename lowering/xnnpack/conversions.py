@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, fx, nn
 
-from quantplug.core.graph import constant_value, operands
+from quantplug.core.graph import constant_value, is_constant, operands
 
 _Q = torch.ops.quantized_decomposed
 INT8 = (-128, 127, torch.int8)
@@ -78,7 +78,7 @@ def is_dynamic(node: Any) -> TypeGuard[fx.Node]:
     if not is_dequantize(node):
         return False
     scale = operands(node).get("scale", operands(node).get("scales"))
-    return isinstance(scale, fx.Node) and scale.op != "get_attr"
+    return isinstance(scale, fx.Node) and not is_constant(scale)
 
 
 def sole_user(node: fx.Node) -> fx.Node | None:

@@ -23,6 +23,7 @@ from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.program import LoweredOp
 from quantplug.lowering.signature import Signature
 from quantplug.lowering.sizes import write_sizes_out
+from quantplug.lowering.starting import starting
 from quantplug.lowering.xnnpack.comparison import agreement
 from quantplug.lowering.xnnpack.conversions import is_conversion, is_dequantize, operator_name
 from quantplug.lowering.xnnpack.half import compute_in_float32
@@ -194,10 +195,8 @@ def _reference(model: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
 
 def _working_copy(model: fx.GraphModule) -> fx.GraphModule:
     """Returns a graph module of its own graph over the same parameters, without export's guards."""
-    working = fx.GraphModule(model, copy.deepcopy(model.graph))
-    for node in list(working.graph.nodes):
-        if node.op == "call_module" and node.target == "_guards_fn":
-            working.graph.erase_node(node)
+    working = starting(model)
+    for node in working.graph.nodes:
         # Every pass of ExecuTorch copies the whole history of every node; a fifth of lowering went into it.
         node.meta.pop("from_node", None)
     write_sizes_out(working.graph)

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from quantplug.core.aliases import viewed_node
-from quantplug.core.constants import written_argument, written_buffers
-from quantplug.core.graph import constant_value, operands, tensor_value
+from quantplug.core.constants import written_buffers
+from quantplug.core.graph import constant_value, operands, tensor_value, viewed_node, written_argument
 from quantplug.lowering.xnnpack.conversions import is_conversion, operator_name
 from quantplug.lowering.xnnpack.rewrites.writing import Writer, done
 

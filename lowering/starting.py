@@ -1,0 +1,43 @@
+"""The q/dq graph as every lowering begins with it: a copy of its own, plain, with a state of its own.
+
+Before: what convert returned, which stays as it is. After: a graph module over the same parameters and constants.
+Export's guards are gone, scopes are inlined, and buffers that the graph writes to are copies: a program that runs does
+not advance the model that it was lowered from.
+"""
+
+import copy
+
+import torch
+from torch import fx
+
+from quantplug.core.constants import written_buffers
+from quantplug.core.graph import attribute
+from quantplug.lowering.scopes import inline_scopes
+
+
+def starting(converted: fx.GraphModule) -> fx.GraphModule:
+    """Returns the copy of a graph module that a lowering may change."""
+    module = fx.GraphModule(converted, copy.deepcopy(converted.graph))
+    module.meta = dict(converted.meta)
+    for node in reversed(list(module.graph.nodes)):
+        if node.op == "call_module" and not node.users:
+            module.graph.erase_node(node)
+    inline_scopes(module)
+    own_state(module)
+    module.recompile()
+    return module
+
+
+def own_state(module: fx.GraphModule) -> None:
+    """Replaces the buffers that a graph writes to by copies, in place; two names of one tensor stay that."""
+    copies: dict[int, torch.Tensor] = {}
+    for path in sorted(written_buffers(module.graph)):
+        owner, _, leaf = path.rpartition(".")
+        before = attribute(module, path)
+        after = copies.setdefault(id(before), before.detach().clone())
+        setattr(attribute(module, owner) if owner else module, leaf, after)
+
+
+def state_of(module: fx.GraphModule) -> dict[str, torch.Tensor]:
+    """Returns the buffers that a graph writes to, by their paths."""
+    return {path: attribute(module, path) for path in sorted(written_buffers(module.graph))}
