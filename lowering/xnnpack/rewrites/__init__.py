@@ -45,6 +45,7 @@ from quantplug.lowering.xnnpack.rewrites.movement import (
     squeeze_is_view,
     still_permutation_is_view,
     strided_slice_is_view,
+    view_is_reshape,
     view_of_view_is_view,
 )
 from quantplug.lowering.xnnpack.rewrites.pooling import (
@@ -63,6 +64,7 @@ Rewrite = Callable[[fx.GraphModule], fx.GraphModule]
 
 # What the runtime lacks altogether, in float too, or computes wrongly.
 _RUNNABLE: tuple[Rewrite, ...] = (
+    view_is_reshape,
     rrelu_is_leaky_relu,
     elu_is_plain,
     sample_is_batch,
