@@ -23,6 +23,7 @@ from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.program import LoweredOp
 from quantplug.lowering.signature import Signature
 from quantplug.lowering.sizes import write_sizes_out
+from quantplug.lowering.xnnpack.capacity import keep_ranges, require_capacity, require_limits
 from quantplug.lowering.xnnpack.comparison import agreement
 from quantplug.lowering.xnnpack.conversions import is_conversion, is_dequantize, operator_name
 from quantplug.lowering.xnnpack.copies import copies_of_dequantized_are_dropped
@@ -77,6 +78,7 @@ def lower(
         expected = _reference(model, inputs)
         # As the graph has them: the user's own may name parameters that it has no longer, as those of `*args`.
         shapes = open_sizes(model.graph, inputs) or dynamic_shapes
+        require_limits(model.graph)
         working = _working_copy(model)
         compute_in_float32(working, expected)
         read_tables_by_row(working)
@@ -223,6 +225,7 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
                 partitioner=keeping_whole([partitioner(graph, legal), *task.partitioners]),
                 compile_config=get_xnnpack_edge_compile_config(),  # the runtime has the last word, not the verifier
             )
+            keep_ranges(exported, edge.exported_program())
             emitted = edge.to_executorch(_starting_from_state(edge.exported_program()))
         except Exception as error:
             raise LoweringError(
@@ -231,6 +234,7 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
     ops, counts = place(task.working, edge.exported_program(), calls, legal.floats)
     others = taken_by_others(edge.exported_program(), graph)
     ops = [_outside(op, legal.portable, others) for op in ops]
+    require_capacity(exported, emitted.executorch_program)
     method, signature = Method(emitted.buffer, task.threads), Signature.of_exported(exported)
     return XNNPACKProgram(method, ops, counts, signature, exported.call_spec.out_spec)
 
