@@ -121,3 +121,9 @@ def _operators_of_the_runtime(working: fx.GraphModule) -> None:
             f"{describe(node)} has no kernel in XNNPACK and none in ExecuTorch's portable library, "
             "which convolve over one or two dimensions; replace the layer or use another backend."
         )
+    for node in calls(working, (f"aten::adaptive_max_pool{dimensions}d" for dimensions in (1, 2, 3))):
+        raise LoweringError(
+            f"{describe(node)} has no kernel in XNNPACK and none in ExecuTorch's portable library, and is a max_pool "
+            "only where its windows have one static size and nobody reads the positions; choose an output size that "
+            "divides the input's, or use another backend."
+        )

@@ -49,6 +49,7 @@ from quantplug.lowering.xnnpack.rewrites.movement import (
     view_of_view_is_view,
 )
 from quantplug.lowering.xnnpack.rewrites.pooling import (
+    adaptive_max_pooling_is_plain,
     average_pooling_is_depthwise,
     global_pooling_is_mean,
     indexed_pooling_is_plain,
@@ -68,6 +69,7 @@ _RUNNABLE: tuple[Rewrite, ...] = (
     rrelu_is_leaky_relu,
     elu_is_plain,
     sample_is_batch,
+    adaptive_max_pooling_is_plain,
     convolution_3d_is_2d,
     pooling_3d_is_2d,
 )
