@@ -346,3 +346,18 @@ def test_a_model_of_one_sample_without_a_batch(backend, dims):
     artefact = quantplug.quantize(model, (x,), backend, [(x,)], progress=False)
     assert sqnr(artefact(x), model(x)) > 30
     assert sqnr(artefact(x), artefact.reference(x)) > 60
+
+
+@pytest.mark.parametrize("backend", ["xnnpack", "x86"])
+def test_a_recurrent_layer_over_sequences_of_open_length_is_refused_with_its_name(backend):
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.GRU(4, 4, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)[0]
+
+    x, length = torch.randn(2, 5, 4), torch.export.Dim("length", min=2, max=20)
+    with pytest.raises(ModelError, match="sequences of GRU 'layer' must have a static length"):
+        quantplug.quantize(Tagger().eval(), (x,), backend, [x], dynamic_shapes=({1: length},), progress=False)

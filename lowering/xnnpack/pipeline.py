@@ -24,8 +24,10 @@ from quantplug.lowering.program import LoweredOp
 from quantplug.lowering.signature import Signature
 from quantplug.lowering.sizes import write_sizes_out
 from quantplug.lowering.starting import starting
+from quantplug.lowering.xnnpack.capacity import keep_ranges, require_capacity, require_limits
 from quantplug.lowering.xnnpack.comparison import agreement
 from quantplug.lowering.xnnpack.conversions import is_conversion, is_dequantize, operator_name
+from quantplug.lowering.xnnpack.copies import copies_of_dequantized_are_dropped
 from quantplug.lowering.xnnpack.half import compute_in_float32
 from quantplug.lowering.xnnpack.legalize import Legalized, legalize, runs_alone
 from quantplug.lowering.xnnpack.partition import keeping_whole, partitioner
@@ -75,7 +77,9 @@ def lower(
     inputs = pytree.tree_map(lambda v: v.detach().contiguous() if isinstance(v, Tensor) else v, tuple(example_inputs))
     with quiet(), torch.no_grad():
         expected = _reference(model, inputs)
-        shapes = open_sizes(model.graph, inputs) if dynamic_shapes is None else dynamic_shapes
+        # As the graph has them: the user's own may name parameters that it has no longer, as those of `*args`.
+        shapes = open_sizes(model.graph, inputs) or dynamic_shapes
+        require_limits(model.graph)
         working = _working_copy(model)
         compute_in_float32(working, expected)
         read_tables_by_row(working)
@@ -215,11 +219,13 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
             exported = torch.export.export(task.working, task.inputs, dynamic_shapes=task.dynamic_shapes)
             edge = to_edge_transform_and_lower(
                 exported,
-                transform_passes=get_transform_passes(),  # drops the no-op expands around every matmul
+                # The stock ones drop the no-op expands around every matmul.
+                transform_passes=get_transform_passes([copies_of_dequantized_are_dropped]),
                 partitioner=keeping_whole([partitioner(graph, legal), *task.partitioners]),
                 compile_config=get_xnnpack_edge_compile_config(),  # the runtime has the last word, not the verifier
             )
-            buffer = edge.to_executorch(_starting_from_state(edge.exported_program())).buffer
+            keep_ranges(exported, edge.exported_program())
+            emitted = edge.to_executorch(_starting_from_state(edge.exported_program()))
         except Exception as error:
             raise LoweringError(
                 f"The q/dq graph cannot be lowered to XNNPACK: {first_line(error)}; keep the operator it names float."
@@ -227,7 +233,8 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
     ops, counts = place(task.working, edge.exported_program(), calls, legal.floats)
     others = taken_by_others(edge.exported_program(), graph)
     ops = [_outside(op, legal.portable, others) for op in ops]
-    method, signature = Method(buffer, task.threads), Signature.of_exported(exported)
+    require_capacity(exported, emitted.executorch_program)
+    method, signature = Method(emitted.buffer, task.threads), Signature.of_exported(exported)
     return XNNPACKProgram(method, ops, counts, signature, exported.call_spec.out_spec)
 
 

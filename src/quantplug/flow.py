@@ -236,6 +236,17 @@ def export(
         return torch.export.export(evaluated, example_inputs, keywords, dynamic_shapes=dynamic_shapes).module()
     except Exception as error:
         raise ModelError(
-            f"torch.export fails on {type(model).__name__}: {first_line(error)}; "
-            "make the model exportable, then quantize it."
+            f"torch.export fails on {type(model).__name__}: {first_line(error)}; {_remedy(evaluated, dynamic_shapes)}"
         ) from error
+
+
+def _remedy(model: nn.Module, dynamic_shapes: Any) -> str:
+    """Returns what to do about a model that torch.export refuses."""
+    recurrent = (f"{type(m).__name__} '{path}'" for path, m in model.named_modules() if isinstance(m, nn.RNNBase))
+    layer = next(recurrent, None)
+    if layer is None or dynamic_shapes is None:
+        return "make the model exportable, then quantize it."
+    return (
+        f"the sequences of {layer} must have a static length, because export writes its steps out one by one: "
+        "leave the length out of dynamic_shapes."
+    )

@@ -5,17 +5,15 @@ every later layer, so that beside the agreement with the q/dq graph it counts as
 to the float model as the q/dq graph is.
 """
 
-import importlib.util
-
 import pytest
 import torch
+from extras import torchvision_models, transformers_module
 from torch import nn
 from x86_programs import alone
 
 import quantplug
 from quantplug.core.compare import sqnr
 
-import vision  # isort: skip
 from models import MobileNet, Recurrent, ResNet18, Signal, Transformer, settled  # isort: skip
 
 IMAGES = (2, 3, 64, 64)
@@ -30,18 +28,6 @@ class Output(nn.Module):
 
     def forward(self, x):
         return self.pick(self.model(x))
-
-
-def torchvision_models():
-    if not importlib.util.find_spec("torchvision"):
-        pytest.skip("torchvision is in the extra 'bench'")
-    return vision.torchvision_models()
-
-
-def transformers_module(name="transformers"):
-    if importlib.util.find_spec("torchvision"):  # transformers imports it where it is installed
-        vision.torchvision_models()
-    return pytest.importorskip(name, reason="transformers is in the extra 'bench'")
 
 
 def seen(name, size=64, **options):

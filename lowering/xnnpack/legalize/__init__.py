@@ -16,6 +16,7 @@ from quantplug.lowering.xnnpack.legalize.activations import clamps_as_fusable_ac
 from quantplug.lowering.xnnpack.legalize.depthwise import large_depthwise_is_sum
 from quantplug.lowering.xnnpack.legalize.integers import one_dequantize_per_use, quantize_scalars, signed_integers
 from quantplug.lowering.xnnpack.legalize.legalized import Legalized
+from quantplug.lowering.xnnpack.legalize.means import find_means_that_grow
 from quantplug.lowering.xnnpack.legalize.movement import (
     aliases_are_clones,
     concatenations_share_qparams,
@@ -84,6 +85,7 @@ def legalize(working: fx.GraphModule) -> Legalized:
     one_dequantize_per_use(working)
     own_constants_per_use(working)
     find_scale_ratios_out_of_range(working, found)
+    find_means_that_grow(working, found)
     working.graph.eliminate_dead_code()
     _drop_unread_constants(working)
     working.graph.lint()
@@ -118,4 +120,10 @@ def _operators_of_the_runtime(working: fx.GraphModule) -> None:
         raise LoweringError(
             f"{describe(node)} has no kernel in XNNPACK and none in ExecuTorch's portable library, "
             "which convolve over one or two dimensions; replace the layer or use another backend."
+        )
+    for node in calls(working, (f"aten::adaptive_max_pool{dimensions}d" for dimensions in (1, 2, 3))):
+        raise LoweringError(
+            f"{describe(node)} has no kernel in XNNPACK and none in ExecuTorch's portable library, and is a max_pool "
+            "only where its windows have one static size and nobody reads the positions; choose an output size that "
+            "divides the input's, or use another backend."
         )

@@ -45,9 +45,11 @@ from quantplug.lowering.xnnpack.rewrites.movement import (
     squeeze_is_view,
     still_permutation_is_view,
     strided_slice_is_view,
+    view_is_reshape,
     view_of_view_is_view,
 )
 from quantplug.lowering.xnnpack.rewrites.pooling import (
+    adaptive_max_pooling_is_plain,
     average_pooling_is_depthwise,
     global_pooling_is_mean,
     indexed_pooling_is_plain,
@@ -63,9 +65,11 @@ Rewrite = Callable[[fx.GraphModule], fx.GraphModule]
 
 # What the runtime lacks altogether, in float too, or computes wrongly.
 _RUNNABLE: tuple[Rewrite, ...] = (
+    view_is_reshape,
     rrelu_is_leaky_relu,
     elu_is_plain,
     sample_is_batch,
+    adaptive_max_pooling_is_plain,
     convolution_3d_is_2d,
     pooling_3d_is_2d,
 )

@@ -1,5 +1,6 @@
 """Operators that only move data, as the slices and views that work on integers."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,29 @@ from quantplug.lowering.xnnpack.rewrites.writing import (
 )
 
 _ATEN = torch.ops.aten
+
+
+def view_is_reshape(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes view as reshape: a view holds for the strides that export saw, and rewrites and kernels give others.
+
+    Export drops a `contiguous()` where the strides are right already. A view through which the model changes memory
+    is left as it stands, as a copy would not. One open size is left to be inferred: XNNPACK reshapes by numbers.
+    """
+    changed = changed_under_other_names(model.graph)
+    for node, values in matching(model, "view", "_unsafe_view", "reshape"):
+        if "size" in values and node in changed:
+            continue
+        sizes = values.get("size", values.get("shape"))
+        if sizes is not None:
+            node.target, node.args, node.kwargs = _ATEN.reshape.default, (values["self"], _numbered(node, sizes)), {}
+    return done(model)
+
+
+def _numbered(view: fx.Node, sizes: Sequence[Any]) -> list[Any]:
+    """Returns the sizes of a view as numbers, -1 for one that is open; as they were where more are."""
+    result = tensor_value(view)
+    known = [] if result is None else [size if isinstance(size, int) else -1 for size in result.shape]
+    return known if result is not None and known.count(-1) <= 1 and 0 not in known else list(sizes)
 
 
 def split_is_slices(model: fx.GraphModule) -> fx.GraphModule:

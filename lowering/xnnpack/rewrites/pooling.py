@@ -1,5 +1,6 @@
 """Means and poolings as the global average pooling and the convolutions that have integer kernels."""
 
+import itertools
 import math
 import operator
 from typing import Any
@@ -64,6 +65,46 @@ def indexed_pooling_is_plain(model: fx.GraphModule) -> fx.GraphModule:
             model.graph.erase_node(user)
         model.graph.erase_node(node)
     return done(model)
+
+
+def adaptive_max_pooling_is_plain(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes adaptive_max_pool1d, 2d and 3d as max_pool where its windows are all of one size and one distance apart.
+
+    They are where the output divides the input, thus for one maximum of all. The runtime has no adaptive form.
+    """
+    model.graph.eliminate_dead_code()  # export writes down both results
+    for node, values in matching(model, *_MAX_POOLS):
+        source, users = tensor_value(values["self"]), list(node.users)
+        if source is None or any(user.target is not operator.getitem or user.args[1] != 0 for user in users):
+            continue
+        sizes: Any = values["output_size"]
+        windows = [_window(size, count) for size, count in zip(source.shape[-len(sizes) :], sizes, strict=True)]
+        if None in windows:
+            continue
+        kernel, stride = zip(*(window for window in windows if window is not None), strict=True)
+        pool = _MAX_POOLS[operator_name(node).removeprefix("aten::")]
+        for user in users:
+            write = Writer(model, user)
+            write.replace(write.call(pool, values["self"], list(kernel), list(stride)))
+        model.graph.erase_node(node)
+    return done(model)
+
+
+_MAX_POOLS: dict[str, Any] = {
+    "adaptive_max_pool1d": _ATEN.max_pool1d.default,
+    "adaptive_max_pool2d": _ATEN.max_pool2d.default,
+    "adaptive_max_pool3d": _ATEN.max_pool3d.default,
+}
+
+
+def _window(size: Any, count: Any) -> tuple[int, int] | None:
+    """Returns length and distance of an adaptive pooling's windows along one dimension, None where they vary."""
+    if not isinstance(size, int) or not isinstance(count, int) or not 0 < count <= size:
+        return None
+    starts = [index * size // count for index in range(count)]
+    lengths = {-(-(index + 1) * size // count) - start for index, start in enumerate(starts)}
+    steps = {after - before for before, after in itertools.pairwise(starts)} or {size}
+    return (lengths.pop(), steps.pop()) if len(lengths) == len(steps) == 1 else None
 
 
 def average_pooling_is_depthwise(model: fx.GraphModule) -> fx.GraphModule:

@@ -1,0 +1,75 @@
+"""Open sizes in a program keep the ranges that they were exported with.
+
+Before: an exported program and what ExecuTorch made of it. After: the same, whose memory is planned for the whole
+range of every open size. ExecuTorch's passes trace the graph again and note conditions of the example's sizes as if
+they held for all: oneDNN's way to convolve fewer than 16 images makes 15 of a limit of 64.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from quantplug.core.errors import LoweringError
+
+
+def require_limits(graph: fx.Graph) -> None:
+    """Refuses open sizes without an upper limit, as ExecuTorch plans all memory beforehand.
+
+    Raises:
+        LoweringError: an input's size may be anything; a program would take no more than the example's.
+    """
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for index, node in enumerate(placeholders):
+        for dim, limit in enumerate(_limits(node.meta.get("val"))):
+            if limit is None:
+                raise LoweringError(
+                    f"Size {dim} of input {index} ('{node.name}') is open without an upper limit, and an ExecuTorch "
+                    "program plans its memory beforehand; export with torch.export.Dim(..., max=...)."
+                )
+
+
+def keep_ranges(exported: ExportedProgram, edge: ExportedProgram) -> None:
+    """Gives the symbols of an edge program the ranges back that they had when they were exported."""
+    for node in edge.graph.nodes:
+        value = node.meta.get("val") if node.op == "placeholder" else None
+        for size in _symbols(value):
+            known = size.node.shape_env.var_to_range
+            known.update((symbol, given) for symbol, given in exported.range_constraints.items() if symbol in known)
+
+
+def require_capacity(exported: ExportedProgram, program: Any) -> None:
+    """Holds the sizes that a program's inputs may have against those that were exported.
+
+    Raises:
+        LoweringError: the program takes less.
+    """
+    plan = program.execution_plan[0]
+    found = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
+    names = [spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    for index, (name, place) in enumerate(zip(names, plan.inputs, strict=True)):
+        planned = list(getattr(plan.values[place].val, "sizes", ()))
+        wanted = list(_limits(found[name])) if planned else []
+        if any(most is not None and have < most for have, most in zip(planned, wanted, strict=True)):
+            raise LoweringError(
+                f"ExecuTorch plans input {index} ('{name}') with at most {planned}, and it was exported with up to "
+                f"{wanted}; export with the smaller limits, or with example inputs of the largest sizes."
+            )
+
+
+def _limits(value: Any) -> Iterator[int | None]:
+    """Yields the largest that each size of a tensor may be, None where nothing limits it."""
+    sizes: tuple[Any, ...] = tuple(value.shape) if isinstance(value, Tensor) else ()
+    for size in sizes:
+        if isinstance(size, int):
+            yield size
+        else:
+            upper = size.node.shape_env.bound_sympy(size.node.expr).upper
+            yield int(upper) if upper.is_Integer else None  # torch's own infinity calls itself finite
+
+
+def _symbols(value: Any) -> Iterator[Any]:
+    if isinstance(value, Tensor):
+        yield from (size for size in value.shape if not isinstance(size, int))
