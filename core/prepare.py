@@ -25,7 +25,17 @@ from quantplug.core.observation import create_observers, defer
 from quantplug.core.qat import fuse_batch_norms_qat
 from quantplug.core.regions import bind_constants, region_targets
 from quantplug.core.sharing import Point, sharing_groups
-from quantplug.core.stage import CONFLICTS_KEY, FOLDINGS_KEY, FOLDS_KEY, PREPARED, REGION_KEY, STAGE_KEY, stage_of
+from quantplug.core.sources import SOURCE_KEY, add_sources
+from quantplug.core.stage import (
+    CONFLICTS_KEY,
+    FOLDINGS_KEY,
+    FOLDS_KEY,
+    PREPARED,
+    REGION_KEY,
+    STAGE_KEY,
+    TRAINING_KEY,
+    stage_of,
+)
 from quantplug.core.verify import verify_annotations
 from quantplug.core.working_copy import rebuilt, working_copy
 
@@ -93,14 +103,19 @@ def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.Gr
     if not is_qat:
         meta[FOLDINGS_KEY] = tuple(fold_batch_norms(model, _permission(quantizer)))
     erase_dead_code(model.graph)
+    # So that a quantizer with one declaration for both takes the pieces of training, with their batch norms.
+    model.meta[TRAINING_KEY] = is_qat
+    named = add_sources(model)
     model = require_graph_module(quantizer.transform_for_annotation(model), "annotate, after the transform,")
     quantizer.annotate(model)
     quantizer.validate(model)
+    for node in named:
+        node.meta.pop(SOURCE_KEY, None)
     sharing = verify_annotations(model)
     if is_qat:
         meta[FOLDINGS_KEY] = tuple(fuse_batch_norms_qat(model, _permission(quantizer)))
         sharing = sharing_groups(model.graph)
-    observers = create_observers(sharing, is_qat)
+    observers = create_observers(sharing, is_qat, constant_nodes(model.graph) if is_qat else frozenset())
     quantizer.prepare_obs_or_fq_callback(model, observers)
     meta[CONFLICTS_KEY] = tuple(group.conflict for group in sharing.groups if group.conflict)
     meta[STAGE_KEY] = PREPARED
