@@ -117,6 +117,11 @@ class ComposableQuantizer(Quantizer):
         covered = any(member.region == Region() for member in self._members)
         return True if covered and declared <= {True} else self._may_fold
 
+    @property
+    def leaves_all_float(self) -> bool:
+        """Whether no quantizer is asked for any quantization."""
+        return all(getattr(member.quantizer, "leaves_all_float", False) for member in self._members)
+
     def _may_fold(self, producer: fx.Node, batch_norm: fx.Node) -> str | None:
         inside = [member for member in self.members if producer in member.region]
         # What a quantizer's scopes leave float is open to those after it.

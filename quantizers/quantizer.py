@@ -61,6 +61,11 @@ class BackendQuantizer(Quantizer):
             return self.leaves_float(producer) or declared(producer, batch_norm)
         return self.leaves_float(producer)
 
+    @property
+    def leaves_all_float(self) -> bool:
+        """Whether the scopes ask for no quantization at all."""
+        return not any(scope.quantizes for scope in self._effective_scopes().settings)
+
     def leaves_float(self, node: fx.Node) -> str | None:
         """Returns which scope leaves a node float, in words, or None if it has a config."""
         choice = self._effective_scopes().choose(node)

@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+import warnings
 
 import pytest
 import torch
@@ -132,3 +133,43 @@ def test_torchaos_x86_quantizer_works_on_a_default_export() -> None:
         assert sum("quantize_per_tensor" in str(n.target) for n in converted.graph.nodes) > 4
         outputs.append(converted(X))
     assert torch.equal(*outputs)
+
+
+class FindsNothing(TutorialQuantizer):
+    def annotate(self, gm: fx.GraphModule) -> fx.GraphModule:
+        assert not get_source_partitions(gm.graph, [nn.LSTM])
+        return gm
+
+
+@pytest.mark.parametrize("prepare", [quantplug.prepare_pt2e, quantplug.prepare_qat_pt2e])
+@pytest.mark.parametrize(
+    ("quantizer", "said"),
+    [
+        (FindsNothing, r"FindsNothing quantizes none of the model's 2 operators \(none of them has an annotation\)"),
+        (
+            lambda: quantplug.get_quantizer("xnnpack"),
+            r"XNNPACKQuantizer quantizes none of the model's 2 operators \('\w+' .*: .+\); change",
+        ),
+    ],
+    ids=["foreign", "ours"],
+)
+def test_a_quantizer_that_takes_nothing_is_told_in_one_sentence(prepare, quantizer, said: str) -> None:
+    class Curves(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.exp(torch.cumsum(x, 1))
+
+    module = torch.export.export(Curves(), (X,)).module()
+    with pytest.warns(UserWarning, match=said) as caught:
+        prepare(module, quantizer())
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+def test_what_is_meant_to_stay_float_is_not_told() -> None:
+    module = torch.export.export(Small().eval(), (X,)).module()
+    composed = quantplug.ComposableQuantizer([quantplug.get_quantizer("x86").set_global(None)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for quantizer in (quantplug.get_quantizer("xnnpack").set_global(None), composed):
+            assert torch.equal(quantplug.prepare_pt2e(module, quantizer)(X), module(X))
+        quantplug.prepare_pt2e(module, quantplug.get_quantizer("xnnpack"))
