@@ -1,8 +1,8 @@
 """Residual sums inside a product's kernel: convolution or linear, plus a tensor, with optional activation.
 
-The piece `product -> add -> activation` is one kernel that adds onto its accumulator: nothing is rounded
-between the product and the sum. The product's inputs, the other summand and the last output are
-quantized.
+The piece `product -> add -> activation` (in training with a batch norm behind the product) is one kernel that adds
+onto its accumulator: nothing is rounded between the product and the sum. The product's inputs, the other summand and
+the last output are quantized.
 """
 
 from torch import fx
@@ -19,7 +19,7 @@ def residual(product: Annotator, activations: tuple[str, ...] = ("relu",)) -> An
     """Returns the annotator of sums that a product's kernel takes in.
 
     Args:
-        product: the annotator of convolutions or linear layers; its bare patterns are the products.
+        product: the annotator of convolutions or linear layers; its patterns without activation are the products.
         activations: activations that the kernel applies to the sum.
     """
 
@@ -32,7 +32,7 @@ def residual(product: Annotator, activations: tuple[str, ...] = ("relu",)) -> An
         root.output_qspec = output
         return annotations
 
-    bare = [(label, pattern) for label, pattern in product.patterns if isinstance(pattern, Op) and pattern.name == "op"]
+    bare = [(label, p) for label, p in product.patterns if isinstance(p, Op) and p.name in ("op", "batch_norm")]
     patterns = tuple(
         labelled for label, base in bare for labelled in with_activations(f"{label}_add", _sum(base), activations)
     )
@@ -56,7 +56,7 @@ def _product_of(match: Match) -> Match:
 
 def _two_tensors(match: Match, config: QuantizationConfig) -> str | None:
     """The kernel adds in place, so both summands have one shape."""
-    if match["residual"] is match["op"]:
+    if match["residual"] is match.bindings.get("batch_norm", match["op"]):
         return "both summands are the product itself"
     return None if _shape(match["residual"]) == _shape(match["op"]) else "the summands have different shapes"
 

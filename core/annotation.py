@@ -131,7 +131,7 @@ class _Decisions:
             return f"{describe(taken)} {taken.meta.get(CLAIM_KEY, 'is already annotated by another quantizer')}"
         choice = self._choice(found.match["op"])
         if choice.config is None:
-            return _stays_float(choice)
+            return stays_float(choice)
         config = choice.config
         checks: Iterator[str | None] = (check(found.match, config) for check in found.owner.constraints)
         return (
@@ -393,7 +393,8 @@ def _not_float32(annotations: Annotations) -> str | None:
     return None
 
 
-def _stays_float(choice: Choice) -> str:
+def stays_float(choice: Choice) -> str:
+    """Returns in words why a choice without config leaves a node float."""
     return f"set to float by {choice.scope}" if choice.precedence else "no config scope covers it"
 
 
@@ -421,6 +422,6 @@ def _decisions(findings: Findings[Annotator], work: _Decisions, owner: str) -> I
     for node, miss in findings.misses.items():
         choice = work._choice(node)
         if choice.config is None:
-            yield node, Decision(owner, root=node.name, config=choice.scope, reason=_stays_float(choice))
+            yield node, Decision(owner, root=node.name, config=choice.scope, reason=stays_float(choice))
         else:
             yield node, Decision(owner, root=node.name, config=choice.scope, nearest=miss.label, reason=miss.reason)

@@ -253,7 +253,7 @@ class _Folder:
         names = tuple(None if c is None else c.target for c in (pair.weight, pair.bias, *pair.statistics.values()))
         key = (*names, pair.eps, pair.is_transposed, pair.groups, pair.is_linear)
         if key not in self._folded:
-            weight, bias = _folded_tensors(pair)
+            weight, bias = folded_tensors(pair)
             names_bias = pair.bias or pair.weight
             self._folded[key] = (
                 new_parameter(self._model, pair.weight, "folded", weight),
@@ -280,8 +280,9 @@ def left_alone(batch_norm: fx.Node, reason: str) -> Folding:
     return Folding(batch_norm.name, module_path(batch_norm), name, False, reason)
 
 
-def _folded_tensors(pair: Normalized) -> tuple[Tensor, Tensor]:
-    """Returns the folded weight in the layout of the weight, and the folded bias with one value per channel.
+@torch.no_grad()
+def folded_tensors(pair: Normalized) -> tuple[Tensor, Tensor]:
+    """Returns a pair's folded weight in the layout of the weight, and the folded bias with one value per channel.
 
     The order of operations of each family is torch's own, so that other cores' results agree bit for bit.
     """

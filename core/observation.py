@@ -4,7 +4,7 @@ Before: a concrete quantization spec. After: an observer (PTQ) or fake quantize 
 numbers that a q/dq pair needs from it once it has seen data.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import cache, partial
 from inspect import signature
 from typing import Any
@@ -15,7 +15,6 @@ from torchao.quantization.pt2e import (
     AffineQuantizedObserverBase,
     DerivedObserverOrFakeQuantize,
     FakeQuantizeBase,
-    FixedQParamsFakeQuantize,
     FixedQParamsObserver,
     ObserverBase,
     PartialWrapper,
@@ -28,7 +27,8 @@ from torchao.quantization.pt2e.quantizer import (
 )
 
 from quantplug.core.errors import AnnotationError
-from quantplug.core.sharing import Point, Sharing, creation_order, describe_point
+from quantplug.core.sharing import Group, Point, Sharing, creation_order, describe_point
+from quantplug.core.training import fake_quantize
 
 STORAGE_DTYPES: Mapping[torch.dtype, torch.dtype] = {
     torch.quint8: torch.uint8,
@@ -72,17 +72,43 @@ def observer_of(node: Any) -> nn.Module | None:
     return module if is_observer(module) else None
 
 
-def create_observers(sharing: Sharing, is_qat: bool) -> dict[Point, nn.Module | None]:
+def create_observers(
+    sharing: Sharing, is_qat: bool, constants: Set[fx.Node] = frozenset()
+) -> dict[Point, nn.Module | None]:
     """Returns the observer of every annotated point, one instance for each sharing group.
 
+    Args:
+        sharing: the groups, each with its spec.
+        is_qat: whether fake quantizes are to stand for the observers of the specs.
+        constants: the nodes whose tensors depend on parameters alone; in training their ranges are of the moment.
+
     Raises:
-        AnnotationError: an observer rejects the arguments of its spec, or derived specs form a cycle.
+        AnnotationError: an observer rejects the arguments of its spec or has no form for training, or derived
+            specs form a cycle.
     """
     made: dict[int, nn.Module | None] = {}
     for index in creation_order(sharing):
         group = sharing.groups[index]
-        made[index] = _create(group.spec, group.members[0], sharing, made, is_qat)
+        found = _create(group.spec, group.members[0], sharing, made)
+        if is_qat and found is not None:
+            found = _in_training(found, group, constants)
+        made[index] = found
     return {point: made[sharing.group_of[point]] for point in sharing.group_of}
+
+
+def _in_training(observer: nn.Module, group: Group, constants: Set[fx.Node]) -> nn.Module:
+    """Returns what trains in place of a group's observer; derived ones read those that they derive from."""
+    if isinstance(group.spec, DerivedQuantizationSpec):
+        return observer
+    producers = (point[0] if isinstance(point, tuple) else point for point in group.members)
+    try:
+        return fake_quantize(observer, all(producer in constants for producer in producers))
+    except (AssertionError, AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise AnnotationError(
+            f"The {describe_point(group.members[0])} cannot be trained with {group.spec}: "
+            f"{' '.join(str(error).split()) or type(error).__name__}; give it a spec of an observer of integers with "
+            "one range for a tensor or a channel, or of a fake quantize."
+        ) from error
 
 
 def _create(
@@ -90,7 +116,6 @@ def _create(
     point: Point,
     sharing: Sharing,
     made: Mapping[int, nn.Module | None],
-    is_qat: bool,
 ) -> nn.Module | None:
     if spec is None:
         return None
@@ -99,7 +124,7 @@ def _create(
             sources = [made[sharing.group_of[source]] for source in spec.derived_from]
             return _derived(spec, sources)
         if isinstance(spec, FixedQParamsQuantizationSpec):
-            return _fixed(spec, is_qat)
+            return _fixed(spec)
         return _observed(spec)
     except (AssertionError, AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise AnnotationError(
@@ -130,15 +155,14 @@ def _derived(spec: DerivedQuantizationSpec, sources: list[nn.Module | None]) -> 
     return observer
 
 
-def _fixed(spec: FixedQParamsQuantizationSpec, is_qat: bool) -> nn.Module:
-    constructor = FixedQParamsObserver.with_args(
+def _fixed(spec: FixedQParamsQuantizationSpec) -> nn.Module:
+    observer: nn.Module = FixedQParamsObserver(
         dtype=spec.dtype,
         scale=spec.scale,
         zero_point=spec.zero_point,
         qscheme=spec.qscheme or torch.per_tensor_affine,
         **_range(spec),
     )
-    observer: nn.Module = FixedQParamsFakeQuantize(observer=constructor) if is_qat else constructor()
     return observer
 
 

@@ -8,6 +8,7 @@ The semantics are those of torchao's `prepare_pt2e`; the time is linear in the g
 rewired once.
 """
 
+import warnings
 from collections.abc import Mapping, Set
 from typing import cast
 
@@ -18,14 +19,33 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 from quantplug.core.collection import collection_paused
 from quantplug.core.constants import buffer_writes, constant_nodes
 from quantplug.core.control import run_in_python
+from quantplug.core.decision import decision
 from quantplug.core.errors import ConfigError, ModelError
 from quantplug.core.fold import Permission, fold_batch_norms
-from quantplug.core.graph import attribute, erase_dead_code, replace_inputs, require_graph_module, tensor_value
-from quantplug.core.observation import create_observers, defer
+from quantplug.core.graph import (
+    attribute,
+    compute_nodes,
+    describe,
+    erase_dead_code,
+    replace_inputs,
+    require_graph_module,
+    tensor_value,
+)
+from quantplug.core.observation import create_observers, defer, is_observer
 from quantplug.core.qat import fuse_batch_norms_qat
 from quantplug.core.regions import bind_constants, region_targets
 from quantplug.core.sharing import Point, sharing_groups
-from quantplug.core.stage import CONFLICTS_KEY, FOLDINGS_KEY, FOLDS_KEY, PREPARED, REGION_KEY, STAGE_KEY, stage_of
+from quantplug.core.sources import SOURCE_KEY, add_sources
+from quantplug.core.stage import (
+    CONFLICTS_KEY,
+    FOLDINGS_KEY,
+    FOLDS_KEY,
+    PREPARED,
+    REGION_KEY,
+    STAGE_KEY,
+    TRAINING_KEY,
+    stage_of,
+)
 from quantplug.core.verify import verify_annotations
 from quantplug.core.working_copy import rebuilt, working_copy
 
@@ -51,7 +71,9 @@ def prepare_pt2e(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphModule:
     """
     _require_float_model(model, quantizer, "prepare_pt2e")
     with collection_paused():
-        return _prepare(working_copy(model), quantizer, is_qat=False)
+        prepared = _prepare(working_copy(model), quantizer, is_qat=False)
+    _tell_if_all_float(prepared, quantizer)
+    return prepared
 
 
 def prepare_qat_pt2e(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphModule:
@@ -72,7 +94,9 @@ def prepare_qat_pt2e(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphMod
     """
     _require_float_model(model, quantizer, "prepare_qat_pt2e")
     with collection_paused():
-        return _prepare(working_copy(model, own_parameters=True), quantizer, is_qat=True)
+        prepared = _prepare(working_copy(model, own_parameters=True), quantizer, is_qat=True)
+    _tell_if_all_float(prepared, quantizer)
+    return prepared
 
 
 def _require_float_model(model: fx.GraphModule, quantizer: Quantizer, stage: str) -> None:
@@ -93,14 +117,19 @@ def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.Gr
     if not is_qat:
         meta[FOLDINGS_KEY] = tuple(fold_batch_norms(model, _permission(quantizer)))
     erase_dead_code(model.graph)
+    # So that a quantizer with one declaration for both takes the pieces of training, with their batch norms.
+    model.meta[TRAINING_KEY] = is_qat
+    named = add_sources(model)
     model = require_graph_module(quantizer.transform_for_annotation(model), "annotate, after the transform,")
     quantizer.annotate(model)
     quantizer.validate(model)
+    for node in named:
+        node.meta.pop(SOURCE_KEY, None)
     sharing = verify_annotations(model)
     if is_qat:
         meta[FOLDINGS_KEY] = tuple(fuse_batch_norms_qat(model, _permission(quantizer)))
         sharing = sharing_groups(model.graph)
-    observers = create_observers(sharing, is_qat)
+    observers = create_observers(sharing, is_qat, constant_nodes(model.graph) if is_qat else frozenset())
     quantizer.prepare_obs_or_fq_callback(model, observers)
     meta[CONFLICTS_KEY] = tuple(group.conflict for group in sharing.groups if group.conflict)
     meta[STAGE_KEY] = PREPARED
@@ -111,6 +140,25 @@ def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.Gr
     run_in_python(prepared)
     # Batch norms have to learn their statistics while the fake quantizes learn their ranges.
     return prepared.train()
+
+
+def _tell_if_all_float(prepared: fx.GraphModule, quantizer: Quantizer) -> None:
+    """Warns where a quantizer took no operator at all, unless its scopes say that everything is to stay float."""
+    if any(map(is_observer, prepared.modules())) or getattr(quantizer, "leaves_all_float", False):
+        return
+    parts = (part for part in prepared.modules() if isinstance(part, fx.GraphModule))
+    nodes = [node for part in parts for node in compute_nodes(part.graph)]
+    decided = [(node, found) for node in nodes if (found := decision(node)) is not None]
+    # The first that a rule nearly took says most.
+    decided.sort(key=lambda pair: not pair[1].nearest)
+    why = f"{describe(decided[0][0])}: {decided[0][1].reason}" if decided else "none of them has an annotation"
+    if nodes:
+        warnings.warn(
+            f"{type(quantizer).__name__} quantizes none of the model's {len(nodes)} operators ({why}); change the "
+            "model, the quantizer or its scopes.",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _permission(quantizer: Quantizer) -> Permission | None:

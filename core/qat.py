@@ -8,8 +8,9 @@ between the two sees it (Jacob et al. 2018, section 3.2; Krishnamoorthi 2018, se
     y = batch_norm(conv(x, fake_quantize(weight * scale)) / scale + bias)
 
 Before `fold_batch_norms_qat`: the trained graph, with fake quantizes or with q/dq nodes in their place.
-After: one convolution with the folded weight and bias. The weight is computed by the very operators that
-training used, so its integers are those that it was trained with.
+After: one convolution with the folded weight and bias. They are folded by torch's own formula, as in torchao and in
+FX graph mode, so that their integers are the same; training, here as there, divides by the root where the formula
+multiplies by its reciprocal, which moves a weight that lies on the very border between two integers, and no other.
 """
 
 from collections.abc import Set
@@ -37,6 +38,7 @@ from quantplug.core.fold import (
     Permission,
     bypass,
     erase_unused,
+    folded_tensors,
     left_alone,
     new_parameter,
     normalized_producer,
@@ -45,7 +47,7 @@ from quantplug.core.fold import (
     set_operand,
     taken,
 )
-from quantplug.core.graph import constant_value, describe, operands, tensor_value
+from quantplug.core.graph import describe, operands, tensor_value
 from quantplug.core.pattern import Match, Op, constant, either, op, optional, value
 
 Point: TypeAlias = fx.Node | tuple[fx.Node, fx.Node]
@@ -304,7 +306,7 @@ def _fold(model: fx.GraphModule, found: Match) -> Folding:
     if "guard" in found:
         found["guard"].replace_all_uses_with(found["gamma"])
         erase_unused((found["guard"],))
-    weight, bias = _evaluate(scaled.root), _folded_bias(found)
+    weight, bias = folded_tensors(_trained_pair(found, scaled["weight"]))
     scaled.root.replace_all_uses_with(new_parameter(model, scaled["weight"], "folded", weight))
     if zero is None:
         set_operand(producer, "bias", new_parameter(model, scaled["weight"], "folded_bias", bias))
@@ -323,23 +325,7 @@ def _origin(node: Any, pattern: Op) -> Match | None:
     return found if isinstance(found, Match) else None
 
 
-@torch.no_grad()
-def _evaluate(node: fx.Node) -> Tensor:
-    """Computes what a few operators make of constants."""
-    known = constant_value(node)
-    if known is not None:
-        return known
-    args, kwargs = map_arg((node.args, node.kwargs), _evaluate)
-    result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
-    return result
-
-
-@torch.no_grad()
-def _folded_bias(found: Match) -> Tensor:
-    """Returns (bias - mean) * gamma / sqrt(var + eps) + beta in the order of operations of torch's own folding."""
-    mean, var = _evaluate(found["mean"]), _evaluate(found["var"])
-    bias, gamma, beta = (_evaluate(found[name]) if name in found else None for name in ("bias", "gamma", "beta"))
-    centred = -mean if bias is None else bias - mean
-    scaled = centred * torch.rsqrt(var + operands(found["batch_norm"])["eps"])
-    scaled = scaled if gamma is None else scaled * gamma
-    return (scaled if beta is None else scaled + beta).to((mean if bias is None else bias).dtype)
+def _trained_pair(found: Match, weight: fx.Node) -> Normalized:
+    statistics = {name: found.get(name) for name in ("gamma", "beta", "mean", "var")}
+    eps = float(operands(found["batch_norm"])["eps"])
+    return Normalized(found["producer"], found["batch_norm"], weight, found.get("bias"), None, statistics, eps)

@@ -14,6 +14,7 @@ CLAIM_KEY = "quantplug_claim"
 TERRITORY_KEY = "quantplug_territory"
 UNMATCHED_KEY = "quantplug_unmatched"
 NOTES_KEY = "quantplug_notes"
+TRAINING_KEY = "quantplug_training"
 PREPARED = "prepared"
 CONVERTED = "converted"
 

@@ -114,15 +114,25 @@ class ComposableQuantizer(Quantizer):
     def folds_batch_norm(self) -> bool | Permission:
         """Whether prepare folds batch norms: each quantizer decides in its region, the greatest precedence first."""
         declared = {getattr(member.quantizer, "folds_batch_norm", True) for member in self._members}
-        return True if declared <= {True} else self._may_fold
+        covered = any(member.region == Region() for member in self._members)
+        return True if covered and declared <= {True} else self._may_fold
+
+    @property
+    def leaves_all_float(self) -> bool:
+        """Whether no quantizer is asked for any quantization."""
+        return all(getattr(member.quantizer, "leaves_all_float", False) for member in self._members)
 
     def _may_fold(self, producer: fx.Node, batch_norm: fx.Node) -> str | None:
-        responsible = next((member for member in self.members if producer in member.region), None)
-        declared = getattr(responsible.quantizer, "folds_batch_norm", True) if responsible else True
+        inside = [member for member in self.members if producer in member.region]
+        # What a quantizer's scopes leave float is open to those after it.
+        responsible = next((member for member in inside if not _left_float(member, producer)), None)
+        if responsible is None:
+            return _left_float(inside[0], producer) if inside else "it lies in no quantizer's region"
+        declared = getattr(responsible.quantizer, "folds_batch_norm", True)
         if callable(declared):
             refusal: str | None = declared(producer, batch_norm)
             return refusal
-        return None if declared or responsible is None else f"'{responsible.name}' does not fold batch norms"
+        return None if declared else f"'{responsible.name}' does not fold batch norms"
 
     def transform_for_annotation(self, model: fx.GraphModule) -> fx.GraphModule:
         """Runs the transforms of every quantizer in its region, the greatest precedence first.
@@ -197,6 +207,10 @@ class ComposableQuantizer(Quantizer):
             before = dict(own)
             member.quantizer.prepare_obs_or_fq_callback(model, own)
             _take_over(member, before, own, edge_or_node_to_obs_or_fq)
+
+
+def _left_float(member: Member, node: fx.Node) -> str | None:
+    return member.quantizer.leaves_float(node) if isinstance(member.quantizer, BackendQuantizer) else None
 
 
 def _transformed(model: fx.GraphModule, member: Member) -> tuple[fx.GraphModule, tuple[Transforms, ...]]:

@@ -1,22 +1,24 @@
 """The Quantizer that a backend's declaration gives: scopes, transforms, annotation, validation."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantizer
 
-from quantplug.core.annotation import annotate
+from quantplug.core.annotation import annotate, stays_float
+from quantplug.core.annotator import Choice
 from quantplug.core.boundary_dtypes import BOUNDARY_KEY, BoundaryDTypes
 from quantplug.core.errors import ConfigError
 from quantplug.core.fold import Permission
-from quantplug.core.graph import require_graph_module
+from quantplug.core.graph import describe, require_graph_module
 from quantplug.core.plan import Transforms, function_name
-from quantplug.core.stage import REGION_KEY, TRANSFORMS_KEY
+from quantplug.core.stage import REGION_KEY, TRAINING_KEY, TRANSFORMS_KEY
 from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.capabilities import Capability, capabilities
-from quantplug.quantizers.scopes import OperatorType, Scopes
+from quantplug.quantizers.scopes import OperatorType, Scopes, quantizes
 
 Self = TypeVar("Self", bound="BackendQuantizer")
 
@@ -44,8 +46,32 @@ class BackendQuantizer(Quantizer):
 
     @property
     def folds_batch_norm(self) -> bool | Permission:
-        """Whether prepare folds batch norms before it annotates, or which."""
-        return self.backend.folds_batch_norm
+        """Whether prepare folds batch norms before it annotates, or which.
+
+        Where a scope leaves operators float, their batch norms stay: nothing that is float is rewritten.
+        """
+        declared = self.backend.folds_batch_norm
+        settings = self._effective_scopes().settings
+        everywhere = any(scope.kind == "global" for scope in settings) and all(scope.quantizes for scope in settings)
+        return declared if everywhere or declared is False else self._may_fold
+
+    def _may_fold(self, producer: fx.Node, batch_norm: fx.Node) -> str | None:
+        declared = self.backend.folds_batch_norm
+        if callable(declared):
+            return self.leaves_float(producer) or declared(producer, batch_norm)
+        return self.leaves_float(producer)
+
+    @property
+    def leaves_all_float(self) -> bool:
+        """Whether the scopes ask for no quantization at all."""
+        return not any(scope.quantizes for scope in self._effective_scopes().settings)
+
+    def leaves_float(self, node: fx.Node) -> str | None:
+        """Returns which scope leaves a node float, in words, or None if it has a config."""
+        choice = self._effective_scopes().choose(node)
+        if choice.config is not None and quantizes(choice.config):
+            return None
+        return f"{describe(node)} {stays_float(choice)}"
 
     def set_global(self: Self, config: QuantizationConfig | str | None) -> Self:
         """Sets the config of every node that no other scope covers."""
@@ -158,8 +184,23 @@ class BackendQuantizer(Quantizer):
         silent = scopes.unmatched(model) if self.strict and not model.meta.get(REGION_KEY) else []
         if silent:
             raise ConfigError(f"Backend '{self.backend.name}': {'; '.join(silent)}; correct it or pass strict=False.")
-        annotate(model, self.backend.rows, scopes.choose, self.backend.name, strict=self.strict)
+        choose = _in_training(scopes.choose) if model.meta.get(TRAINING_KEY) else scopes.choose
+        annotate(model, self.backend.rows, choose, self.backend.name, strict=self.strict)
         return model
 
     def validate(self, model: fx.GraphModule) -> None:
         """Accepts the annotated graph: what annotate wrote was checked row by row."""
+
+
+def _in_training(choose: Callable[[fx.Node], Choice]) -> Callable[[fx.Node], Choice]:
+    """Returns a choice of configs that say they are for training; prepare makes the fake quantizes of their specs."""
+    trained: dict[int, QuantizationConfig] = {}
+
+    def chosen(node: fx.Node) -> Choice:
+        found = choose(node)
+        if found.config is None or found.config.is_qat:
+            return found
+        config = trained.setdefault(id(found.config), replace(found.config, is_qat=True))
+        return replace(found, config=config)
+
+    return chosen

@@ -49,9 +49,19 @@ class Scope:
     optional: bool = False
 
     @property
+    def quantizes(self) -> bool:
+        """Whether the scope has a config that quantizes anything."""
+        return self.config is not None and quantizes(self.config)
+
+    @property
     def text(self) -> str:
         """The scope in words."""
         return f"{self.kind} '{self.wanted}'" if self.kind != "global" else "the global config"
+
+
+def quantizes(config: QuantizationConfig) -> bool:
+    """Tells whether a config quantizes anything; one without specs leaves everything float."""
+    return any(spec is not None for spec in (config.input_activation, config.output_activation, config.weight))
 
 
 @dataclass

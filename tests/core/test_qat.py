@@ -12,6 +12,7 @@ from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torchao.quantization.pt2e import (
     FakeQuantize,
     MovingAverageMinMaxObserver,
@@ -263,6 +264,28 @@ def test_trained_integers_are_the_stored_integers():
     weight = next(n for n in converted.graph.nodes if n.target in PRODUCERS).args[1]
     scale, stored = (converted.get_buffer(str(n.target)) for n in (weight.args[1], weight.args[0]))
     assert torch.equal(stored * scale.float().reshape(-1, 1, 1, 1), used[0])
+
+
+def test_stored_integers_are_those_of_torchs_own_folding():
+    """FX graph mode and torchao fold so; weights on the border between two integers show any other order."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(32, 64, 3), nn.BatchNorm2d(64)).eval()
+    conv, norm = module
+    norm.running_var.uniform_(0.2, 4)
+    nn.init.uniform_(norm.weight, 0.2, 3)
+    factor = (norm.weight * torch.rsqrt(norm.running_var + norm.eps)).reshape(-1, 1, 1, 1)
+    steps = torch.randint(-120, 120, conv.weight.shape) + 0.5
+    steps[0, 0, 0, 0] = 127
+    conv.weight.data = (steps / 127 / factor).detach()
+    x = torch.randn(2, 32, 6, 6)
+    prepared = prepare_qat_pt2e(exported(module, x, training=False), PieceQuantizer(None, activation=None)).eval()
+    prepared(x)
+    converted = convert_pt2e(prepared)
+    dequantize = next(n for n in converted.graph.nodes if n.target in PRODUCERS).args[1]
+    args = (norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
+    weight, _ = fuse_conv_bn_weights(conv.weight, conv.bias, *args)
+    expected = torch.ops.quantized_decomposed.quantize_per_tensor(weight, *dequantize.args[1:])
+    assert torch.equal(converted.get_buffer(str(dequantize.args[0].target)), expected)
 
 
 class SharedLayers(nn.Module):
