@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torchao.quantization.pt2e import PerAxis, PerToken
 
+from quantplug.core.rowwise import quantize_dequantize
 from quantplug.lowering.qparams import QD
 
 INTEGER_OPERATORS = "means, clamps, embedding, data movement, max_pool2d"
@@ -178,6 +180,28 @@ _PRODUCTS = (
     Case("convolution", lambda o: F.conv2d(o.x, o.weight, None, groups=2), (16, 4, 3, 3)),
 )
 
+# Each line is smaller than the one before, so that one scale for all of them would be far off.
+_RUN_TIME = (
+    Case(
+        "linear, scales of run time",
+        lambda o: F.linear(quantize_dequantize(_fading(o.line), PerToken()), o.weight, o.bias),
+        (5, 144),
+        is_float=True,
+    ),
+    Case(
+        "convolution, scales of run time",
+        lambda o: F.conv2d(quantize_dequantize(o.x, PerAxis(0)), o.weight, o.bias),
+        (6, 8, 3, 3),
+        is_float=True,
+    ),
+)
+
+
+def _fading(x: Tensor) -> Tensor:
+    steps = torch.arange(x.shape[0] * x.shape[1], dtype=torch.float32).reshape(x.shape[:2])
+    return x * torch.exp(-steps / 2).reshape(*x.shape[:2], *(1,) * (x.dim() - 2))
+
+
 XNNPACK_CASES = (
     *_PRODUCTS,
     Case("transposed convolution", lambda o: F.conv_transpose2d(o.x, o.weight, o.bias, 2), (8, 6, 3, 3), 1),
@@ -225,6 +249,7 @@ XNNPACK_CASES = (
     Case("data movement, max_pool2d", lambda o: o.x[:, 1:4]),
     Case("data movement, max_pool2d", lambda o: o.x.flatten(1)),
     Case("quantize", lambda o: o.x),
+    *_RUN_TIME,
 )
 
 _SUMS = tuple(
