@@ -154,11 +154,18 @@ def add_rows(graph: fx.Graph, source: fx.Node, granularity: Granularity) -> fx.N
         chosen = _chosen(graph, CHOOSE_ROWS, source, torch.int8)
         quantize = graph.call_function(QUANTIZE_ROWS, (source, *chosen, *_RANGE, torch.int8))
         return graph.call_function(DEQUANTIZE_ROWS, (quantize, *chosen, *_RANGE, torch.int8, output))
-    block: Any = _sample(graph, source)
-    chosen = _chosen(graph, _AFFINE.choose_qparams_affine.default, source, "ASYMMETRIC", block, *_LIMITS, *_DTYPES)
-    quantize = graph.call_function(_AFFINE.quantize_affine.default, (source, block, *chosen, *_LIMITS))
-    inputs = (quantize, block, *chosen, *_LIMITS)
-    return graph.call_function(_AFFINE.dequantize_affine.default, inputs, {"output_dtype": output})
+    packets = (_AFFINE.choose_qparams_affine, _AFFINE.quantize_affine, _AFFINE.dequantize_affine)
+    operators = tuple(found.default for found in packets)
+    return _add_blocks(graph, source, [1, *_sizes(graph, source)[1:]], operators, output)
+
+
+def _add_blocks(
+    graph: fx.Graph, source: fx.Node, block: Any, operators: tuple[Any, ...], output: torch.dtype
+) -> fx.Node:
+    choose, quantize, dequantize = operators
+    chosen = _chosen(graph, choose, source, "ASYMMETRIC", block, *_LIMITS, *_DTYPES)
+    integers = graph.call_function(quantize, (source, block, *chosen, *_LIMITS))
+    return graph.call_function(dequantize, (integers, block, *chosen, *_LIMITS), {"output_dtype": output})
 
 
 def _chosen(graph: fx.Graph, choose: Any, *args: Any) -> tuple[fx.Node, fx.Node]:
@@ -167,8 +174,8 @@ def _chosen(graph: fx.Graph, choose: Any, *args: Any) -> tuple[fx.Node, fx.Node]
     return scale, graph.call_function(operator.getitem, (chosen, 1))
 
 
-def _sample(graph: fx.Graph, source: fx.Node) -> list[Any]:
-    """Returns the sizes of one sample of a tensor as a block, sizes that are open as nodes.
+def _sizes(graph: fx.Graph, source: fx.Node) -> list[Any]:
+    """Returns the sizes of a tensor, those that are open as nodes, but for the first, of which no block has more.
 
     Raises:
         ConfigError: the shape of the tensor is not known.
@@ -180,8 +187,8 @@ def _sample(graph: fx.Graph, source: fx.Node) -> list[Any]:
             "model with torch.export."
         )
     size = torch.ops.aten.sym_size.int
-    sizes = enumerate(value.shape[1:], 1)
-    return [1, *(s if isinstance(s, int) else graph.call_function(size, (source, d)) for d, s in sizes)]
+    sizes: Any = enumerate(value.shape)
+    return [s if isinstance(s, int) or d == 0 else graph.call_function(size, (source, d)) for d, s in sizes]
 
 
 def quantize_dequantize(x: Tensor, granularity: Granularity) -> Tensor:
@@ -199,8 +206,13 @@ def quantize_dequantize(x: Tensor, granularity: Granularity) -> Tensor:
 
 
 def _convert(model: fx.GraphModule, call: fx.Node, observer: Any) -> None:
-    source = call.all_input_nodes[0]
-    with model.graph.inserting_before(call):
-        result = add_rows(model.graph, source, observer.granularity)
+    """Torchao's convert looks for its operators of blocks, without the overload."""
+    source, graph = call.all_input_nodes[0], model.graph
+    operators = (_AFFINE.choose_qparams_affine, _AFFINE.quantize_affine, _AFFINE.dequantize_affine)
+    with graph.inserting_before(call):
+        sizes = _sizes(graph, source)
+        rows = observer.granularity == PerToken()
+        block = [*(1 for _ in sizes[1:]), *sizes[-1:]] if rows else [1, *sizes[1:]]
+        result = _add_blocks(graph, source, block, operators, source.meta["val"].dtype)
     call.replace_all_uses_with(result)
     model.graph.erase_node(call)

@@ -45,12 +45,13 @@ class RunTimeProduct(nn.Module):
 
     weight: Tensor
     scales: Tensor
+    bias: Tensor
 
     def __init__(
         self, run: Callable[[Tensor, Tensor], Tensor], weight: _Weight, bias: Tensor | None, samples: bool
     ) -> None:
         super().__init__()
-        self.run, self.samples = run, samples
+        self.product, self.samples = run, samples
         self.register_buffer("weight", weight.values)
         self.register_buffer("scales", weight.scales)
         self.register_buffer("bias", torch.zeros(len(weight.values)) if bias is None else bias.detach().float())
@@ -61,7 +62,7 @@ class RunTimeProduct(nn.Module):
         if self.scales.dim() == 2:
             total = self._in_groups(centred) * inverse
             return total + self.bias
-        sums = self.run(centred.to(torch.float64), self.weight.to(torch.float64)).to(torch.float32)
+        sums = self.product(centred.to(torch.float64), self.weight.to(torch.float64)).to(torch.float32)
         along = (-1, *(1,) * (x.dim() - 2)) if self.samples else (-1,)
         scales, bias = (found.reshape(along).to(torch.float64) for found in (self.scales, self.bias))
         # float64 holds the product of two float32 exactly, so that the sum is rounded once, as in the kernel
@@ -80,8 +81,7 @@ class RunTimeProduct(nn.Module):
 
     def _in_groups(self, centred: Tensor) -> Tensor:
         groups = self.scales.shape[1]
-        x = centred.to(torch.float64).unflatten(-1, (groups, -1))
-        weight = self.weight.to(torch.float64).unflatten(-1, (groups, -1))
+        x, weight = (found.to(torch.float64).reshape(*found.shape[:-1], groups, -1) for found in (centred, self.weight))
         sums = torch.einsum("...gk,ogk->...og", x, weight)
         return (sums * self.scales.to(torch.float64)).sum(-1).to(torch.float32)
 
