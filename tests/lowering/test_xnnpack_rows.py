@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from executorch.runtime import Runtime
 from qdq_graphs import Net, TensorWeight, Weight, dynamic, graph_of
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,6 +11,7 @@ from quantplug.core.compare import sqnr
 from quantplug.lowering.reference import emulate
 from quantplug.lowering.x86 import lower as lower_x86
 from quantplug.lowering.xnnpack import lower
+from quantplug.lowering.xnnpack.runtime import Method
 
 # One layer agrees beyond 130 dB. Behind it a last bit may move an integer across a tie, which alone is 45 dB of a row.
 AGREED = 35.0
@@ -82,11 +82,11 @@ def test_every_row_keeps_its_precision_in_the_graph_and_in_the_saved_program(mod
     reference = converted(net, fading(*shape), strict=strict)
     program = lower(reference, (fading(*shape),))
     program.save(tmp_path / "rows.pte")
-    loaded = Runtime.get().load_program((tmp_path / "rows.pte").read_bytes()).load_method("forward")
+    loaded = Method((tmp_path / "rows.pte").read_bytes(), None)
     for x in (fading(*shape), fading(*shape).flip(0).contiguous()):
         assert worst(reference(x), net(x)) > 30.0
-        assert worst(loaded.execute([x])[0], net(x)) > 30.0
-        assert worst(loaded.execute([x])[0], reference(x)) > AGREED
+        assert worst(loaded([x])[0], net(x)) > 30.0
+        assert worst(loaded([x])[0], reference(x)) > AGREED
     layers = [op for op in program.ops if "conv2d" in op.target or "linear" in op.target]
     assert [(op.placement, op.reason) for op in layers] == [("int8", "")] * 2
 
