@@ -4,6 +4,7 @@ A preset is a plain `QuantizationConfig` of torchao's. Equal arguments give the 
 configs can be compared.
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,8 @@ from torchao.quantization.pt2e import (
     FusedMovingAvgObsFakeQuantize,
     MovingAverageMinMaxObserver,
     MovingAveragePerChannelMinMaxObserver,
+    PerAxis,
+    PerToken,
     PlaceholderObserver,
 )
 from torchao.quantization.pt2e.quantizer import FixedQParamsQuantizationSpec, QuantizationConfig, QuantizationSpec
@@ -21,6 +24,7 @@ from quantplug.core.dtypes import DTypeConfig, DTypeWithConstraints
 from quantplug.core.errors import ConfigError
 from quantplug.core.observers import OBSERVERS
 from quantplug.core.observers import observer as make_observer
+from quantplug.core.rowwise import Granularity, RowFakeQuantize, RowObserver
 
 MODES = ("static", "dynamic", "weight_only")
 # Scales below 2**-12 underflow in kernels that multiply s_in * s_w / s_out in fixed point.
@@ -133,6 +137,55 @@ _WEIGHT_SCHEMES = {
     (False, True): torch.per_tensor_symmetric,
     (False, False): torch.per_tensor_affine,
 }
+
+
+@cache
+def row_spec(*, is_qat: bool = False, granularity: Granularity = PerToken()) -> QuantizationSpec:  # noqa: B008
+    """Returns the spec of int8 activations with a scale and zero point for each row, chosen at run time.
+
+    Linear layers take it as it is; for convolutions it becomes one scale for each sample of the batch.
+
+    Args:
+        is_qat: whether the spec makes fake quantizes for training instead of observers.
+        granularity: torchao's `PerToken()` for rows along the last dimension, `PerAxis(0)` for samples.
+
+    Raises:
+        ConfigError: another granularity.
+    """
+    if granularity not in (PerToken(), PerAxis(0)):
+        raise ConfigError(
+            f"A range of run time has the granularity {granularity}; choose PerToken() for rows or PerAxis(0) for "
+            "samples."
+        )
+    made = RowFakeQuantize if is_qat else RowObserver
+    return QuantizationSpec(
+        dtype=torch.int8,
+        quant_min=-128,
+        quant_max=127,
+        qscheme=torch.per_tensor_affine,
+        is_dynamic=True,
+        observer_or_fake_quant_ctr=made.with_args(granularity=granularity),
+    )
+
+
+@cache
+def per_row(config: QuantizationConfig) -> QuantizationConfig:
+    """Returns a dynamic config whose input activations get a scale for each row instead of one for the tensor.
+
+    Args:
+        config: of int8 activations, such as `get_symmetric_quantization_config(is_dynamic=True)`.
+
+    Raises:
+        ConfigError: its activations are not dynamic int8 of the whole range.
+    """
+    spec = config.input_activation
+    found = None if spec is None or not spec.is_dynamic else (spec.dtype, spec.qscheme, spec.quant_min, spec.quant_max)
+    if found != (torch.int8, torch.per_tensor_affine, -128, 127):
+        raise ConfigError(
+            f"A scale for each row is chosen at run time, for -128..127 of torch.int8, and the config has "
+            f"{'activations that are not dynamic' if found is None else found}; pass a dynamic config of that range."
+        )
+    return replace(config, input_activation=row_spec(is_qat=config.is_qat))
 
 
 @cache

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import torch
 from torch import fx
+from torchao.quantization.pt2e import PerAxis, PerToken
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpecBase
 
 from quantplug.annotators.constraints import qat_only
 from quantplug.annotators.fusion import annotate_piece
-from quantplug.annotators.presets import weight_spec
+from quantplug.annotators.presets import activation_spec, row_spec, weight_spec
 from quantplug.annotators.qspecs import (
     derived_bias_qspec,
     get_input_act_qspec,
@@ -18,7 +19,11 @@ from quantplug.annotators.qspecs import (
 )
 from quantplug.core.annotator import Annotations, Annotator
 from quantplug.core.dtypes import integer_range, smallest_scale
-from quantplug.core.pattern import Match
+from quantplug.core.graph import rank
+from quantplug.core.pattern import Match, operator_overloads
+from quantplug.core.rowwise import granularity_of
+
+_OVER_ROWS = frozenset().union(*(operator_overloads(name) for name in ("linear", "addmm", "mm")))
 
 
 def annotate_weighted(match: Match, config: QuantizationConfig, channel_axis: int) -> Annotations:
@@ -31,10 +36,20 @@ def annotate_weighted(match: Match, config: QuantizationConfig, channel_axis: in
     """
     node, source, weight = match["op"], match["x"], match["w"]
     weight_spec = on_axis(get_weight_qspec(config), channel_axis)
-    inputs: dict[fx.Node, QuantizationSpecBase | None] = {source: get_input_act_qspec(config), weight: weight_spec}
+    inputs: dict[fx.Node, QuantizationSpecBase | None] = {source: _input_spec(match, config), weight: weight_spec}
     if "b" in match:
         inputs[match["b"]] = derived_bias_qspec(config, node, source, weight, weight_spec)
     return annotate_piece(match, inputs, get_output_act_qspec(config))
+
+
+def _input_spec(match: Match, config: QuantizationConfig) -> QuantizationSpecBase | None:
+    """Returns the spec of the input; a convolution's rows are samples, of which there is one without a batch."""
+    spec = get_input_act_qspec(config)
+    if granularity_of(spec) != PerToken() or match["op"].target in _OVER_ROWS:
+        return spec
+    if rank(match["x"]) != rank(match["w"]):
+        return activation_spec(mode="dynamic", is_qat=config.is_qat)
+    return row_spec(is_qat=config.is_qat, granularity=PerAxis(0))
 
 
 def batch_norm_in_training(match: Match, config: QuantizationConfig) -> str | None:

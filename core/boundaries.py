@@ -17,7 +17,7 @@ from torch import fx
 
 from quantplug.core.compare import node_values, sqnr
 from quantplug.core.decision import decision
-from quantplug.core.graph import is_constant, require_graph_module, tensor_value
+from quantplug.core.graph import is_constant, operands, require_graph_module, tensor_value
 from quantplug.core.sharing import annotation_of
 
 _QDQ_LIBRARIES = ("quantized_decomposed", "torchao")
@@ -85,7 +85,41 @@ def is_weight(node: fx.Node) -> bool:
 
 def is_dynamic(node: fx.Node) -> bool:
     """Tells whether the qparams of a quantize or dequantize node are found at run time."""
-    return len(node.args) > 1 and isinstance(node.args[1], fx.Node) and not is_constant(node.args[1])
+    given = operands(node)
+    scale = given.get("scale", given.get("scales"))
+    return isinstance(scale, fx.Node) and not is_constant(scale)
+
+
+def stored_dtype(node: fx.Node) -> torch.dtype | None:
+    """Returns the integers' dtype of a quantize or dequantize node, None where it names none."""
+    given = operands(node)
+    found = given.get("dtype", given.get("output_dtype" if is_quantize(node) else "input_dtype"))
+    return found if isinstance(found, torch.dtype) else None
+
+
+def range_of(node: fx.Node) -> str:
+    """Returns for what a quantize or dequantize node has a scale each: "per row", "per channel", ...; "" for one."""
+    name, block = str(node.target), operands(node).get("block_size")
+    if "per_token" in name:
+        return "per row"
+    if block is not None and is_dynamic(node):
+        return _blocks(node, block)
+    return "per channel" if "per_channel" in name else "per group" if "group" in name or block is not None else ""
+
+
+def _blocks(node: fx.Node, block: list[Any]) -> str:
+    """Returns which part of a tensor is a block; sizes that are open are whole in each."""
+    value = next((v for v in map(tensor_value, (node, *node.all_input_nodes[:1])) if v is not None), None)
+    sizes = [None] * len(block) if value is None else [s if isinstance(s, int) else None for s in value.shape]
+    whole = [
+        isinstance(given, fx.Node) or given == size or (size is None and given != 1)
+        for given, size in zip(block, sizes, strict=True)
+    ]
+    is_row = whole[-1] and all(given == 1 for given in block[:-1])
+    is_sample = all(whole[1:]) and block[0] == 1
+    if is_sample and (len(block) == 4 or not is_row):  # images, even of one row
+        return "per sample"
+    return "per row" if is_row else "per group"
 
 
 def boundaries(graph: fx.Graph, quantized: Set[fx.Node]) -> Iterator[Boundary]:
@@ -190,8 +224,11 @@ def _form(node: fx.Node | None) -> str:
     found = _per_tensor(node)
     if found is not None:
         return f"{_name(found.dtype)}, scale {found.scale:.3g}, zero point {found.zero_point}"
-    dtype = next((_name(a) for a in reversed(node.args) if isinstance(a, torch.dtype)), "integer")
-    return f"{dtype}, {'scale found at run time' if is_dynamic(node) else 'a scale for each channel'}"
+    stored = stored_dtype(node)
+    dtype = "integer" if stored is None else _name(stored)
+    if not is_dynamic(node):
+        return f"{dtype}, a scale for each channel"
+    return f"{dtype}, {' '.join(filter(None, ('scale', range_of(node), 'found at run time')))}"
 
 
 def _name(dtype: torch.dtype) -> str:

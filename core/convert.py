@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 from torch.fx.traceback import NodeSource, NodeSourceAction
 from torchao.quantization.pt2e.quantizer import is_valid_annotation
 
+from quantplug.core.boundaries import stored_dtype
 from quantplug.core.boundary_dtypes import apply_boundary_dtypes
 from quantplug.core.calibrated import enforce_limits
 from quantplug.core.collection import collection_paused
@@ -42,6 +43,7 @@ from quantplug.core.qdq import (
 )
 from quantplug.core.ranges import calculate_qparams_together
 from quantplug.core.regions import lift_constants, region_targets
+from quantplug.core.rowwise import CHOOSE_ROWS
 from quantplug.core.sharing import annotation_of
 from quantplug.core.stage import CONVERTED, PREPARED, STAGE_KEY, stage_of
 from quantplug.core.storage import Storage
@@ -50,6 +52,7 @@ from quantplug.core.working_copy import rebuilt, working_copy
 # What a quantize or dequantize node takes over from the operator that it belongs to.
 _PORTED_META = ("nn_module_stack", "stack_trace", "quantization_tag")
 _PASS_NAME = "quantplug.convert"
+_STAYS_SHARED = {CHOOSE_OPS[0], CHOOSE_ROWS, torch.ops.torchao.choose_qparams_affine.default}
 
 
 def convert_pt2e(
@@ -245,7 +248,9 @@ class _Conversion:
         """Casts a float64 tensor, which the quantize operators do not take."""
         value = call.meta.get("val")
         if isinstance(value, Tensor) and value.dtype == torch.float64:
-            return self._graph.call_function(torch.ops.aten.to.dtype, (source, torch.float32))
+            single = self._graph.call_function(torch.ops.aten.to.dtype, (source, torch.float32))
+            single.meta["val"] = value.to(torch.float32)
+            return single
         return source
 
     def _add_dynamic(self, call: fx.Node, observer: nn.Module) -> fx.Node:
@@ -297,7 +302,7 @@ class _Conversion:
         if isinstance(value, Tensor):
             dequantized.meta["val"] = value
             if quantized.op == "call_function":
-                quantized.meta["val"] = self._integer_value(value, quantized.args[-1])
+                quantized.meta["val"] = self._integer_value(value, stored_dtype(quantized))
         producer = call.all_input_nodes[0]
         annotation = annotation_of(producer)
         # What holds a stored constant stands for the constant itself.
@@ -336,7 +341,7 @@ class _Conversion:
         """Tells whether partitioners need a dequantize node of a consumer's own: dynamic ones stay shared."""
         # Those that are still to be rewired, and those that read the first dequantize node already.
         readers = (u for u in chain(call.users, result.users) if not _asks_for_size(u))
-        return len(list(islice(readers, 2))) > 1 and CHOOSE_OPS[0] not in {n.target for n in _dynamic_chain(result)}
+        return len(list(islice(readers, 2))) > 1 and _STAYS_SHARED.isdisjoint(n.target for n in _dynamic_chain(result))
 
 
 def _observe(call: fx.Node, observer: nn.Module, value: Tensor) -> None:
@@ -376,7 +381,7 @@ def _dynamic_chain(dequantize: fx.Node) -> Iterator[fx.Node]:
     """Yields a dequantize node and, if its parameters are chosen at run time, what it was chosen by."""
     yield dequantize
     quantize = dequantize.all_input_nodes[0]
-    chosen = [n.all_input_nodes[0] for n in quantize.all_input_nodes[1:2] if n.target is operator.getitem]
+    chosen = [n.all_input_nodes[0] for n in quantize.all_input_nodes[1:] if n.target is operator.getitem]
     if chosen and chosen[0].target in CHOOSE_OPS:
         yield from (quantize, chosen[0])
 

@@ -10,7 +10,7 @@ model in which integer arithmetic stands for each such piece:
 and a relu or clamp is a bound on the integers. Accumulators are exact (int64: PyTorch has no int32 kernel for
 some convolutions) and rescaled in float64, so the result is the correctly rounded one; float32 between dequantize
 and quantize comes out one step beside it where its own error crosses a tie. Dynamic products end in float.
-Operators that no integer rule knows keep their q/dq.
+Operators that no integer rule knows keep their q/dq, as do convolutions with a scale for each sample.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,6 +25,7 @@ from quantplug.core.graph import attribute, constant_value, operands, rank, tens
 from quantplug.core.pattern import op
 from quantplug.core.qdq import AFFINE_OPS, DEQUANTIZE_OPS
 from quantplug.core.regions import region_targets
+from quantplug.core.rowwise import DEQUANTIZE_ROWS
 
 _ATEN = torch.ops.aten
 _QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
@@ -101,12 +102,16 @@ def _only_reader(node: fx.Node, targets: Any) -> fx.Node | None:
 
 @dataclass(frozen=True)
 class _Integers:
-    """What a dequantize node reads; scale and zero point are numbers, or nodes of tensors."""
+    """What a dequantize node reads; scale and zero point are numbers, or nodes of tensors.
+
+    With `rows` they have the tensor's dimensions, of which the last is 1.
+    """
 
     node: fx.Node
     scale: Any
     zero_point: Any
     axis: int | None
+    rows: bool = False
 
 
 def _integers(node: Any) -> _Integers | None:
@@ -114,6 +119,8 @@ def _integers(node: Any) -> _Integers | None:
     if not isinstance(node, fx.Node) or node.target not in DEQUANTIZE_OPS or node.target in AFFINE_OPS:
         return None
     source, scale, zero_point, *rest = node.args
+    if node.target is DEQUANTIZE_ROWS:
+        return _Integers(source, scale, zero_point, None, rows=True)  # type: ignore[arg-type]
     if rest[-1].is_floating_point:  # type: ignore[union-attr]
         return None
     return _Integers(source, scale, zero_point, rest[0] if len(rest) == 4 else None)  # type: ignore[arg-type]
@@ -204,6 +211,8 @@ def _product(write: _Arithmetic, piece: _Piece) -> fx.Node | None:
     if one is None or other is None or one.axis is not None or _writes_to_shared(piece.root):
         return None
     weighted = piece.root.target not in _PRODUCTS
+    if other.rows or (one.rows and piece.root.target not in _LINEAR):
+        return None
     if other.axis is not None and (not weighted or other.axis != _output_axis(piece.root)):
         return None
     bias, rest = (rest[0], [None, *rest[1:]]) if weighted else (None, rest)
@@ -242,7 +251,7 @@ def _sum(write: _Arithmetic, piece: _Piece) -> fx.Node | None:
 def _average(write: _Arithmetic, piece: _Piece) -> fx.Node | None:
     averaged, *rest = piece.root.args
     found = _integers(averaged)
-    if piece.quantize is None or found is None or found.axis is not None:
+    if piece.quantize is None or found is None or found.axis is not None or found.rows:
         return None
     mean = write(piece.root.target, write.double(write.centered(found)), *rest, **piece.root.kwargs)
     return write.scaled(mean, (found.scale,))

@@ -3,7 +3,7 @@
 Before: a call of an observer that has seen data. After: one of
 
     quantize_per_tensor / per_channel -> dequantize      (static)
-    choose_qparams -> quantize -> dequantize              (dynamic)
+    choose_qparams -> quantize -> dequantize              (dynamic; per row: quantize_per_token)
     convert_element_type to half -> back                  (float16, bfloat16)
     whatever the observer's own `convert` makes           (affine observers: per group, per token)
 
@@ -22,12 +22,14 @@ from torch import Tensor, fx, nn
 from quantplug.core.errors import CalibrationError, ConvertError
 from quantplug.core.observation import HALF_DTYPES, PER_CHANNEL, STORAGE_DTYPES, dtype_range
 from quantplug.core.ranges import calculate_qparams
+from quantplug.core.rowwise import CHOOSE_ROWS, DEQUANTIZE_ROWS, QUANTIZE_ROWS, add_rows, by_rows
 
 _OPS = torch.ops.quantized_decomposed
 QUANTIZE_OPS = (
     _OPS.quantize_per_tensor.default,
     _OPS.quantize_per_tensor.tensor,
     _OPS.quantize_per_channel.default,
+    QUANTIZE_ROWS,
     torch.ops.torchao.quantize_affine,
     torch.ops.torchao.quantize_affine.default,
 )
@@ -35,6 +37,7 @@ DEQUANTIZE_OPS = (
     _OPS.dequantize_per_tensor.default,
     _OPS.dequantize_per_tensor.tensor,
     _OPS.dequantize_per_channel.default,
+    DEQUANTIZE_ROWS,
     torch.ops.torchao.dequantize_affine,
     torch.ops.torchao.dequantize_affine.default,
 )
@@ -42,6 +45,7 @@ AFFINE_OPS = tuple(op for op in (*QUANTIZE_OPS, *DEQUANTIZE_OPS) if "affine" in 
 CHOOSE_OPS = (
     _OPS.choose_qparams.tensor,
     _OPS.choose_qparams_symmetric.tensor,
+    CHOOSE_ROWS,
     torch.ops.torchao.choose_qparams_affine,
     torch.ops.torchao.choose_qparams_affine.default,
 )
@@ -128,6 +132,8 @@ def kind_of(observer: nn.Module) -> str:
     Raises:
         ConvertError: its dtype has no quantize operator.
     """
+    if by_rows(observer):
+        return "dynamic"
     # Asked of the class: a module looks an absent attribute up among its parameters, buffers and children.
     if hasattr(type(observer), "convert"):
         return "own"
@@ -184,6 +190,8 @@ def _limits(observer: nn.Module) -> tuple[int, int]:
 
 def add_dynamic(graph: fx.Graph, source: fx.Node, observer: Any) -> fx.Node:
     """Adds choose_qparams, quantize and dequantize after the insertion point and returns the dequantize node."""
+    if by_rows(observer):
+        return add_rows(graph, source, observer.granularity)
     dtype = STORAGE_DTYPES[observer.dtype]
     limits = _limits(observer)
     scheme = getattr(observer, "qscheme", None) or torch.per_tensor_affine

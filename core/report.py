@@ -22,12 +22,23 @@ from torch import fx
 from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, QuantizationAnnotation, SharedQuantizationSpec
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
-from quantplug.core.boundaries import Boundary, boundaries, is_dequantize, is_dynamic, is_qdq, is_quantize, is_weight
+from quantplug.core.boundaries import (
+    Boundary,
+    boundaries,
+    is_dequantize,
+    is_dynamic,
+    is_qdq,
+    is_quantize,
+    is_weight,
+    range_of,
+    stored_dtype,
+)
 from quantplug.core.decision import decision
 from quantplug.core.fold import Folding
 from quantplug.core.graph import attribute, compute_nodes, is_constant, module_path, operands, require_graph_module
 from quantplug.core.limits import VIOLATIONS_KEY, Violation
 from quantplug.core.regions import region_targets
+from quantplug.core.rowwise import granularity_of, granularity_text
 from quantplug.core.stage import CONFLICTS_KEY, FOLDINGS_KEY, NOTES_KEY
 from quantplug.core.union_find import UnionFind
 
@@ -294,7 +305,7 @@ def _spec_text(spec: Any) -> str:
     per_channel = "per channel" if str(getattr(spec, "qscheme", "")).find("per_channel") >= 0 else ""
     dynamic = "dynamic" if getattr(spec, "is_dynamic", False) else ""
     dtype = _dtype_text(spec.dtype, getattr(spec, "quant_min", None), getattr(spec, "quant_max", None))
-    return " ".join(filter(None, (kind, dynamic, dtype, per_channel)))
+    return " ".join(filter(None, (kind, dynamic, dtype, per_channel, granularity_text(granularity_of(spec)))))
 
 
 def _dtype_text(dtype: torch.dtype, lowest: Any, highest: Any) -> str:
@@ -314,12 +325,10 @@ def _how_converted(node: fx.Node) -> tuple[list[str], str]:
 
 
 def _qdq_text(node: fx.Node) -> str:
-    name, given = str(node.target), operands(node)
-    found = next((a for a in reversed(node.args) if isinstance(a, torch.dtype)), None)
+    given, found = operands(node), stored_dtype(node)
     dtype = "integer" if found is None else _dtype_text(found, given.get("quant_min"), given.get("quant_max"))
-    kind = "per channel" if "per_channel" in name else "per group" if "group" in name or "affine" in name else ""
     dynamic = "dynamic" if is_dynamic(node) else ""
-    return " ".join(filter(None, (dynamic, dtype, kind)))
+    return " ".join(filter(None, (dynamic, dtype, range_of(node))))
 
 
 def _arrow(inputs: list[str], output: str, into: str) -> str:

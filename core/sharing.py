@@ -25,6 +25,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.errors import AnnotationError
 from quantplug.core.graph import describe
+from quantplug.core.rowwise import granularity_of
 from quantplug.core.union_find import UnionFind
 
 Point: TypeAlias = fx.Node | tuple[fx.Node, fx.Node]
@@ -188,6 +189,7 @@ def tensor_key(spec: QuantizationSpecBase) -> tuple[Any, ...]:
     conflict. Derived specs share only with the same derivation: a bias used by two layers has two scales.
     """
     key: tuple[Any, ...] = tuple(getattr(spec, name, "absent") for name in _TENSOR_FIELDS)
+    key += (granularity_of(spec),)
     if isinstance(spec, DerivedQuantizationSpec):
         key += (spec.derive_qparams_fn, *spec.derived_from)
     return key

@@ -22,6 +22,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from quantplug.core.errors import AnnotationError
 from quantplug.core.graph import describe, is_constant, rank, tensor_value
 from quantplug.core.observation import HALF_DTYPES, PER_CHANNEL, STORAGE_DTYPES, dtype_range
+from quantplug.core.rowwise import granularity_of
 from quantplug.core.sharing import (
     Point,
     Sharing,
@@ -130,6 +131,11 @@ def _check_spec(point: Point, spec: QuantizationSpecBase) -> None:
                 _check_fixed(point, spec)
     if getattr(spec, "is_dynamic", False):
         _check_dynamic(point, spec)
+    elif granularity_of(spec) is not None:
+        raise AnnotationError(
+            f"The {describe_point(point)} is annotated with a scale for each row, which only the running program can "
+            "choose, and not as dynamic; give the spec is_dynamic=True."
+        )
 
 
 def _check_dtype(point: Point, spec: Any) -> None:
@@ -172,6 +178,11 @@ def _check_dynamic(point: Point, spec: Any) -> None:
         raise AnnotationError(
             f"The {describe_point(point)} is annotated as dynamic and per channel, for which there is no "
             "choose_qparams operator; use torch.per_tensor_affine or torch.per_tensor_symmetric."
+        )
+    if granularity_of(spec) is not None and STORAGE_DTYPES.get(spec.dtype) != torch.int8:
+        raise AnnotationError(
+            f"The {describe_point(point)} is annotated with {spec.dtype} and a scale for each row; rows take "
+            "torch.int8."
         )
     if STORAGE_DTYPES.get(spec.dtype, spec.dtype) not in (torch.int8, torch.uint8, *HALF_DTYPES, torch.float32):
         raise AnnotationError(

@@ -16,8 +16,11 @@ INTEGERS = (torch.uint8, torch.int8)
 
 
 def is_quantization(node: fx.Node) -> bool:
-    """Tells whether a node only converts between integers and floats."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "quantized_decomposed"
+    """Tells whether a node only converts between integers and floats, or chooses by what numbers."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    library, _, name = node.target._schema.name.partition("::")
+    return library == "quantized_decomposed" or (library == "torchao" and name.endswith("_affine"))
 
 
 def record(graph: fx.Graph) -> tuple[LoweredOp, ...]:

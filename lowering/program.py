@@ -21,7 +21,7 @@ class LoweredOp:
         placement: "int8" (an integer kernel), "float" (a float kernel of the backend),
             "portable" (outside the backend, on the runtime's own kernels) or "delegate" (in another
             delegate of the same program).
-        reason: why it is not an integer kernel; empty when it is.
+        reason: why it is not an integer kernel, or how the kernel differs from the q/dq graph; else empty.
     """
 
     node: str

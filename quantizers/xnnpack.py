@@ -22,7 +22,11 @@ from quantplug.annotators.elementwise import binary
 from quantplug.annotators.groupwise import FOUR_BITS, in_groups, whole_bytes, whole_groups
 from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling, resize
-from quantplug.annotators.presets import get_symmetric_quantization_config, get_xnnpack_quantization_config
+from quantplug.annotators.presets import (
+    get_symmetric_quantization_config,
+    get_xnnpack_quantization_config,
+    per_row,
+)
 from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
 from quantplug.core.levels import Level
 from quantplug.core.pattern import Match
@@ -69,7 +73,7 @@ def outside_of_states(match: Match, config: QuantizationConfig) -> str | None:
 
 
 def _dynamic(**options: Any) -> QuantizationConfig:
-    return get_symmetric_quantization_config(True, is_dynamic=True, **options)
+    return per_row(get_symmetric_quantization_config(True, is_dynamic=True, **options))
 
 
 def _weight_only(**options: Any) -> QuantizationConfig:

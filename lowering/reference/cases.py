@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torchao.quantization.pt2e import PerAxis, PerToken
 
+from quantplug.core.rowwise import quantize_dequantize
 from quantplug.lowering.qparams import QD
 
 INTEGER_OPERATORS = "means, clamps, embedding, data movement, max_pool2d"
@@ -177,6 +179,22 @@ _PRODUCTS = (
     Case("convolution", lambda o: F.conv1d(o.line, o.weight, o.bias, dilation=2), (16, 8, 3)),
     Case("convolution", lambda o: F.conv2d(o.x, o.weight, None, groups=2), (16, 4, 3, 3)),
 )
+
+XNNPACK_RUN_TIME_CASES = (
+    Case(
+        "linear, scales of run time",
+        lambda o: F.linear(quantize_dequantize(o.line, PerToken()), o.weight, o.bias),
+        (5, 144),
+        is_float=True,
+    ),
+    Case(
+        "convolution, scales of run time",
+        lambda o: F.conv2d(quantize_dequantize(o.x, PerAxis(0)), o.weight, o.bias),
+        (6, 8, 3, 3),
+        is_float=True,
+    ),
+)
+
 
 XNNPACK_CASES = (
     *_PRODUCTS,

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from quantplug.core.graph import operands
+from quantplug.core.levels import Level
 from quantplug.lowering.reference.emulation import KernelSet, Prepared
 from quantplug.lowering.reference.numerics import Numerics
 from quantplug.lowering.reference.rows import (
@@ -28,12 +29,15 @@ from quantplug.lowering.reference.rows import (
     tables,
     through_float,
 )
+from quantplug.lowering.reference.run_time import run_time_products
 from quantplug.lowering.xnnpack.legalize import legalize
+from quantplug.lowering.xnnpack.run_time import as_kernels_choose
 
 _NUMERICS = Numerics()
 
 
 def _legalized(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> Prepared:
+    as_kernels_choose(module)
     return Prepared(module, legalize(module).floats)
 
 
@@ -64,6 +68,8 @@ XNNPACK = KernelSet(
         Row("convolution", products(_NUMERICS, "conv1d", "conv2d")),
         Row("transposed convolution", products(_NUMERICS, "conv_transpose2d.input")),
         Row("linear", products(_NUMERICS, "linear")),
+        Row("linear, scales of run time", run_time_products("linear"), Level.APPROXIMATE),
+        Row("convolution, scales of run time", run_time_products("conv2d"), Level.APPROXIMATE),
         Row("add", sums("add", 1)),
         Row("sub", sums("sub", -1)),
         Row("mul", multiplications(_NUMERICS)),

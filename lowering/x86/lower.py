@@ -3,6 +3,7 @@
 Before: the result of `convert_pt2e`. After: an `X86Program`; the converted model is not changed.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from quantplug.lowering.x86.movement import move
 from quantplug.lowering.x86.pooling import AVERAGES
 from quantplug.lowering.x86.products import PAIR, products
 from quantplug.lowering.x86.program import X86Program
+from quantplug.lowering.x86.rows import spell_out_rows
 from quantplug.lowering.x86.weight_only import WEIGHT_ONLY
 from quantplug.lowering.xnnpack.rewrites.folding import all_constant_expressions_are_folded
 
@@ -62,6 +64,7 @@ def lower(
     recorded = record(module.graph)
     all_constant_expressions_are_folded(module)
     folded = {operator.node for operator in recorded} - {node.name for node in module.graph.nodes}
+    rows = spell_out_rows(module.graph)
     clean(module, example_inputs)
     apply(module.graph, OPEN_MASKS)
     move(module.graph)
@@ -75,7 +78,8 @@ def lower(
         compute_in_half(module.graph, measured_half(is_half_for_free))
     finish(module)
     program = X86Program(module, example_inputs, dynamic_shapes, pair=pair)
-    program.ops = place(recorded, program.module.graph, "onednn", folded)
+    ops = place(recorded, program.module.graph, "onednn", folded)
+    program.ops = tuple(replace(o, reason=rows[o.node]) if o.reason and o.node in rows else o for o in ops)
     return program
 
 

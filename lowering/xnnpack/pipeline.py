@@ -34,6 +34,7 @@ from quantplug.lowering.xnnpack.partition import keeping_whole, partitioner
 from quantplug.lowering.xnnpack.placement import place, taken_by_others
 from quantplug.lowering.xnnpack.program import XNNPACKProgram
 from quantplug.lowering.xnnpack.records import recorded_kernel_calls
+from quantplug.lowering.xnnpack.run_time import as_kernels_choose, as_serializer_reads
 from quantplug.lowering.xnnpack.runtime import Method, check_threads, quiet
 from quantplug.lowering.xnnpack.tables import read_tables_by_row
 
@@ -76,17 +77,21 @@ def lower(
     model = require_graph_module(converted, "lower")
     inputs = pytree.tree_map(lambda v: v.detach().contiguous() if isinstance(v, Tensor) else v, tuple(example_inputs))
     with quiet(), torch.no_grad():
-        expected = _reference(model, inputs)
         # As the graph has them: the user's own may name parameters that it has no longer, as those of `*args`.
         shapes = open_sizes(model.graph, inputs) or dynamic_shapes
         require_limits(model.graph)
         working = _working_copy(model)
+        notes = as_kernels_choose(working)
+        # Where the graph says less than the kernels do, the program is compared with what they are asked for.
+        expected = _reference(working if notes else model, inputs)
         compute_in_float32(working, expected)
         read_tables_by_row(working)
-        task = _Task(working, inputs, shapes, threads, expected, minimum_sqnr, tuple(partitioners))
         legal = legalize(working)
         others = dict.fromkeys(_left_to_others(working.graph, accepts), "`accepts` leaves it to others than XNNPACK")
-        return _proved_or_next_best(task, replace(legal, portable=others | legal.portable))
+        legal = replace(legal, portable=others | legal.portable, notes=notes)
+        written = as_serializer_reads(working, legal.floats.keys() | legal.portable.keys())
+        task = _Task(written, working, inputs, shapes, threads, expected, minimum_sqnr, tuple(partitioners))
+        return _proved_or_next_best(task, legal)
 
 
 def _left_to_others(graph: fx.Graph, accepts: Callable[[fx.Node], bool] | None) -> set[str]:
@@ -107,9 +112,10 @@ def _left_to_others(graph: fx.Graph, accepts: Callable[[fx.Node], bool] | None) 
 
 @dataclass(frozen=True)
 class _Task:
-    """A legalized graph and what its program has to do."""
+    """A legalized graph, as it is serialized and as it computes what it says, and what its program has to do."""
 
     working: fx.GraphModule
+    yardstick: fx.GraphModule
     inputs: tuple[Any, ...]
     dynamic_shapes: Any
     threads: int | None
@@ -183,7 +189,7 @@ def _proved(task: _Task, legal: Legalized) -> XNNPACKProgram:
     found = program(*task.inputs)
     if written_buffers(task.working.graph):
         program.restart()
-    program.sqnr = agreement(found, task.expected, task.working, task.inputs, task.minimum_sqnr)
+    program.sqnr = agreement(found, task.expected, task.yardstick, task.inputs, task.minimum_sqnr)
     return program
 
 
@@ -232,7 +238,7 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
             ) from error
     ops, counts = place(task.working, edge.exported_program(), calls, legal.floats)
     others = taken_by_others(edge.exported_program(), graph)
-    ops = [_outside(op, legal.portable, others) for op in ops]
+    ops = [_noted(_outside(op, legal.portable, others), legal.notes) for op in ops]
     require_capacity(exported, emitted.executorch_program)
     method, signature = Method(emitted.buffer, task.threads), Signature.of_exported(exported)
     return XNNPACKProgram(method, ops, counts, signature, exported.call_spec.out_spec)
@@ -247,6 +253,10 @@ def _starting_from_state(program: torch.export.ExportedProgram) -> Any:
     written = set(signature.buffers_to_mutate.values())
     names = [name for name, buffer in signature.inputs_to_buffers.items() if buffer in written]
     return ExecutorchBackendConfig(passes=[InitializedMutableBufferPass(names)])
+
+
+def _noted(placed: LoweredOp, notes: Mapping[str, str]) -> LoweredOp:
+    return replace(placed, reason=notes.get(placed.node, "")) if placed.placement == "int8" else placed
 
 
 def _outside(placed: LoweredOp, portable: Mapping[str, str], others: Mapping[str, str]) -> LoweredOp:

@@ -1,0 +1,148 @@
+"""Scales of run time: as a graph says them, as XNNPACK's kernels choose them, as ExecuTorch's serializer reads them.
+
+Before: a q/dq graph with one scale for a tensor, a row or a sample. After `as_kernels_choose`: the graph that the
+kernels compute, with one scale for each row of a linear and for each sample of a convolution. After
+`as_serializer_reads`: the same, spelled so that the serializer knows it, which asks no further where it reads that a
+scale is chosen at run time.
+"""
+
+import copy
+import operator
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torchao.quantization.pt2e import PerAxis, PerToken
+
+from quantplug.core.boundaries import range_of
+from quantplug.core.graph import operands, rank, tensor_value
+from quantplug.core.rowwise import Granularity, add_rows, granularity_text
+from quantplug.lowering.xnnpack.conversions import INT8, is_dequantize, is_dynamic, is_quantize, like, operator_name
+
+_Q = torch.ops.quantized_decomposed
+_ROWS = {"aten::linear": "input", "aten::addmm": "mat1", "aten::mm": "self"}
+_FINER = "the kernel chooses a scale {}, the graph {}"
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A tensor that is quantized and dequantized with parameters that are chosen from it at run time."""
+
+    source: fx.Node
+    choose: fx.Node
+    quantize: fx.Node
+    dequantize: fx.Node
+
+    @property
+    def granularity(self) -> Granularity | None:
+        """For what there is a scale each; None for the whole tensor, or for what no kernel here knows."""
+        found: dict[str, Granularity] = {"per row": PerToken(), "per sample": PerAxis(0)}
+        return found.get(range_of(self.dequantize))
+
+
+def chain_of(dequantize: Any) -> Chain | None:
+    """Returns the chain that ends in a dequantize node, None for any other node."""
+    quantize: Any = dequantize.args[0] if is_dynamic(dequantize) else None
+    if not is_quantize(quantize):
+        return None
+    given = operands(quantize)
+    scale, source = given.get("scale", given.get("scales")), given["input"]
+    if not isinstance(scale, fx.Node) or not isinstance(source, fx.Node):
+        return None
+    choose: Any = scale.args[0] if scale.target is operator.getitem else None
+    if not isinstance(choose, fx.Node) or "choose_qparams" not in operator_name(choose) or choose.args[0] is not source:
+        return None
+    return Chain(source, choose, quantize, dequantize)
+
+
+def as_kernels_choose(working: fx.GraphModule) -> dict[str, str]:
+    """Gives every linear a scale for each row of its input and every convolution one for each sample, in place.
+
+    Args:
+        working: a private copy of the q/dq graph.
+
+    Returns:
+        What is to be said of the operators whose graph has one scale for the tensor, by their names.
+    """
+    notes: dict[str, str] = {}
+    for chain in list(_chains(working.graph)):
+        for granularity in (PerToken(), PerAxis(0)):
+            readers = [u for u in chain.dequantize.users if _chooses(u, chain) == granularity]
+            if not readers or _is_spelled(chain, granularity):
+                continue
+            if chain.granularity != granularity:
+                said = range_of(chain.dequantize) or "per tensor"
+                notes |= {u.name: _FINER.format(granularity_text(granularity), said) for u in readers}
+            _replace(working.graph, chain, granularity, readers)
+    working.graph.eliminate_dead_code()
+    working.recompile()
+    return notes
+
+
+def as_serializer_reads(working: fx.GraphModule, outside: Container[str]) -> fx.GraphModule:
+    """Returns a graph without scales for samples, which ExecuTorch has neither a form nor a portable kernel for.
+
+    Args:
+        working: a legalized graph; it is not changed.
+        outside: operators that XNNPACK does not take; they read the tensor as it is.
+    """
+    if not any(chain.granularity == PerAxis(0) for chain in _chains(working.graph)):
+        return working
+    spelled = fx.GraphModule(working, copy.deepcopy(working.graph))
+    for chain in [c for c in _chains(spelled.graph) if c.granularity == PerAxis(0)]:
+        readers = [u for u in chain.dequantize.users if _chooses(u, chain) and u.name not in outside]
+        whole = _one_scale(spelled.graph, chain) if readers else chain.source
+        for user in list(chain.dequantize.users):
+            user.replace_input_with(chain.dequantize, whole if user in readers else chain.source)
+    spelled.graph.eliminate_dead_code()
+    spelled.recompile()
+    return spelled
+
+
+def _chains(graph: fx.Graph) -> Iterator[Chain]:
+    return filter(None, (chain_of(node) for node in list(graph.nodes) if is_dequantize(node)))
+
+
+def _chooses(reader: fx.Node, chain: Chain) -> Granularity | None:
+    """Returns for what the kernel of an operator chooses a scale each, None where there is no such kernel."""
+    name, given, read = operator_name(reader), operands(reader), chain.dequantize
+    if name in _ROWS:
+        return PerToken() if given[_ROWS[name]] is read and given.get("weight") is not read else None
+    whole = name == "aten::conv2d" or (name == "aten::convolution" and len(given["stride"]) == 2)
+    if not whole or given.get("transposed") or given["input"] is not read or not is_dequantize(given["weight"]):
+        return None
+    weight = tensor_value(given["weight"])
+    depthwise = given["groups"] > 1 and (weight is None or weight.shape[1] == 1)
+    return None if depthwise or rank(chain.source) != 4 else PerAxis(0)
+
+
+def _is_spelled(chain: Chain, granularity: Granularity) -> bool:
+    """Tells whether a chain says what a kernel chooses, and by the operator that the passes here know."""
+    rows = granularity == PerToken()
+    return chain.granularity == granularity and ("per_token" in operator_name(chain.quantize)) == rows
+
+
+def _replace(graph: fx.Graph, chain: Chain, granularity: Granularity, readers: list[fx.Node]) -> None:
+    before = set(graph.nodes)
+    with graph.inserting_before(chain.choose):
+        own = add_rows(graph, chain.source, granularity)
+    for node in set(graph.nodes) - before:
+        like(node, chain.dequantize)
+    own.meta["val"] = tensor_value(chain.dequantize)
+    for reader in readers:
+        reader.replace_input_with(chain.dequantize, own)
+
+
+def _one_scale(graph: fx.Graph, chain: Chain) -> fx.Node:
+    low, high, dtype = INT8
+    with graph.inserting_before(chain.choose):
+        chosen = graph.call_function(_Q.choose_qparams.tensor, (chain.source, low, high, 2.0**-126, dtype))
+        scale, zero_point = (graph.call_function(operator.getitem, (chosen, i)) for i in (0, 1))
+        quantize = graph.call_function(_Q.quantize_per_tensor.tensor, (chain.source, scale, zero_point, *INT8))
+        whole = graph.call_function(_Q.dequantize_per_tensor.tensor, (quantize, scale, zero_point, *INT8))
+    for node in (chosen, scale, zero_point, quantize, whole):
+        like(node, chain.dequantize)
+    whole.meta["val"] = tensor_value(chain.dequantize)
+    return whole
