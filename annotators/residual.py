@@ -1,8 +1,8 @@
 """Residual sums inside a product's kernel: convolution or linear, plus a tensor, with optional activation.
 
 The piece `product -> add -> activation` (in training with a batch norm behind the product) is one kernel that adds
-onto its accumulator: nothing is rounded between the product and the sum. The product's inputs, the other summand and
-the last output are quantized.
+onto its accumulator: nothing is rounded between the product and the sum. The product's inputs and the last output are
+quantized, and the other summand where the output is; a sum that the kernel writes in float takes the summand in float.
 """
 
 from torch import fx
@@ -36,7 +36,8 @@ def residual(product: Annotator, activations: tuple[str, ...] = ("relu",)) -> An
     patterns = tuple(
         labelled for label, base in bare for labelled in with_activations(f"{label}_add", _sum(base), activations)
     )
-    return Annotator(f"{product.name}_add", patterns, decide, (*product.constraints, static_only, _two_tensors))
+    constraints = (*product.constraints, static_only, _two_tensors)
+    return Annotator(f"{product.name}_add", patterns, decide, constraints, adds=("residual",))
 
 
 def _sum(product: Op) -> Op:

@@ -261,6 +261,14 @@ class _Decisions:
             self.leave_float(found, "only float operators read its result")
         else:
             self.annotations[root].output_qspec = None
+            self._release_summands(found)
+
+    def _release_summands(self, found: Found[Annotator]) -> None:
+        """Leaves in float what a kernel adds to a float result; products keep their integers."""
+        summands = {found.match[name] for name in found.owner.adds}
+        for node in set(found.match.nodes) - {found.match["op"]}:
+            read = self.annotations[node].input_qspec_map
+            self.annotations[node].input_qspec_map = {n: spec for n, spec in read.items() if n not in summands}
 
     def stands_alone(self, found: Found[Annotator]) -> bool:
         """Tells whether a piece between float operators quantizes its input, with ranges that calibration fixes."""

@@ -66,6 +66,8 @@ class Annotator:
         writes_float: whether the kernel can as well write float. Then its output is quantized only where
             a quantized operator reads it: rounding it for a float reader would cost accuracy and time. An
             operator whose output shares its input's scale is then not quantized at all.
+        adds: names of captures that the kernel adds to its result, as integers or, where it writes float, in float:
+            rounding such a summand then gains nothing.
         needs_company: whether the operator is left float where only float operators read its result: its
             integer kernel alone gains nothing.
         least_share: the share of the model's multiplications below which the operator is left float where it is the
@@ -84,6 +86,7 @@ class Annotator:
     follows: tuple[str, ...] = ()
     output: str = "own"
     writes_float: bool = False
+    adds: tuple[str, ...] = ()
     needs_company: bool = False
     least_share: float = 0.0
     dtypes: tuple[DTypeConfig, ...] = ()

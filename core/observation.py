@@ -247,6 +247,11 @@ def observe_constant(observer: nn.Module, value: Tensor) -> None:
         forward(observer, value)
 
 
+def is_derived(observer: nn.Module) -> bool:
+    """Tells whether an observer computes its parameters from those of others, whatever passes through it."""
+    return isinstance(observer, DerivedObserverOrFakeQuantize)
+
+
 def needs_data(observer: nn.Module) -> bool:
     """Tells whether an observer's quantization parameters come from data that it has not seen yet."""
     statistics = getattr(observer, "activation_post_process", observer)

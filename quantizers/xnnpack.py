@@ -61,7 +61,7 @@ INTEGER_STATES = (
     pooling("adaptive_avg_pool2d", "mean", own_output=True).where(whole_map),
     known_range("sigmoid"),
     known_range("tanh"),
-    own_range("hardswish", "gelu", "leaky_relu", "elu", "abs", "neg"),
+    own_range("hardswish", "gelu", "leaky_relu", "elu", "abs", "neg").needing_company(),
     clamps("relu", "relu6", "hardtanh", "clamp").needing_company(),
     movement((*VIEWS, *_COPIES, "pad", "constant_pad_nd")).where(repeats_nothing).within(Level.EXACT),
 )

@@ -5,6 +5,7 @@ runs in the real runtime, with its reference q/dq graph and its report.
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantizer
 
-from quantplug.core.bias_correction import correct_biases
+from quantplug.core.bias_correction import SAMPLES, correct_biases
 from quantplug.core.boundary_dtypes import quantized_inputs
 from quantplug.core.calibrate import calibrate
 from quantplug.core.calling import in_order, input_names
@@ -84,7 +85,7 @@ def quantize(
     dynamic_shapes: Any = None,
     limit: int | None = None,
     progress: bool = True,
-    correct_bias: bool = False,
+    correct_bias: bool | int = False,
     **lowering: Any,
 ) -> Artefact:
     """Quantizes a model and lowers it to a backend's kernels.
@@ -105,8 +106,8 @@ def quantize(
         dynamic_shapes: as for `torch.export.export`.
         limit: at most so many calibration batches.
         progress: whether calibration shows a bar.
-        correct_bias: whether layers' biases undo the mean error of quantization (see `correct_biases`); worth it
-            below 8 bits and with per-tensor weights.
+        correct_bias: whether layers' biases undo the mean error of quantization (see `correct_biases`), or from how
+            many samples; worth it below 8 bits and with per-tensor weights. A warning says where nothing is gained.
         lowering: options of the backend's lowering.
 
     Raises:
@@ -131,7 +132,10 @@ def quantize(
     elif _waits_for_data(prepared):
         calibrate(prepared, calibration, limit=limit, progress=progress, inputs=inputs)
     if correct_bias and calibration is not None:
-        correct_biases(prepared, calibration if inputs is None else map(inputs, calibration))
+        samples = SAMPLES if correct_bias is True else correct_bias
+        correction = correct_biases(prepared, calibration, samples, inputs=inputs)
+        if not correction:
+            warnings.warn(str(correction), stacklevel=2)
     reference = convert_pt2e(prepared)
     values = quantized_inputs(reference, in_order(input_names(reference), args, kwargs))
     program = target.lower(reference, values, dynamic_shapes=dynamic_shapes, **lowering)

@@ -33,6 +33,10 @@ def calibrated(seed=0):
     return exported, prepared, data
 
 
+def parameters(prepared):
+    return {name: value.detach().clone() for name, value in prepared.named_parameters()}
+
+
 def test_means_of_every_layer_are_those_of_float_and_the_output_is_closer():
     exported, prepared, data = calibrated()
     before = quantplug.convert_pt2e(prepared)
@@ -68,15 +72,85 @@ def test_quantize_corrects_biases_by_an_option():
             quantplug.quantize(exported, (data[0],), "x86", once, "int8_weight_only", correct_bias=True)
 
 
-def test_limit_and_errors():
+def test_samples_and_errors():
     _, prepared, data = calibrated()
-    with pytest.raises(CalibrationError, match="yielded no batch"):
-        correct_biases(prepared, [])
+    weights = parameters(prepared)
+    for few, words in (([], "yielded no batch"), (data[:1], "yielded 1 batch")):
+        with pytest.raises(CalibrationError, match=words):
+            correct_biases(prepared, few)
     with pytest.raises(CalibrationError, match="has shape"):
-        correct_biases(prepared, [data[0][:, :, :4]])
-    few = correct_biases(copy.deepcopy(prepared), data, limit=1)
-    assert few == correct_biases(copy.deepcopy(prepared), data[:1])
+        correct_biases(prepared, [*data, data[0][:, :, :4]])
+    for wrong in (0, 2.5, True):
+        with pytest.raises(CalibrationError, match="takes a number of samples from 1 on"):
+            correct_biases(prepared, data, wrong)
+    assert all(torch.equal(value, prepared.get_parameter(name)) for name, value in weights.items())
+    few = correct_biases(copy.deepcopy(prepared), data, samples=32)
+    assert few == correct_biases(copy.deepcopy(prepared), data[:2])
     assert few != correct_biases(prepared, data)
+
+
+def test_batches_are_counted_by_their_samples():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval(), torch.rand(64, 8)
+    exported = torch.export.export(model, (x[:1],)).module()
+    prepared = quantplug.prepare_pt2e(exported, quantplug.get_quantizer("x86").set_global(low_bit_config()))
+    quantplug.calibrate(prepared, x.split(1), progress=False)
+    read = []
+
+    def loader():
+        for batch in x.split(1):
+            read.append(batch)
+            yield {"pair": batch}
+
+    correct_biases(prepared, loader(), 24, inputs=lambda batch: batch["pair"])
+    assert len(read) == 24
+
+
+@pytest.mark.parametrize("spoiled", [0, 1])
+def test_a_correction_that_held_back_batches_do_not_confirm_is_not_kept(spoiled):
+    """Half of the batches comes from elsewhere, so that the means of the other half say nothing about it."""
+    _, prepared, data = calibrated()
+    batches = [data[0], data[1]]
+    batches[spoiled] = 30 * torch.rand(16, 3, 8, 8) - 25
+    before = parameters(prepared)
+    found = correct_biases(prepared, batches)
+    assert not found
+    assert found.after == found.before
+    assert str(found).startswith("No bias was corrected: held-back batches keep")
+    assert all(torch.equal(value, prepared.get_parameter(name)) for name, value in before.items())
+
+
+def test_quantize_says_that_no_correction_was_kept_and_takes_a_number_of_samples():
+    exported, _, data = calibrated()
+    with pytest.warns(UserWarning, match="No bias was corrected"):
+        quantplug.quantize(
+            exported, (data[0],), "x86", [data[0], 30 * data[1] - 25], low_bit_config(), progress=False, correct_bias=32
+        )
+
+
+class Counting(nn.Module):
+    """Counts its calls and adds the count to what it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return self.last(torch.relu(self.first(x))) + self.calls
+
+
+def test_a_state_does_not_advance():
+    torch.manual_seed(0)
+    data = [torch.rand(16, 8) for _ in range(4)]
+    exported = torch.export.export(Counting().eval(), (data[0],)).module()
+    prepared = quantplug.prepare_pt2e(exported, quantplug.get_quantizer("x86").set_global(low_bit_config()))
+    quantplug.calibrate(prepared, data, progress=False)
+    before = float(prepared.get_buffer("calls"))
+    found = correct_biases(prepared, data)
+    assert float(prepared.get_buffer("calls")) == before
+    assert found.after >= found.before
 
 
 class TwoUses(nn.Module):
@@ -92,7 +166,7 @@ class TwoUses(nn.Module):
 
 def test_layers_without_a_bias_of_their_own_are_left_alone():
     torch.manual_seed(0)
-    data = [torch.randn(4, 8)]
+    data = [torch.randn(4, 8) for _ in range(2)]
     exported = torch.export.export(TwoUses().eval(), (data[0],)).module()
     prepared = quantplug.prepare_pt2e(exported, quantplug.get_quantizer("x86").set_global(low_bit_config()))
     quantplug.calibrate(prepared, data, progress=False)
