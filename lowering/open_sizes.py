@@ -32,4 +32,4 @@ def _open_dims(found: Tensor) -> dict[int, Any]:
 
 
 def _end(bound: Any) -> int | None:
-    return int(bound) if bound.is_finite else None
+    return int(bound) if bound.is_Integer else None  # int_oo, which torch has for no end, calls itself finite
