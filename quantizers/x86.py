@@ -72,6 +72,7 @@ X86 = Backend(
     ),
     configs={
         "int8": get_x86_quantization_config,
+        "int8_per_tensor": lambda **options: get_x86_quantization_config(per_channel=False, **options),
         "int8_dynamic": lambda **options: get_x86_quantization_config(is_dynamic=True, **options),
         "int8_weight_only": lambda **options: get_x86_quantization_config(is_weight_only=True, **options),
     },
