@@ -72,7 +72,8 @@ def no_groups(match: Match | None, config: QuantizationConfig) -> str | None:
 def whole_bytes(match: Match | None, config: QuantizationConfig) -> str | None:
     """Holds unless the config has weights of four bits, for operators whose kernels hold eight."""
     spec = config.weight
-    narrow = isinstance(spec, QuantizationSpec) and integer_range(spec) == FOUR_BITS
+    low, high = integer_range(spec) if isinstance(spec, QuantizationSpec) else (-128, 127)
+    narrow = high - low <= FOUR_BITS[1] - FOUR_BITS[0]
     return "the kernels with weights of four bits are those of linear" if narrow else None
 
 

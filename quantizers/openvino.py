@@ -1,11 +1,47 @@
 """The x86 rows with OpenVINO's own compiler behind them instead of torch's oneDNN operators."""
 
+from dataclasses import replace
+
+import torch
+from torchao.quantization.pt2e.quantizer import QuantizationConfig
+
+from quantplug.annotators.matmul import matmul
+from quantplug.annotators.presets import activation_spec
+from quantplug.core.annotator import Annotations, Annotator
+from quantplug.core.pattern import Match
+from quantplug.lowering.x86.processor import kernels_saturate
 from quantplug.quantizers.backend import derive
 from quantplug.quantizers.quantizer import BackendQuantizer
 from quantplug.quantizers.x86 import X86
 
 # OpenVINO's front end reads no quantization parameters of run time.
-STATIC = ("int8", "int8_weight_only")
+STATIC = ("int8", "int8_per_tensor", "int8_weight_only")
+
+
+def _around_zero(annotator: Annotator) -> Annotator:
+    """Returns the same annotator with operands of int8 around zero: to others OpenVINO gives a float kernel."""
+
+    def decide(match: Match, config: QuantizationConfig) -> Annotations:
+        symmetric = activation_spec(torch.int8, symmetric=True, is_qat=config.is_qat)
+        return annotator.decide(match, replace(config, input_activation=symmetric))
+
+    return replace(annotator, decide=decide)
+
+
+def _no_overflow(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds on processors with VNNI: operands of 8 bits both overflow the sums of others."""
+    return (
+        "this processor has no VNNI, whose sums of products of two int8 operands overflow"
+        if kernels_saturate()
+        else None
+    )
+
+
+# Products of two activations in int8. The backend leaves them float, since OpenVINO computes a whole attention in one
+# float kernel. One that wants them adds them: derive(OPENVINO, "openvino_products", add=INTEGER_PRODUCTS).
+INTEGER_PRODUCTS = (
+    _around_zero(matmul("bmm", "matmul", activations=("softmax", "sigmoid"))).where(_no_overflow).writing_float(),
+)
 
 OPENVINO = derive(
     X86,

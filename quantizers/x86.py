@@ -24,6 +24,7 @@ from quantplug.annotators.pooling import pooling
 from quantplug.annotators.residual import residual
 from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
 from quantplug.core.levels import Level
+from quantplug.lowering.x86.geometry import right_shapes
 from quantplug.lowering.xnnpack.rewrites.movement import split_is_slices
 from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.quantizer import BackendQuantizer
@@ -37,7 +38,7 @@ SMALL_SHARE = 0.01
 AT_RUN_TIME = (no_groups, unsigned_if_dynamic, enough_work(512))
 
 # The kernel over volumes ends in no function: a clamp behind it is one of its integers, so those it has to write.
-_VOLUMES = convolution((3,), CLAMPS, "conv3d").where(no_groups, not_dynamic)
+_VOLUMES = convolution((3,), CLAMPS, "conv3d").where(no_groups, not_dynamic, right_shapes)
 CLAMPED_VOLUMES = replace(
     _VOLUMES, patterns=tuple(pair for pair in _VOLUMES.patterns if pair[0] not in ("conv3d", "conv3d_bn"))
 )
@@ -46,13 +47,13 @@ X86 = Backend(
     name="x86",
     summary="oneDNN kernels through torch, eager or compiled (VNNI, AMX)",
     annotators=(
-        residual(convolution(dims=(2,))).where(no_groups).writing_float(),
+        residual(convolution(dims=(2,))).where(no_groups, right_shapes).writing_float(),
         residual(linear()).where(no_groups).writing_float(),
         convolution(dims=(1, 2), activations=(*CLAMPS, "hardswish", "silu"))
-        .where(*AT_RUN_TIME)
+        .where(*AT_RUN_TIME, right_shapes)
         .writing_float()
         .sparing_ends(SMALL_SHARE),
-        convolution((3,), (), "conv3d").where(*AT_RUN_TIME).writing_float().sparing_ends(SMALL_SHARE),
+        convolution((3,), (), "conv3d").where(*AT_RUN_TIME, right_shapes).writing_float().sparing_ends(SMALL_SHARE),
         CLAMPED_VOLUMES,
         linear(activations=(*CLAMPS, "hardswish", "silu", "gelu", "leaky_relu", "tanh"))
         .where(no_groups)
@@ -71,6 +72,7 @@ X86 = Backend(
     ),
     configs={
         "int8": get_x86_quantization_config,
+        "int8_per_tensor": lambda **options: get_x86_quantization_config(per_channel=False, **options),
         "int8_dynamic": lambda **options: get_x86_quantization_config(is_dynamic=True, **options),
         "int8_weight_only": lambda **options: get_x86_quantization_config(is_weight_only=True, **options),
     },

@@ -23,6 +23,7 @@ def get_x86_quantization_config(
     reduce_range: bool = False,
     *,
     weight_bits: int | None = None,
+    per_channel: bool = True,
     is_weight_only: bool = False,
     symmetric: bool = False,
     observer: str = "histogram",
@@ -35,7 +36,8 @@ def get_x86_quantization_config(
         is_dynamic: activation scales are computed at run time.
         reduce_range: activations of 7 bits, as torchao has it for machines without VNNI, whose kernels overflow.
         weight_bits: 8, or 7 for machines without VNNI: it does the same at less cost. None asks this processor, and
-            warns where it takes 7; give a number for a model that runs elsewhere.
+            warns where it takes 7; give a number for a model that runs elsewhere. Fewer would be stored in 8 bits.
+        per_channel: one weight scale for each output channel, or one for the tensor.
         is_weight_only: activations stay float.
         symmetric: int8 activations around 0; the kernels take them as uint8 around 128, which is as fast.
         observer: how calibration finds activation ranges, a name of `OBSERVERS`.
@@ -49,11 +51,12 @@ def get_x86_quantization_config(
     mode = "dynamic" if is_dynamic else "weight_only" if is_weight_only else "static"
     if weight_bits not in (None, *WEIGHTS):
         raise ConfigError(
-            f"weight_bits is {weight_bits!r}; give 8, 7 for machines without VNNI, or None to ask this one."
+            f"weight_bits is {weight_bits!r}, and the kernels store 8 bits; give 8, 7 for machines without VNNI, or "
+            "None to ask this one, or take a 4-bit config of backend 'xnnpack'."
         )
     if weight_bits is None:
         weight_bits = 7 if mode != "weight_only" and not reduce_range and _overflows_here() else 8
-    return _config(mode, is_qat, reduce_range, weight_bits, symmetric, observer, weight_observer)
+    return _config(mode, is_qat, reduce_range, weight_bits, per_channel, symmetric, observer, weight_observer)
 
 
 @cache
@@ -62,6 +65,7 @@ def _config(
     is_qat: bool,
     reduce_range: bool,
     weight_bits: int,
+    per_channel: bool,
     symmetric: bool,
     observer: str,
     weight_observer: str,
@@ -72,7 +76,9 @@ def _config(
     activation = activation_spec(
         dtype, low, low + top, symmetric=symmetric, mode=mode, observer=observer, is_qat=is_qat, eps=SMALLEST
     )
-    weight = weight_spec(*WEIGHTS[weight_bits], per_channel=True, is_qat=is_qat, observer=weight_observer, eps=SMALLEST)
+    weight = weight_spec(
+        *WEIGHTS[weight_bits], per_channel=per_channel, is_qat=is_qat, observer=weight_observer, eps=SMALLEST
+    )
     return QuantizationConfig(activation, None if mode == "dynamic" else activation, weight, None, is_qat)
 
 

@@ -123,11 +123,18 @@ def _require_pairs(graph: fx.Graph) -> int:
         elif node.target is QD.quantize_per_tensor.default and not is_constant(given["input"]):
             params = qparams(node)
             activations.append(as_unsigned(params) if params.dtype in FULL_RANGE else 0)
-    pair = max(activations) * max(weights)
+    both = 2 * max(activations) ** 2 if any(map(_multiplies_activations, graph.nodes)) else 0
+    pair = max(max(activations) * max(weights), both)
     reason = pair_objection(pair)
     if reason is not None:
         raise LoweringError(f"The graph would give wrong numbers in OpenVINO: {reason}.")
     return pair
+
+
+def _multiplies_activations(node: fx.Node) -> bool:
+    """Tells whether a node is a product of two tensors that are both quantized and no constants."""
+    is_product = node.target in (_ATEN.bmm.default, _ATEN.matmul.default, _ATEN.mm.default)
+    return is_product and all(is_dequantize(part) and not is_constant(part.args[0]) for part in node.all_input_nodes)
 
 
 def _decoder(exported: torch.export.ExportedProgram, *, is_dynamic: bool) -> tuple[Any, list[Variable]]:

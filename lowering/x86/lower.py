@@ -20,6 +20,7 @@ from quantplug.lowering.x86.autotune import always_integer, measured, measured_h
 from quantplug.lowering.x86.cleaning import clean
 from quantplug.lowering.x86.embedding import EMBEDDINGS
 from quantplug.lowering.x86.epilogues import fuse
+from quantplug.lowering.x86.geometry import step_aside
 from quantplug.lowering.x86.half import compute_in_half, is_half_for_free
 from quantplug.lowering.x86.movement import move
 from quantplug.lowering.x86.pooling import AVERAGES
@@ -72,6 +73,7 @@ def lower(
     apply(module.graph, (*products(choose), *WEIGHT_ONLY, *AVERAGES, *EMBEDDINGS))
     pair = max((node.meta.get(PAIR, 0) for node in module.graph.nodes), default=0)
     fuse(module.graph)
+    step_aside(module.graph)
     if float_dtype == torch.bfloat16:
         compute_in_half(module.graph, lambda product: None)
     elif autotune:

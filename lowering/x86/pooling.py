@@ -15,6 +15,7 @@ from quantplug.core.graph import operands, tensor_value
 from quantplug.core.pattern import Match, literal, op
 from quantplug.lowering.qparams import QD, IntegerWeight, QParams, qparams
 from quantplug.lowering.rewriting import Rule, absorb, call, replace
+from quantplug.lowering.x86.geometry import objection
 from quantplug.lowering.x86.movement import STATIC_DEQUANTIZE
 from quantplug.lowering.x86.products import activation_objection, convolve
 
@@ -76,9 +77,11 @@ def _average(match: Match, kernel: list[int], stride: list[int], padding: list[i
         return "its input has no dimension of channels of a known size"
     scale = torch.full((channels,), 1.0 / (divisor or math.prod(kernel)))
     ones = IntegerWeight(torch.ones(channels, 1, *kernel, dtype=torch.int8), scale)
+    geometry = (stride, padding, [1, 1], channels)
     reason = activation_objection(qparams(match["dequantize"]), ones, conv=True)
+    reason = reason or objection(sizes, ones.values.shape, geometry)
     if reason is None:
-        convolve(match, ones, (stride, padding, [1, 1], channels))
+        convolve(match, ones, geometry)
     return reason
 
 

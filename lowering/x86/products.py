@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph import constant_value, likely_sizes, operands, rank
+from quantplug.core.graph import constant_value, likely_sizes, operands, rank, tensor_value
 from quantplug.core.pattern import Match, Op, op, optional, value
 from quantplug.lowering.qparams import IntegerWeight, QParams, dequantize, integer_weight, qparams
 from quantplug.lowering.rewriting import Rule, absorb, call, constant, replace
 from quantplug.lowering.x86.autotune import Choice, always_integer
 from quantplug.lowering.x86.few_rows import is_read_faster
+from quantplug.lowering.x86.geometry import Geometry, geometry, objection
 from quantplug.lowering.x86.processor import as_unsigned, largest_pair, pair_objection
 
 onednn, aten = torch.ops.onednn, torch.ops.aten
-Geometry = tuple[list[int], list[int], list[int], int]
 NO_OUTPUT_QPARAMS = (1.0, 0, torch.float32)
 # torch.export cannot serialize an empty list of numbers; the kernels read none of it here
 NO_SCALARS = [0.0]
@@ -49,26 +49,29 @@ def _packed_for(activation: fx.Node) -> list[int] | None:
     return list(likely_sizes(activation)) or None
 
 
+def _sizes(activation: fx.Node) -> tuple[Any, ...]:
+    found = tensor_value(activation)
+    return () if found is None else tuple(found.shape)
+
+
 def _as_matrix(sizes: list[int] | None) -> list[int] | None:
     return None if sizes is None else [math.prod(sizes[:-1]), sizes[-1]]
 
 
 def _lower_convolution(choose: Choice) -> Callable[[Match], str | None]:
     def lower(match: Match) -> str | None:
-        node, params = match.root, qparams(match["dequantize"])
-        weight = integer_weight(match["weight"])
-        geometry = _geometry(node, weight)
-        objections = (activation_objection(params, weight, conv=True), _padding_objection(weight, geometry))
-        checks = (weight, geometry, *objections)
-        reason = next((found for found in checks if isinstance(found, str)), None)
+        weight, params = integer_weight(match["weight"]), qparams(match["dequantize"])
+        found = _geometry(match, weight)
+        checks = (weight, found, activation_objection(params, weight, conv=True))
+        reason = next((check for check in checks if isinstance(check, str)), None)
         if reason:
             return reason
         assert isinstance(weight, IntegerWeight)
-        assert isinstance(geometry, tuple)
-        reason = _measured_convolution(choose, match, weight, geometry)
+        assert isinstance(found, tuple)
+        reason = _measured_convolution(choose, match, weight, found)
         if reason:
             return reason
-        convolve(match, weight, geometry)
+        convolve(match, weight, found)
         return None
 
     return lower
@@ -125,43 +128,14 @@ def _pair(params: QParams, weight: IntegerWeight) -> int:
     return largest_pair(as_unsigned(params), weight.values)
 
 
-def _padding_objection(weight: IntegerWeight | str, geometry: Geometry | str) -> str | None:
-    """With padding wider than the kernel reaches, oneDNN writes garbage (seen at kernel 2, padding 2, 1 channel)."""
-    if isinstance(weight, str) or isinstance(geometry, str):
-        return None
-    _, padding, dilation, _ = geometry
-    reach = [d * (k - 1) for d, k in zip(dilation, weight.values.shape[2:], strict=True)]
-    if all(p <= r for p, r in zip(padding, reach, strict=True)):
-        return None
-    return f"its padding {padding} is wider than the kernel reaches, {reach}"
-
-
-def _geometry(node: fx.Node, weight: IntegerWeight | str) -> Geometry | str:
-    """Returns stride, padding, dilation and groups as the kernels take them."""
+def _geometry(match: Match, weight: IntegerWeight | str) -> Geometry | str:
+    """Returns stride, padding, dilation and groups as the kernels take them, or why there is no kernel."""
     if isinstance(weight, str):
         return weight
-    given, spatial = operands(node), weight.values.dim() - 2
-    if given.get("transposed"):
-        return "transposed convolutions have no integer kernel in torch's oneDNN operators"
-    stride, dilation = (_spread(given[name], spatial) for name in ("stride", "dilation"))
-    padding = given["padding"]
-    if isinstance(padding, str):
-        padding = _named_padding(padding, weight.values.shape[2:], dilation)
-    if padding is None:
-        return "padding 'same' is uneven for an even kernel size"
-    return stride, _spread(padding, spatial), dilation, given["groups"]
-
-
-def _spread(found: Any, spatial: int) -> list[int]:
-    both = [found] if isinstance(found, int) else list(found)
-    return both * spatial if len(both) == 1 else both
-
-
-def _named_padding(name: str, kernel: Any, dilation: list[int]) -> list[int] | None:
-    if name == "valid":
-        return [0] * len(dilation)
-    totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-    return None if any(total % 2 for total in totals) else [total // 2 for total in totals]
+    shape = tuple(weight.values.shape)
+    found = geometry(match.root, shape[2:])
+    reason = None if isinstance(found, str) else objection(_sizes(match["integers"]), shape, found)
+    return reason or found
 
 
 def _lower_linear(channel_axis: int, choose: Choice) -> Callable[[Match], str | None]:

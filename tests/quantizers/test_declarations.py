@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+import quantplug
 from quantplug.annotators.linear import linear
 from quantplug.annotators.presets import config_for
+from quantplug.core.compare import sqnr
 from quantplug.core.dtypes import DTypeConfig, DTypeWithConstraints
 from quantplug.core.errors import ConfigError
 
@@ -31,3 +33,33 @@ def test_b14_the_scheme_that_a_weight_begins_with_is_the_one_of_its_config():
 def test_r01_what_is_no_declaration_is_an_error_where_it_is_written(declare, words):
     with pytest.raises(ConfigError, match=words):
         declare()
+
+
+@pytest.mark.parametrize("backend", ["x86", "openvino"])
+def test_weights_of_one_scale_have_a_named_config(backend):
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(8, 16, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(256, 4))
+    calls = [(torch.randn(2, 8, 6, 6),) for _ in range(2)]
+    quantizer = quantplug.get_quantizer(backend).set_global("int8_per_tensor")
+    prepared = quantplug.prepare_pt2e(torch.export.export(model.eval(), calls[0]).module(), quantizer)
+    prepared(*calls[0])
+    reference = quantplug.convert_pt2e(prepared)
+    assert not [node for node in reference.graph.nodes if "per_channel" in str(node.target)]
+    program = quantizer.backend.lower(reference, calls[0])
+    assert {found.placement for found in program.ops if "conv" in found.target or "linear" in found.target} == {"int8"}
+    assert all(sqnr(reference(*call), program(*call)) > 50 for call in calls)
+
+
+@pytest.mark.parametrize("lowest", [-8, -7])
+def test_convolutions_with_weights_of_four_bits_stay_float_on_xnnpack_and_explain_says_why(lowest):
+    config = quantplug.get_symmetric_quantization_config(True, weight_qmin=lowest, weight_qmax=7)
+    quantizer = quantplug.get_quantizer("xnnpack").set_global(config)
+    exported = torch.export.export(torch.nn.Conv2d(4, 8, 3).eval(), (torch.randn(1, 4, 6, 6),)).module()
+    prepared = quantplug.prepare_pt2e(exported, quantizer)
+    assert "four bits" in quantplug.explain(prepared).rows[0].reason
+
+
+def test_x86_has_no_config_for_fewer_bits_than_it_stores():
+    with pytest.raises(ConfigError, match="store 8 bits"):
+        quantplug.get_quantizer("x86").backend.config("int8", weight_bits=4)

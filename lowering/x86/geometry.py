@@ -1,0 +1,148 @@
+"""Which convolutions oneDNN's int8 kernels compute rightly.
+
+Found by comparing them with exact integers over random geometries (`tests/lowering/test_x86_geometries.py`), and seen
+with oneDNN 3.11 on processors with AVX512 and AMX, not with AVX2; a file is for any of them, so that the same holds
+everywhere. Some of it writes beyond its memory and ends the process.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torchao.quantization.pt2e.quantizer import QuantizationConfig
+
+from quantplug.core.graph import operands, tensor_value
+from quantplug.core.pattern import Match, op
+from quantplug.lowering.rewriting import Rule, absorb, apply, call, replace, viewed
+
+aten = torch.ops.aten
+Geometry = tuple[list[int], list[int], list[int], int]
+# Tiles of AMX hold 64 bytes in a row.
+TILE = 64
+# Kernels up to here and steps up to here are right whatever else they are.
+WIDE, LONG = 7, 4
+
+
+def geometry(node: fx.Node, kernel: Sequence[int]) -> Geometry | str:
+    """Returns stride, padding, dilation and groups of a convolution as the kernels take them, or why they cannot.
+
+    Args:
+        node: the convolution.
+        kernel: sizes of its window.
+    """
+    given, spatial = operands(node), len(kernel)
+    if given.get("transposed"):
+        return "transposed convolutions have no integer kernel in torch's oneDNN operators"
+    stride, dilation = (_spread(given[name], spatial) for name in ("stride", "dilation"))
+    padding = given["padding"]
+    if isinstance(padding, str):
+        padding = _named_padding(padding, kernel, dilation)
+    if padding is None:
+        return "padding 'same' is uneven for an even kernel size"
+    return stride, _spread(padding, spatial), dilation, given["groups"]
+
+
+def _spread(found: Any, spatial: int) -> list[int]:
+    both = [found] if isinstance(found, int) else list(found)
+    return both * spatial if len(both) == 1 else both
+
+
+def _named_padding(name: str, kernel: Sequence[int], dilation: list[int]) -> list[int] | None:
+    if name == "valid":
+        return [0] * len(dilation)
+    totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    return None if any(total % 2 for total in totals) else [total // 2 for total in totals]
+
+
+def objection(sizes: Sequence[Any], weight: Sequence[int], given: Geometry) -> str | None:
+    """Returns why the int8 kernel of a convolution must not be taken, or None.
+
+    Args:
+        sizes: of the input, its last dimensions those of the window; open ones count as the least they can be.
+        weight: sizes of the weight.
+        given: stride, padding, dilation, groups.
+    """
+    kernel, (stride, padding, dilation, _) = weight[2:], given
+    sizes = sizes[-len(kernel) :]
+    reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    if any(p > r for p, r in zip(padding, reach, strict=True)):
+        return f"its padding {padding} is wider than the kernel reaches, {reach}"
+    least = [least_size(size) for size in sizes]
+    if any(p and r and size < d for p, r, size, d in zip(padding, reach, least, dilation, strict=True)):
+        return f"its dilation {dilation} is wider than the image, {_named(sizes)}, over which oneDNN's kernels step"
+    if len(kernel) == 3 and least[0] == 1 < kernel[0]:
+        return f"its volume {_named(sizes)} has a depth of 1, where oneDNN's kernels with a depth of {kernel[0]} fail"
+    width, (*_, step), (*_, edge) = kernel[-1], stride, padding
+    if width > WIDE and edge and step > LONG:
+        return f"its kernel of {width} columns goes on by {step} over padding, where oneDNN's kernels fail"
+    tiled = width == step and not edge and not _leaves_rest(sizes[-1], step)
+    if (tiled or width > WIDE) and _fills_tiles(width, weight[1]):
+        return f"its kernel of {width} columns reads {weight[1]} channels as oneDNN's kernels for AMX do wrongly"
+    return None
+
+
+def _leaves_rest(size: Any, step: int) -> bool:
+    """Tells whether steps surely do not end where an image ends."""
+    return isinstance(size, int) and size % step > 0
+
+
+def _fills_tiles(width: int, channels: int) -> bool:
+    """Tells whether a row of a kernel fills several tiles of memory, and a column less than one."""
+    return channels < TILE < width * channels and width * channels % TILE == 0
+
+
+def right_shapes(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds for convolutions whose int8 kernels compute rightly, and for those that compute in float."""
+    image, weight = tensor_value(match["x"]), tensor_value(match["w"])
+    if config.input_activation is None or image is None or weight is None:
+        return None
+    found = geometry(match["op"], weight.shape[2:])
+    return found if isinstance(found, str) else objection(image.shape, weight.shape, found)
+
+
+def least_size(size: Any) -> int:
+    """Returns a size, or the least that one can be that is open."""
+    if isinstance(size, int):
+        return size
+    lower = size.node.shape_env.bound_sympy(size.node.expr).lower
+    return max(int(lower), 1) if lower.is_Integer else 1
+
+
+def _named(sizes: Sequence[Any]) -> str:
+    """Returns sizes in words: of open ones the least."""
+    return str([size if isinstance(size, int) else f"{least_size(size)} or more" for size in sizes]).replace("'", "")
+
+
+def step_aside(graph: fx.Graph) -> None:
+    """Lets convolutions whose result is one column wide, or may be, go over it column by column.
+
+    Where a stride makes one column of an image, the kernels read it wrongly: errors of 1e5. Steps of one column are
+    right, and of their results only those are taken that the stride would reach.
+    """
+    apply(graph, STEPS)
+
+
+def _one_by_one(match: Match) -> str | None:
+    node, given = match.root, operands(match.root)
+    image, packed = tensor_value(given["qx"]), operands(given["qw"])
+    weight = tensor_value(packed["weight"])
+    assert image is not None
+    assert weight is not None
+    stride, kernel, value = given["stride"], weight.shape[2:], node.meta["val"]
+    reach = given["dilation"][-1] * (kernel[-1] - 1)
+    if len(stride) < 2 or stride[-1] == 1 or kernel[-1] == 1 or statically_known_true(value.shape[-1] > 1):
+        return "its result is more than one column wide"
+    steps = {"stride": [*stride[:-1], 1]}
+    weights = call(node, given["qw"].target, tuple({**packed, **steps}.values()), given["qw"])
+    product = call(node, node.target, tuple({**given, **steps, "qw": weights}.values()), node)
+    product.meta["val"] = value.new_empty(*value.shape[:-1], image.shape[-1] + 2 * given["padding"][-1] - reach)
+    absorb(product, node)
+    # A slice would give open sizes other terms than those of the convolution, and they would no longer fit others.
+    columns = viewed(node, aten.unfold.default, product, -1, 1, stride[-1])
+    replace(node, viewed(node, aten.squeeze.dim, columns, -1))
+    return None
+
+
+STEPS = (Rule(op("onednn::qconv_pointwise.default", "onednn::qconv_pointwise.tensor"), _one_by_one),)
