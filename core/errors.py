@@ -52,4 +52,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def first_line(error: BaseException) -> str:
     """Returns what another library's error says in one line: its type and the first line of its text."""
     text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+    return f"{type(error).__name__}: {shown(text.splitlines()[0])}" if text else type(error).__name__
+
+
+LONGEST = 120
+
+
+def shown(value: object) -> str:
+    """Returns a value of the user's as a message quotes it: one line of bounded length."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

@@ -114,7 +114,7 @@ class Plan:
             derived = {point: tuple(sources) for point, sources in read["derived"].items()}
             transforms = tuple(Transforms(*(tuple(part) for part in asked.values())) for asked in read["transforms"])
             return Plan(nodes, groups, derived, transforms, read["folds_batch_norm"], tuple(read["unfolded"]))
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ArtefactError(
                 f"The text is no plan ({type(error).__name__}: {error}); write one with Plan.json."
             ) from error

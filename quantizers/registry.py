@@ -1,11 +1,16 @@
 """Backends by name: the built-in ones and those that installed packages announce as entry points."""
 
+import signal
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points, version
+from types import FrameType
 from typing import Any
 
-from quantplug.core.errors import ConfigError, did_you_mean, first_line
+from quantplug.core.errors import ConfigError, did_you_mean, first_line, shown
 from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.capabilities import Capability
 from quantplug.quantizers.quantizer import BackendQuantizer
@@ -63,12 +68,36 @@ def _load(point: EntryPoint, known: dict[str, Registered]) -> Registered:
     if point.name in known:
         problem = f"the name is taken by '{known[point.name].distribution}'"
         return Registered(point.name, distribution, None, problem, release)
+    pressed: list[int] = []
     try:
-        quantizer = _quantizer_class(point.name, point.load())
-    except Exception as error:  # a plugin may fail in any way; the others must not notice
+        with _noting_ctrl_c(pressed):
+            quantizer = _quantizer_class(point.name, point.load())
+    except BaseException as error:  # a plugin may fail in any way, also by sys.exit; the others must not notice
+        if pressed:
+            raise
         problem = str(error) if isinstance(error, ConfigError) else first_line(error)
         return Registered(point.name, distribution, None, problem, release)
     return Registered(point.name, distribution, quantizer, "", release)
+
+
+@contextmanager
+def _noting_ctrl_c(pressed: list[int]) -> Iterator[None]:
+    """Notes signals of the user's: a plugin can raise KeyboardInterrupt too, but only the user ends the program."""
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handle = before
+
+    def note(number: int, frame: FrameType | None) -> Any:
+        pressed.append(number)
+        return handle(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _quantizer_class(name: str, loaded: Any) -> type[BackendQuantizer]:
@@ -99,7 +128,7 @@ def get_quantizer(name: str, *, strict: bool = True) -> BackendQuantizer:
         name = _OLDER_NAMES[name]
     if name not in known:
         raise ConfigError(
-            f"There is no backend '{name}'{did_you_mean(str(name), known)}; choose one of {sorted(known)}."
+            f"There is no backend '{shown(name)}'{did_you_mean(str(name), known)}; choose one of {sorted(known)}."
         )
     quantizer = known[name].quantizer
     if quantizer is None:

@@ -6,8 +6,8 @@ packed layout depends on the processor.
 """
 
 import dataclasses
+import io
 import json
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,10 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from quantplug.core.blank import blank, shrunk
 from quantplug.core.errors import ArtefactError, LoweringError
+from quantplug.core.exported_files import read_exported
+from quantplug.core.whole_files import write_whole
 from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.program import LoweredOp, Program, require_folder
 from quantplug.lowering.signature import Signature
@@ -35,6 +38,7 @@ class X86Program(Program):
     """A model lowered to oneDNN quantized kernels.
 
     Attributes:
+        example_inputs: zeros of the shapes and dtypes of those that the model was lowered with; their data is not kept.
         portable: the lowered graph with unpacked int8 weights; what is saved and compiled.
         module: the same with weights packed for this machine; what runs.
         pair: how large the sum of two products can get; beyond 16 bits the kernels need a processor with VNNI.
@@ -50,7 +54,7 @@ class X86Program(Program):
         pair: int = 0,
     ) -> None:
         self.portable = portable
-        self.example_inputs = example_inputs
+        self.example_inputs = blank(example_inputs)
         self.dynamic_shapes = dynamic_shapes
         self.ops = ops
         self.pair = pair
@@ -115,22 +119,34 @@ class X86Program(Program):
         register_fakes()
         shapes = open_sizes(module.graph, self.example_inputs) or self.dynamic_shapes
         with torch.no_grad():
-            return torch.export.export(module, self.example_inputs, dynamic_shapes=shapes, strict=False)
+            exported = torch.export.export(module, self.example_inputs, dynamic_shapes=shapes, strict=False)
+        exported.example_inputs = (shrunk(self.example_inputs), {})
+        return exported
 
     def save(self, path: str | Path) -> Path:
         """Writes the portable form as a `.pt2` archive that `X86Program.load` reads on any x86 machine.
 
         Raises:
-            ArtefactError: the folder does not exist.
+            ArtefactError: the folder does not exist, or the file cannot be written.
         """
         path = require_folder(path)
+        content = self._archive()
+        return write_whole(path, lambda unfinished: unfinished.write_bytes(content))
+
+    def _archive(self) -> bytes:
+        """Returns what is saved; torch's own writer of files ends the process where a disk is full."""
         described = json.dumps({"ops": [dataclasses.asdict(operator) for operator in self.ops], "pair": self.pair})
-        torch.export.save(self.exported(), path, extra_files={OPS_FILE: described})
-        return path
+        buffer = io.BytesIO()
+        torch.export.save(self.exported(), buffer, extra_files={OPS_FILE: described})
+        return buffer.getvalue()
 
     @classmethod
-    def load(cls, path: str | Path) -> "X86Program":
+    def load(cls, path: str | Path, *, trust: bool = False) -> "X86Program":
         """Reads a program that `save` wrote and packs its weights for this machine.
+
+        Args:
+            path: the file.
+            trust: whether pickles in it, which can run any code, may be read too.
 
         Raises:
             ArtefactError: the file is missing, is no saved program, or needs VNNI, which this processor lacks.
@@ -141,9 +157,11 @@ class X86Program(Program):
         register_fakes()
         extra = {OPS_FILE: ""}
         try:
-            exported = torch.export.load(path, extra_files=extra)
+            exported = read_exported(path, trust=trust, extra_files=extra)
             described = json.loads(extra[OPS_FILE])
             ops = tuple(LoweredOp(**fields) for fields in described["ops"])
+        except ArtefactError:
+            raise
         except Exception as error:
             raise ArtefactError(
                 f"'{path}' is no program of the x86 lowering ({type(error).__name__}: {error}); "
@@ -160,9 +178,8 @@ class X86Program(Program):
 
     @property
     def nbytes(self) -> int:
-        """Size of the saved program in bytes; writes it to a temporary file to measure."""
-        with tempfile.TemporaryDirectory() as folder:
-            return self.save(Path(folder) / "program.pt2").stat().st_size
+        """Size of the saved program in bytes."""
+        return len(self._archive())
 
 
 def _of_nothing(module: fx.GraphModule, inputs: Iterable[Any]) -> Any:

@@ -25,6 +25,9 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="Quantize exp
 BackendOption = Annotated[str, typer.Option("--backend", "-b", help="A name that `quantplug backends` lists.")]
 ModelArgument = Annotated[Path, typer.Argument(metavar="MODEL.pt2", help="What torch.export.save wrote.")]
 ConfigOption = Annotated[str | None, typer.Option("--config", "-c", help="A config of the backend.")]
+TrustOption = Annotated[
+    bool, typer.Option("--trust", help="Also read pickles in MODEL.pt2, which can run any code of its author's.")
+]
 ReportOption = Annotated[Path | None, typer.Option(help="Write the report to this .html or .json file.")]
 
 
@@ -74,7 +77,7 @@ def quantize(
     model: ModelArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="The artefact to write.")],
     backend: BackendOption = "xnnpack",
-    calibration: Annotated[Path | None, typer.Option(metavar="DATA.npz", help="Arrays [samples, ...].")] = None,
+    calibration: Annotated[Path | None, typer.Option(metavar="DATA.npz", help=escape("Arrays [samples, ...]."))] = None,
     config: ConfigOption = None,
     observer: Annotated[
         str | None, typer.Option(help="How ranges are found: histogram, minmax, percentile, mse, entropy.")
@@ -92,9 +95,11 @@ def quantize(
         int | None, typer.Option(min=1, help="Samples of a batch; that of the export by default.")
     ] = None,
     report: ReportOption = None,
+    trust: TrustOption = False,
 ) -> None:
     """Quantize an exported model and lower it to a backend's kernels."""
-    from quantplug.files import example_inputs, load_batches, load_exported, require_writable
+    from quantplug.core.whole_files import require_writable
+    from quantplug.files import example_inputs, load_batches, load_exported, require_apart
     from quantplug.flow import quantize as quantize_model
     from quantplug.quantizers.registry import get_quantizer
 
@@ -102,10 +107,11 @@ def quantize(
     named = {"observer": observer, "weight_observer": weight_observer, "weight_bits": weight_bits}
     options = {name: value for name, value in named.items() if value is not None}
     chosen = get_quantizer(backend).backend.config(config, **options)
+    require_apart((model, calibration), (out, report))
     for path in filter(None, (out, report)):
         require_writable(path)
     _require_report_kind(report)
-    program = load_exported(model)
+    program = load_exported(model, trust=trust)
     batches = load_batches(calibration, program, batch_size) if calibration else None
     artefact = quantize_model(
         program, example_inputs(program), backend, batches, chosen, limit=limit, correct_bias=correct_bias
@@ -120,21 +126,27 @@ def quantize(
 
 @app.command()
 def explain(
-    model: ModelArgument, backend: BackendOption = "xnnpack", config: ConfigOption = None, report: ReportOption = None
+    model: ModelArgument,
+    backend: BackendOption = "xnnpack",
+    config: ConfigOption = None,
+    report: ReportOption = None,
+    trust: TrustOption = False,
 ) -> None:
     """Show, for every operator, which rule would quantize it, or why none does; no data is needed."""
     from quantplug.core.prepare import prepare_pt2e
     from quantplug.core.report import explain as explain_model
-    from quantplug.files import load_exported, require_writable
+    from quantplug.core.whole_files import require_writable
+    from quantplug.files import load_exported, require_apart
     from quantplug.quantizers.registry import get_quantizer
 
     quantizer = get_quantizer(backend)
     if config is not None:
         quantizer.set_global(config)
     _require_report_kind(report)
+    require_apart((model,), (report,))
     if report is not None:
         require_writable(report)
-    found = explain_model(prepare_pt2e(load_exported(model).module(), quantizer))
+    found = explain_model(prepare_pt2e(load_exported(model, trust=trust).module(), quantizer))
     _write_report(found, report, model.name)
     console = Console()
     console.print(found.table())
@@ -170,7 +182,7 @@ def _require_report_kind(path: Path | None) -> None:
 
 
 def _write_report(report: "Report", path: Path | None, title: str) -> None:
-    from quantplug.files import write_whole
+    from quantplug.core.whole_files import write_whole
 
     if path is not None:
         text = report.html(title) if path.suffix == ".html" else report.json()

@@ -4,7 +4,7 @@ Before: paths. After: exported programs and batches; every file that is missing,
 wrong kind is one sentence.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,23 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantplug.core.errors import ArtefactError, CalibrationError
+from quantplug.core.errors import ArtefactError, CalibrationError, shown
+from quantplug.core.exported_files import read_exported
 
 
-def load_exported(path: Path) -> torch.export.ExportedProgram:
+def load_exported(path: Path, *, trust: bool = False) -> torch.export.ExportedProgram:
     """Returns the exported program in a `.pt2` file.
 
+    Args:
+        path: the file.
+        trust: whether pickles in it, which can run any code, may be read too.
+
     Raises:
-        ArtefactError: the file is missing or holds no exported program.
+        ArtefactError: the file is missing, holds no exported program, or asks for more than a model needs.
     """
-    _require_file(path, "model")
-    try:
-        return torch.export.load(path)
-    except Exception as error:
-        raise ArtefactError(
-            f"'{path}' holds no exported program ({type(error).__name__}); write one with "
-            "torch.export.save(torch.export.export(model, inputs), path)."
-        ) from error
+    return read_exported(path, trust=trust)
 
 
 def _require_file(path: Path, what: str) -> None:
@@ -37,41 +35,17 @@ def _require_file(path: Path, what: str) -> None:
         raise ArtefactError(f"There is no {what} file '{path}'; check the path.")
 
 
-def require_writable(path: Path) -> None:
-    """Makes sure that a file can be written before the work for it begins.
+def require_apart(reads: Iterable[Path | None], writes: Iterable[Path | None]) -> None:
+    """Makes sure that no file to write is one that is read, or is written twice.
 
     Raises:
-        ArtefactError: its folder does not exist, or the path is a folder.
+        ArtefactError: one is.
     """
-    if path.is_dir():
-        raise ArtefactError(f"'{path}' is a folder; give the path of a file to write.")
-    if not path.absolute().parent.is_dir():
-        raise ArtefactError(
-            f"There is no folder '{path.absolute().parent}' to write '{path.name}' to; create it first."
-        )
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
-    """Writes a file that appears whole or not at all, whatever interrupts it, and returns its path.
-
-    Args:
-        path: the file; one that is there already is replaced at the end.
-        write: writes the content to the path that it is given, beside the final one.
-
-    Raises:
-        ArtefactError: the folder does not exist, or the file cannot be written.
-    """
-    require_writable(path)
-    unfinished = path.with_name(f".{path.stem}.unfinished{path.suffix}")
-    try:
-        write(unfinished)
-        return unfinished.replace(path)
-    except OSError as error:
-        raise ArtefactError(
-            f"'{path}' cannot be written ({error.strerror or error}); free or change its place."
-        ) from error
-    finally:
-        unfinished.unlink(missing_ok=True)
+    taken = {path.resolve() for path in reads if path is not None}
+    for path in filter(None, writes):
+        if path.resolve() in taken:
+            raise ArtefactError(f"'{path}' would be written over an input or another output; give it another name.")
+        taken.add(path.resolve())
 
 
 @dataclass(frozen=True)
@@ -110,11 +84,16 @@ def load_batches(path: Path, program: torch.export.ExportedProgram, batch_size: 
     """
     _require_file(path, "calibration")
     try:
-        with np.load(path) as stored:
+        with np.load(path, allow_pickle=False) as stored:
             arrays = {name: torch.from_numpy(stored[name]) for name in stored.files}
     except Exception as error:
         raise ArtefactError(f"'{path}' is no .npz file of arrays ({error}); write it with numpy.savez.") from error
     names = list(program.graph_signature.user_inputs)
+    if len(names) == 1 and len(arrays) == 1 and not set(arrays) <= {*names, "arr_0"}:
+        raise CalibrationError(
+            f"'{path}' holds the array '{shown(next(iter(arrays)))}', the model's input is '{names[0]}'; "
+            f"write it with numpy.savez(path, {names[0]}=array), or without a name."
+        )
     if len(arrays) != len(names):
         raise CalibrationError(f"'{path}' holds {len(arrays)} arrays {list(arrays)}, the model has inputs {names}.")
     chosen = [arrays[name] for name in names] if set(arrays) == set(names) else list(arrays.values())

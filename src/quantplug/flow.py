@@ -25,7 +25,7 @@ from quantplug.core.observation import needs_data
 from quantplug.core.prepare import prepare_pt2e
 from quantplug.core.report import Report, explain
 from quantplug.core.sites import observer_sites
-from quantplug.files import write_whole
+from quantplug.core.whole_files import write_whole
 from quantplug.lowering.program import Program
 from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.quantizer import BackendQuantizer

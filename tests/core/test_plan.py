@@ -104,7 +104,7 @@ def test_a_plan_for_another_model_is_refused(net):
         _prepare(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), plan.quantizer())
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 99}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 99}', "[" * 200_000])
 def test_text_that_is_no_plan_is_refused(text):
     with pytest.raises(ArtefactError, match="plan"):
         Plan.from_json(text)

@@ -1,0 +1,43 @@
+"""Files that appear whole or not at all."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from quantplug.core.errors import ArtefactError
+
+
+def require_writable(path: Path) -> None:
+    """Makes sure that a file can be written before the work for it begins.
+
+    Raises:
+        ArtefactError: its folder does not exist, or the path is a folder.
+    """
+    if path.is_dir():
+        raise ArtefactError(f"'{path}' is a folder; give the path of a file to write.")
+    if not path.absolute().parent.is_dir():
+        raise ArtefactError(
+            f"There is no folder '{path.absolute().parent}' to write '{path.name}' to; create it first."
+        )
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
+    """Writes a file that appears whole or not at all, whatever interrupts it, and returns its path.
+
+    Args:
+        path: the file; one that is there already is replaced at the end.
+        write: writes the content to the path that it is given, beside the final one.
+
+    Raises:
+        ArtefactError: the folder does not exist, or the file cannot be written.
+    """
+    require_writable(path)
+    unfinished = path.with_name(f".{path.stem}.unfinished{path.suffix}")
+    try:
+        write(unfinished)
+        return unfinished.replace(path)
+    except OSError as error:
+        raise ArtefactError(
+            f"'{path}' cannot be written ({error.strerror or error}); free or change its place."
+        ) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
