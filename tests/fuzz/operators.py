@@ -448,7 +448,7 @@ def with_scalar(d: Draft) -> str:
         f"torch.maximum({x}, {x} * 0.1)",
         f"torch.where({x} > 0, {x}, {x} * 0.3)",
         f"{x}.masked_fill({x} < -1, 0.0)",
-        f"F.dropout({x})",
+        f"F.dropout({x}, 0.5, self.training)",
         f"torch.minimum({x}, 1 - {x})",
     )
 
