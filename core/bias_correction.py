@@ -6,10 +6,10 @@ Quantization Through Weight Equalization and Bias Correction", arXiv:1906.04721,
 compared while all layers before it are corrected already, in one pass over the graph: all batches go
 through a node before any goes on to the next.
 
-Equal means are no proof of a better model: where clipped weights shrink a channel, its mean shrank with it,
-and a relu behind it cuts elsewhere once only the mean is given back. So every other batch is held back, and
-a correction (of all layers, of the later half, of the last one) is kept only if the outputs of these batches
-come closer to float.
+Equal means are no proof of a better model: deep networks of 8 bits and networks of clipped 4-bit weights were seen
+to lose decibels on the very batches that gave the means (why is not known). So every other batch is held back, and a
+correction (of all layers, of the later half, of the last one) is kept only if the outputs of these batches come closer
+to float.
 """
 
 import math

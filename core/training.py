@@ -31,6 +31,7 @@ from torchao.quantization.pt2e import (
 
 from quantplug.core import observers as own
 from quantplug.core.observers import DataObserver
+from quantplug.core.rowwise import RowFakeQuantize, RowObserver
 
 # torchao's observers that gather what they saw, and those that follow it.
 _FOLLOWING: Mapping[type[Any], type[Any]] = {
@@ -63,6 +64,8 @@ def fake_quantize(observer: nn.Module, of_constants: bool = False) -> nn.Module:
         raise TypeError(
             f"{type(observer).__name__} has no form for training, since torchao fakes no quantization in groups"
         )
+    if isinstance(observer, RowObserver):
+        return RowFakeQuantize(observer.granularity, observer.dtype, observer.quant_min, observer.quant_max)
     if isinstance(observer, FixedQParamsObserver):
         fixed: nn.Module = FixedQParamsFakeQuantize(observer=_gives(observer))
         return fixed

@@ -146,10 +146,11 @@ def test_q16_fake_quantization_rounds_each_row_and_passes_gradients(granularity)
     assert fake(x) is x
 
 
-def test_q16_dynamic_training_sees_the_rows_that_the_program_will_have():
+@pytest.mark.parametrize("options", [{}, {"is_qat": True}], ids=["the default's observer", "a fake quantize"])
+def test_q16_dynamic_training_sees_the_rows_that_the_program_will_have(options):
     torch.manual_seed(0)
     x = inputs()
-    prepared = quantplug.prepare_qat_pt2e(exported(Both(), x), xnnpack(is_qat=True))
+    prepared = quantplug.prepare_qat_pt2e(exported(Both(), x), xnnpack(**options))
     optimizer = torch.optim.SGD(prepared.parameters(), lr=1e-6)
     for _ in range(2):
         optimizer.zero_grad()
