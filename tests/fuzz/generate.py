@@ -182,6 +182,9 @@ def _run(init: list[str], body: tuple[str, ...], result: str, holder: nn.Module,
     torch.manual_seed(int(result[1:]))
     with torch.no_grad():
         for line in init:
+            name = line.split(" = ")[0].removeprefix("self.")
+            if name.isidentifier() and hasattr(holder, name):  # of an attempt that did not fit
+                delattr(holder, name)
             exec(line, scope)
         holder.eval()
         exec("\n".join(body), scope)

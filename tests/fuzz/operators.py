@@ -196,8 +196,16 @@ def batch_norm(d: Draft) -> str:
 
 @operator(1)
 def layer_norm(d: Draft) -> str:
-    x = d.value(2, 3, 4)
+    x = _wide(d, 2, 3, 4)
     return f"{d.module(f'nn.LayerNorm({d.shape(x)[-1]})')}({x})"
+
+
+def _wide(d: Draft, *ranks: int) -> str:
+    """Picks a value of four columns or more: normalized, two are little more than the sign of their difference."""
+    x = d.value(*ranks)
+    if d.shape(x)[-1] < 4:
+        raise MisfitError
+    return x
 
 
 @operator(0.5)
@@ -215,7 +223,7 @@ def instance_norm(d: Draft) -> str:
 
 @operator(0.3)
 def rms_norm(d: Draft) -> str:
-    x = d.value(2, 3)
+    x = _wide(d, 2, 3)
     return f"{x} * torch.rsqrt({x}.pow(2).mean(-1, keepdim=True) + 1e-5)"
 
 
