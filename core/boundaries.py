@@ -61,7 +61,8 @@ class Boundary:
 
 def is_qdq(node: fx.Node) -> bool:
     """Tells whether a node quantizes, dequantizes or chooses qparams."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _QDQ_LIBRARIES
+    is_operator = isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+    return is_operator and str(node.target).partition(".")[0] in _QDQ_LIBRARIES
 
 
 def is_quantize(node: Any) -> TypeGuard[fx.Node]:

@@ -32,10 +32,13 @@ def operands(node: fx.Node) -> dict[str, Any]:
     Operands without default that the node leaves out are absent. A node whose target is not an
     operator overload (a placeholder, `getitem`) has its positional arguments under "0", "1", ...
     """
-    if not isinstance(node.target, torch._ops.OpOverload):
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):  # as torchao's convert writes its operators of blocks
+        target = target.default
+    if not isinstance(target, torch._ops.OpOverload):
         return {str(i): a for i, a in enumerate(node.args)} | dict(node.kwargs)
     found: dict[str, Any] = {}
-    for position, (name, has_default, default) in enumerate(_schema_defaults(node.target)):
+    for position, (name, has_default, default) in enumerate(_schema_defaults(target)):
         if position < len(node.args):
             found[name] = node.args[position]
         elif name in node.kwargs:

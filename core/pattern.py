@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from quantplug.core.errors import PatternError
-from quantplug.core.graph import describe, is_constant, operands
+from quantplug.core.graph import describe, is_constant, is_held, operands
 
 Target: TypeAlias = Callable[..., Any]
 Condition: TypeAlias = Callable[[Any], str | None]
@@ -387,8 +387,12 @@ def value(name: str | None = None, *conditions: Condition) -> Pattern:
 
 
 def constant(name: str | None = None, *conditions: Condition) -> Pattern:
-    """Returns a pattern for a parameter, buffer or lifted constant."""
-    return Value(name, conditions, "a constant", is_constant)
+    """Returns a pattern for a parameter, buffer or lifted constant that the graph does not write to."""
+    return Value(name, (_is_same, *conditions), "a constant", lambda found: is_held(found) or is_constant(found))
+
+
+def _is_same(found: fx.Node) -> str | None:
+    return None if is_constant(found) else f"the graph writes to '{found.target}' when it runs"
 
 
 def anything(name: str | None = None, *conditions: Condition) -> Pattern:

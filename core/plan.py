@@ -17,13 +17,13 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.confined_transform import transform_without
 from quantplug.core.decision import Decision, decision, record
-from quantplug.core.errors import AnnotationError, ArtefactError
+from quantplug.core.errors import AnnotationError, ArtefactError, first_line, shown
 from quantplug.core.fold import BATCH_NORMS, Folding, Permission
 from quantplug.core.graph import module_path, require_graph_module
 from quantplug.core.identity import Names, operand_of, source_of
 from quantplug.core.limits import LIMITS_KEY
 from quantplug.core.sharing import annotated_specs, annotation_of, sharing_groups
-from quantplug.core.specs import SpecValue, named_value, plain_value, spec_of, spec_value
+from quantplug.core.specs import SpecValue, named_value, plain_value, remembered, spec_of, spec_value
 from quantplug.core.stage import FOLDINGS_KEY, FOLDS_KEY, TRANSFORMS_KEY
 
 VERSION = 2
@@ -44,7 +44,8 @@ class Transforms:
 
 def function_name(function: Any) -> str:
     """Returns "module:function"; what is no function of a module has a name that no replay finds."""
-    return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', repr(function))}"
+    name = f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', repr(function))}"
+    return str(remembered(name, function)["name"])
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,10 @@ class Plan:
             derived = {point: tuple(sources) for point, sources in read["derived"].items()}
             transforms = tuple(Transforms(*(tuple(part) for part in asked.values())) for asked in read["transforms"])
             return Plan(nodes, groups, derived, transforms, read["folds_batch_norm"], tuple(read["unfolded"]))
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ArtefactError(
-                f"The text is no plan ({type(error).__name__}: {error}); write one with Plan.json."
-            ) from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if isinstance(error, ArtefactError):
+                raise
+            raise ArtefactError(f"The text is no plan ({first_line(error)}); write one with Plan.json.") from error
 
     def differences(self, other: "Plan") -> list[str]:
         """Returns in words what another plan has differently; empty if both are equal."""
@@ -136,7 +137,22 @@ class Plan:
 
 
 def _planned(decided: dict[str, Any] | None, **fields: Any) -> PlannedNode:
-    return PlannedNode(decided=Decision(**decided) if decided else None, **fields)
+    planned = PlannedNode(decided=Decision(**decided) if decided else None, **fields)
+    _require_types(planned)
+    return planned
+
+
+def _require_types(planned: PlannedNode) -> None:
+    """Checks what dataclasses take as it comes.
+
+    Raises:
+        TypeError: a field has another type than a plan gives it.
+    """
+    kinds = {"node": str, "inputs": dict, "output": dict | None, "annotated": bool, "allow_implicit_sharing": bool}
+    wrong = next((name for name, kind in kinds.items() if not isinstance(getattr(planned, name), kind)), None)
+    if wrong is not None or not all(isinstance(spec, dict) for spec in planned.inputs.values()):
+        name = wrong or "inputs"
+        raise TypeError(f"'{name}' of node {shown(planned.node)} is {shown(getattr(planned, name))}")
 
 
 def _node_differences(one: PlannedNode, other: PlannedNode) -> Iterator[str]:
@@ -240,7 +256,7 @@ class _Replay(Quantizer):
                 f"The plan has {len(missing)} nodes that the model has not, the first '{missing[0]}'; "
                 "replay it on an export of the model that it was made for."
             )
-        annotations = [(names.find_node(p.node), p, _annotation(p, names)) for p in self.plan.nodes]
+        annotations = [(names.find_node(p.node), p, _carried_out(p, names)) for p in self.plan.nodes]
         for node, planned, annotation in annotations:
             assert node is not None
             if annotation is not None:
@@ -275,6 +291,15 @@ class _OnlyFolded:
             names = _counted(map(module_path, nodes))
             self._left = {node for node, name in zip(nodes, names, strict=True) if name in self._unfolded}
         return "the plan leaves it" if batch_norm in self._left else None
+
+
+def _carried_out(planned: PlannedNode, names: Names) -> QuantizationAnnotation | None:
+    try:
+        return _annotation(planned, names)
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise AnnotationError(
+            f"The plan has no specs that can be read at node '{shown(planned.node)}' ({first_line(error)}); plan again."
+        ) from error
 
 
 def _annotation(planned: PlannedNode, names: Names) -> QuantizationAnnotation | None:

@@ -20,7 +20,7 @@ from quantplug.core.errors import ConfigError, did_you_mean, first_line
 from quantplug.core.fold import Permission
 from quantplug.core.graph import require_graph_module
 from quantplug.lowering.program import Program
-from quantplug.lowering.reference import EmulatedProgram, KernelSet, emulate
+from quantplug.lowering.reference import EmulatedProgram, KernelSet, emulate, kernel_set
 
 ConfigFactory: TypeAlias = Callable[..., QuantizationConfig]
 Lowering: TypeAlias = Callable[..., Program]
@@ -222,8 +222,9 @@ class Backend:
         """
         if self.kernels is None:
             raise ConfigError(f"Backend '{self.name}' names no kernels to emulate; declare kernels=KernelSet(...).")
+        kernels = kernel_set(self.kernels)
         model, inputs = _positional(converted, example_inputs, example_kwargs)
-        return emulate(model, inputs, self.kernels, **options)
+        return emulate(model, inputs, kernels, **options)
 
 
 def _positional(

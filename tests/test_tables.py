@@ -20,10 +20,10 @@ import quantplug
 from quantplug.core.compare import sqnr
 
 ROOT = Path(__file__).parent.parent
-# First headers of tables that name no models, and of "observer", whose figures are of calibration alone.
+# First headers of tables that name no models, and of "observer" and "weights", whose figures are of calibration alone.
 WITHOUT_MODELS = {
     *("operator", "operators", "kernel", "config", "rewrite", "option", "name", "setter", "family", "check", "engine"),
-    "observer",
+    *("observer", "weights", "File"),
 }
 BACKENDS = {"XNNPACK": "xnnpack", "x86": "x86"}
 

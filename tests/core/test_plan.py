@@ -1,5 +1,9 @@
 """A plan survives JSON, compares, and gives the same quantization when it is replayed on a re-export."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -108,3 +112,81 @@ def test_a_plan_for_another_model_is_refused(net):
 def test_text_that_is_no_plan_is_refused(text):
     with pytest.raises(ArtefactError, match="plan"):
         Plan.from_json(text)
+
+
+def _planned(net):
+    return json.loads(plan_of(_prepare(net, quantplug.get_quantizer("xnnpack"))).json())
+
+
+def _first_spec(plan):
+    return next(spec for node in plan["nodes"] for spec in node["inputs"].values() if "observer" in spec)
+
+
+@pytest.mark.parametrize("name", ["os:system", "hostile_module:run", "torch.hub:load", "quantplug.cli:sys.exit", 3])
+@pytest.mark.parametrize("place", ["observer", "transform", "limits"])
+def test_a_plan_imports_and_calls_nothing_that_is_not_known(net, tmp_path, monkeypatch, name, place):
+    (tmp_path / "hostile_module.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef run(*a, **k): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    plan = _planned(net)
+    if place == "observer":
+        _first_spec(plan)["observer"] = {"call": {"name": name}, "with": {}}
+    elif place == "transform":
+        plan["transforms"] = [{"functions": [name], "outside": []}]
+    else:
+        plan["nodes"][0]["limits"] = {"make": {"name": name}, "with": {"command": "true"}}
+    with pytest.raises((AnnotationError, ArtefactError), match="plan") as error:
+        _prepare(net, Plan.from_json(json.dumps(plan)).quantizer())
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def _broken(plan, how):
+    node = plan["nodes"][0]
+    if how == "a node is a number":
+        plan["nodes"][0] = 5
+    elif how == "inputs are a list":
+        node["inputs"] = [1]
+    elif how == "a key is missing":
+        del node["annotated"]
+    elif how == "a kind is strange":
+        _first_spec(plan)["kind"] = "other"
+    elif how == "an observer is missing":
+        del _first_spec(plan)["observer"]
+    elif how == "a dtype is no dtype":
+        _first_spec(plan)["dtype"] = {"torch": "load"}
+    elif how == "it is deep":
+        for _ in range(400):
+            node["limits"] = {"tuple": [node["limits"]]}
+    return plan
+
+
+HOWS = ["a node is a number", "inputs are a list", "a key is missing", "a kind is strange", "an observer is missing"]
+
+
+@pytest.mark.parametrize("how", [*HOWS, "a dtype is no dtype"])
+def test_a_malformed_plan_is_one_sentence(net, how):
+    plan = json.dumps(_broken(_planned(net), how))
+    with pytest.raises((AnnotationError, ArtefactError), match="plan") as error:
+        _prepare(net, Plan.from_json(plan).quantizer())
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+def test_what_is_registered_may_be_named_by_a_plan_of_another_process(net, tmp_path):
+    """The observer of a user's own module: refused where nobody knows it, used where it was registered."""
+    (tmp_path / "mine.py").write_text(
+        "from torchao.quantization.pt2e import MinMaxObserver\nclass Mine(MinMaxObserver):\n    pass\n"
+    )
+    plan = _planned(net)
+    _first_spec(plan)["observer"] = {"call": {"name": "mine:Mine"}, "with": {}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    script = (
+        "import sys; from quantplug.core.plan import Plan; from quantplug.core.specs import named_value\n"
+        "from quantplug.core.specs import register_for_plans; from quantplug import QuantplugError\n"
+        "value = {'call': {'name': 'mine:Mine'}, 'with': {}}\n"
+        "try: named_value(value)\n"
+        "except QuantplugError as error: print('register_for_plans' in str(error), 'mine' in sys.modules)\n"
+        "import mine; register_for_plans(mine.Mine); print(named_value(value)().__class__ is mine.Mine)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False", "True"]

@@ -84,6 +84,7 @@ def levels(model, data, backend):
     return [sqnr(torch.cat([run(batch) for batch in unseen]), expected) for run in (ours, graph)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("backend", ["x86", "xnnpack"])
 def test_models_of_text_are_no_further_from_float_than_the_peers(backend, kind):
