@@ -143,7 +143,11 @@ def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.Gr
 
 
 def _tell_if_all_float(prepared: fx.GraphModule, quantizer: Quantizer) -> None:
-    """Warns where a quantizer took no operator at all, unless its scopes say that everything is to stay float."""
+    """Tells where a quantizer took no operator at all, unless its scopes say that everything is to stay float.
+
+    Raises:
+        ModelError: it did, and the quantizer is strict.
+    """
     if any(map(is_observer, prepared.modules())) or getattr(quantizer, "leaves_all_float", False):
         return
     parts = (part for part in prepared.modules() if isinstance(part, fx.GraphModule))
@@ -152,13 +156,15 @@ def _tell_if_all_float(prepared: fx.GraphModule, quantizer: Quantizer) -> None:
     # The first that a rule nearly took says most.
     decided.sort(key=lambda pair: not pair[1].nearest)
     why = f"{describe(decided[0][0])}: {decided[0][1].reason}" if decided else "none of them has an annotation"
-    if nodes:
-        warnings.warn(
-            f"{type(quantizer).__name__} quantizes none of the model's {len(nodes)} operators ({why}); change the "
-            "model, the quantizer or its scopes.",
-            UserWarning,
-            stacklevel=3,
-        )
+    if not nodes:
+        return
+    said = (
+        f"{type(quantizer).__name__} quantizes none of the model's {len(nodes)} operators ({why}); change the model, "
+        "the quantizer or its scopes"
+    )
+    if getattr(quantizer, "strict", False):
+        raise ModelError(f"{said}, or pass strict=False.")
+    warnings.warn(f"{said}.", UserWarning, stacklevel=3)
 
 
 def _permission(quantizer: Quantizer) -> Permission | None:

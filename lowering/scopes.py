@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from quantplug.core.errors import LoweringError
 from quantplug.core.graph import attribute
 from quantplug.lowering.rewriting import fresh_name
 
@@ -30,6 +31,24 @@ def is_scope(node: fx.Node) -> bool:
     """Tells whether a node runs a submodel without gradients, with them, or with autocast off."""
     is_off = node.target is _HIGHER.wrap_with_autocast and not node.args[2]
     return node.target is _HIGHER.wrap_with_set_grad_enabled or is_off
+
+
+def require_no_autocast(graph: fx.Graph, who: str) -> None:
+    """Checks that no layer runs under autocast that is on.
+
+    Args:
+        graph: of a lowering's own copy, whose other scopes are inlined.
+        who: what does not read it, as the sentence says it.
+
+    Raises:
+        LoweringError: one does.
+    """
+    scope = next(iter(graph.find_nodes(op="call_function", target=_HIGHER.wrap_with_autocast)), None)
+    if scope is not None:
+        raise LoweringError(
+            f"Node '{scope.name}' runs layers under autocast to {scope.args[1]}, which {who} not read; export the model "
+            "without autocast, or use backend 'x86'."
+        )
 
 
 def replace_results(node: fx.Node, results: list[Any]) -> None:

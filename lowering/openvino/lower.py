@@ -34,6 +34,7 @@ from quantplug.lowering.placement import record
 from quantplug.lowering.program import require_float_dtype
 from quantplug.lowering.qparams import FULL_RANGE, QD, dequantize, qparams, quantize
 from quantplug.lowering.rewriting import Rule, absorb, apply, call, constant, erase_unused, finish, replace
+from quantplug.lowering.scopes import require_no_autocast
 from quantplug.lowering.signature import FixedInput, Signature
 from quantplug.lowering.starting import starting
 from quantplug.lowering.x86.processor import as_unsigned, largest_pair, pair_objection
@@ -75,6 +76,7 @@ def lower(
     options = {**_AS_WRITTEN, "INFERENCE_PRECISION_HINT": _HINTS[float_dtype], **(options or {})}
     _require_static(source.graph)
     module = starting(source)
+    require_no_autocast(module.graph, "OpenVINO's front end does")
     recorded = record(module.graph)
     pair = _require_pairs(module.graph)
     apply(module.graph, GIVEN)

@@ -21,6 +21,7 @@ from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.graph import compute_nodes, require_graph_module
 from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.program import LoweredOp
+from quantplug.lowering.scopes import require_no_autocast
 from quantplug.lowering.signature import Signature
 from quantplug.lowering.sizes import write_sizes_out
 from quantplug.lowering.starting import starting
@@ -81,6 +82,7 @@ def lower(
         shapes = open_sizes(model.graph, inputs) or dynamic_shapes
         require_limits(model.graph)
         working = _working_copy(model)
+        require_no_autocast(working.graph, "ExecuTorch does")
         notes = as_kernels_choose(working)
         # Where the graph says less than the kernels do, the program is compared with what they are asked for.
         expected = _reference(working if notes else model, inputs)

@@ -139,7 +139,7 @@ def explain(
     from quantplug.files import load_exported, require_apart
     from quantplug.quantizers.registry import get_quantizer
 
-    quantizer = get_quantizer(backend)
+    quantizer = get_quantizer(backend, strict=False)  # it tells why nothing is quantized, too
     if config is not None:
         quantizer.set_global(config)
     _require_report_kind(report)

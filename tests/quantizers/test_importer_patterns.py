@@ -364,7 +364,8 @@ def test_a_pattern_without_dtype_configs_is_never_quantized_as_in_fx_graph_mode(
     _, report = import_backend_config(config)
     assert report.not_applicable[0].reason.startswith("it has no dtype config")
     model = nn.Sequential(nn.Linear(10, 4))
-    assert fx_steps(fx_reference(model, X, everywhere(), config)) == steps(converted(model, X, config, observe=False))
+    found = converted(model, X, config, strict=False, observe=False)
+    assert fx_steps(fx_reference(model, X, everywhere(), config)) == steps(found)
 
 
 def test_half_precision_chosen_at_run_time_is_half_precision_weights():
