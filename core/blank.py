@@ -13,10 +13,9 @@ def blank(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return made
 
 
-def shrunk(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def shrunk(inputs: Any) -> Any:
     """Returns inputs whose tensors are zeros of the same shapes that store one element, for files."""
-    made: tuple[Any, ...] = pytree.tree_map_only(Tensor, _one_zero, inputs)
-    return made
+    return pytree.tree_map_only(Tensor, _one_zero, inputs)
 
 
 def _one_zero(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ leaves either the old checkpoint or the new one. It holds plain tensors and numb
 with `weights_only=True`: reading a checkpoint runs no code.
 """
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,11 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
     Raises:
         ArtefactError: the file cannot be written.
     """
-    partial = _partial(path)
+    partial, buffer = _partial(path), io.BytesIO()
+    torch.save({"format": FORMAT, **content}, buffer)  # its writer of files aborts on a full disk
     try:
         with partial.open("wb") as file:
-            torch.save({"format": FORMAT, **content}, file)
+            file.write(buffer.getvalue())
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -34,6 +36,8 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
             f"The calibration checkpoint '{path}' cannot be written ({error.strerror}); pass a path in a "
             "writable folder."
         ) from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _partial(path: Path) -> Path:

@@ -1,8 +1,13 @@
 """Files that appear whole or not at all."""
 
+import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from quantplug.core.blank import shrunk
 from quantplug.core.errors import ArtefactError
 
 
@@ -41,3 +46,21 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
         ) from error
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def write_content(path: str | Path, content: bytes) -> Path:
+    """Writes a file of known content that appears whole or not at all, and returns its path.
+
+    Raises:
+        ArtefactError: the folder does not exist, or the file cannot be written.
+    """
+    return write_whole(Path(path), lambda unfinished: unfinished.write_bytes(content))
+
+
+def exported_content(exported: torch.export.ExportedProgram, extra_files: dict[str, Any] | None = None) -> bytes:
+    """Returns a `.pt2` file without the data of example inputs; torch's own writer of files aborts on a full disk."""
+    args, kwargs = exported.example_inputs or ((), {})
+    exported.example_inputs = (shrunk(args), shrunk(kwargs))
+    buffer = io.BytesIO()
+    torch.export.save(exported, buffer, extra_files=extra_files)
+    return buffer.getvalue()

@@ -46,8 +46,8 @@ def require_no_autocast(graph: fx.Graph, who: str) -> None:
     scope = next(iter(graph.find_nodes(op="call_function", target=_HIGHER.wrap_with_autocast)), None)
     if scope is not None:
         raise LoweringError(
-            f"Node '{scope.name}' runs layers under autocast to {scope.args[1]}, which {who} not read; export the model "
-            "without autocast, or use backend 'x86'."
+            f"Node '{scope.name}' runs layers under autocast to {scope.args[1]}, which {who} not read; export the "
+            "model without autocast, or use backend 'x86'."
         )
 
 

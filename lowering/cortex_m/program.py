@@ -8,6 +8,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from quantplug.core.calling import in_order, input_names
+from quantplug.core.whole_files import write_content
 from quantplug.lowering.program import LoweredOp, Program
 
 
@@ -43,9 +44,12 @@ class CortexMProgram(Program):
             return self._kernels.run(*channels_last(in_order(self._names, inputs, keywords)))
 
     def save(self, path: str | Path) -> Path:
-        """Writes the `.pte` and returns its path."""
-        Path(path).write_bytes(self._buffer)
-        return Path(path)
+        """Writes the `.pte` and returns its path.
+
+        Raises:
+            ArtefactError: the folder does not exist, or the file cannot be written.
+        """
+        return write_content(path, self._buffer)
 
     @property
     def nbytes(self) -> int:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from quantplug.core.errors import ArtefactError, LoweringError
+from quantplug.core.errors import ArtefactError, LoweringError, first_line
+from quantplug.core.whole_files import write_content
 from quantplug.lowering.openvino.state import Variable
 from quantplug.lowering.program import LoweredOp, Program, require_folder
 from quantplug.lowering.signature import Signature
@@ -112,11 +113,15 @@ class OpenVINOProgram(Program):
         """Writes a zip file of OpenVINO's `model.xml` and `model.bin`, which any OpenVINO reads, and returns its path.
 
         Raises:
-            ArtefactError: the folder does not exist.
+            ArtefactError: the folder does not exist, or the file cannot be written.
         """
         path = require_folder(path)
-        path.write_bytes(self._archive())
-        return path
+        try:
+            content = self._archive()
+        except (OSError, RuntimeError) as error:  # OpenVINO writes to files, here to temporary ones
+            reason = f"File too large or disk full: {first_line(error)}"
+            raise ArtefactError(f"'{path}' cannot be written ({reason}); free or change its place.") from error
+        return write_content(path, content)
 
     @classmethod
     def load(cls, path: str | Path, options: Mapping[str, Any] | None = None) -> "OpenVINOProgram":

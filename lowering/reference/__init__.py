@@ -13,6 +13,7 @@ from torch import fx
 from quantplug.core.calling import in_order, input_names
 from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.graph import compute_nodes, module_path, require_graph_module
+from quantplug.core.whole_files import exported_content, write_content
 from quantplug.lowering.program import LoweredOp, Program
 from quantplug.lowering.reference.emulation import EmulatedProgram, KernelSet, Prepared, emulate, kernel_set
 from quantplug.lowering.reference.numerics import FixedPoint, Numerics, float_round_even
@@ -62,9 +63,12 @@ class ReferenceProgram(Program):
         self._module = starting(self._began)
 
     def save(self, path: str | Path) -> Path:
-        """Writes the exported program as a `.pt2` file and returns its path."""
-        torch.export.save(self._exported, path)
-        return Path(path)
+        """Writes the exported program as a `.pt2` file and returns its path.
+
+        Raises:
+            ArtefactError: the folder does not exist, or the file cannot be written.
+        """
+        return write_content(path, exported_content(self._exported))
 
     @property
     def nbytes(self) -> int:

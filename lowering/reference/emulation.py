@@ -19,6 +19,7 @@ from quantplug.core.errors import ConfigError, LoweringError, first_line
 from quantplug.core.graph import require_graph_module
 from quantplug.core.levels import Level
 from quantplug.core.pattern import Match
+from quantplug.core.whole_files import exported_content, write_content
 from quantplug.lowering.placement import record
 from quantplug.lowering.program import LoweredOp, Program
 from quantplug.lowering.reference.rows import Row
@@ -125,9 +126,12 @@ class EmulatedProgram(Program):
             ) from error
 
     def save(self, path: str | Path) -> Path:
-        """Writes the exported program as a `.pt2` file and returns its path."""
-        torch.export.save(self.exported(), path)
-        return Path(path)
+        """Writes the exported program as a `.pt2` file and returns its path.
+
+        Raises:
+            ArtefactError: the folder does not exist, or the file cannot be written.
+        """
+        return write_content(path, exported_content(self.exported()))
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,6 @@ packed layout depends on the processor.
 """
 
 import dataclasses
-import io
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch.utils import _pytree as pytree
 from quantplug.core.blank import blank, shrunk
 from quantplug.core.errors import ArtefactError, LoweringError
 from quantplug.core.exported_files import read_exported
-from quantplug.core.whole_files import write_whole
+from quantplug.core.whole_files import exported_content, write_content
 from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.program import LoweredOp, Program, require_folder
 from quantplug.lowering.signature import Signature
@@ -129,16 +128,11 @@ class X86Program(Program):
         Raises:
             ArtefactError: the folder does not exist, or the file cannot be written.
         """
-        path = require_folder(path)
-        content = self._archive()
-        return write_whole(path, lambda unfinished: unfinished.write_bytes(content))
+        return write_content(require_folder(path), self._archive())
 
     def _archive(self) -> bytes:
-        """Returns what is saved; torch's own writer of files ends the process where a disk is full."""
         described = json.dumps({"ops": [dataclasses.asdict(operator) for operator in self.ops], "pair": self.pair})
-        buffer = io.BytesIO()
-        torch.export.save(self.exported(), buffer, extra_files={OPS_FILE: described})
-        return buffer.getvalue()
+        return exported_content(self.exported(), {OPS_FILE: described})
 
     @classmethod
     def load(cls, path: str | Path, *, trust: bool = False) -> "X86Program":

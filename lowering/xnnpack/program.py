@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from quantplug.core.errors import ArtefactError
+from quantplug.core.whole_files import write_content
 from quantplug.lowering.program import LoweredOp, Program
 from quantplug.lowering.signature import Signature
 from quantplug.lowering.xnnpack.runtime import Method
@@ -105,9 +105,4 @@ class XNNPACKProgram(Program):
         Raises:
             ArtefactError: the file cannot be written.
         """
-        target = Path(path)
-        try:
-            target.write_bytes(self._method.buffer)
-        except OSError as error:
-            raise ArtefactError(f"The program cannot be written to '{target}': {error.strerror}.") from error
-        return target
+        return write_content(path, self._method.buffer)

@@ -272,17 +272,43 @@ def test_x86_keeps_nothing_of_the_example_inputs(tmp_path):
         assert torch.equal(loaded(given), artefact(given))
 
 
-def test_writing_where_nothing_can_be_written_is_one_sentence_and_leaves_nothing(tmp_path):
-    program = quantplug.quantize(net(), (X,), "x86", [X], progress=False).program
+@pytest.mark.parametrize("backend", ["x86", "tensorrt", "openvino", "xnnpack", "cortex_m"])
+def test_no_artefact_holds_the_data_of_example_inputs(tmp_path, backend):
+    marked = torch.full((2, 3, 8, 8), 1.2345678)
+    artefact = quantplug.quantize(net(), (marked,), backend, [X[:2]], progress=False)
+    path = artefact.save(tmp_path / "model")
+    (tmp_path / "report.html").write_text(artefact.report.html())
+    for file in (path, tmp_path / "report.html"):
+        assert marked[0, 0, 0, :2].numpy().tobytes() not in file.read_bytes()
+
+
+@contextlib.contextmanager
+def nothing_fits():
+    """Files may have a thousand bytes, as on a disk that is full."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(ArtefactError, match=r"model.pt2' cannot be written \(File too large\)"):
-            program.save(tmp_path / "model.pt2")
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         signal.signal(signal.SIGXFSZ, before)
+
+
+@pytest.mark.parametrize("backend", ["x86", "tensorrt", "openvino", "xnnpack", "cortex_m"])
+def test_writing_where_nothing_can_be_written_is_one_sentence_and_leaves_nothing(tmp_path, backend):
+    program = quantplug.quantize(net(), (X[:1],), backend, [X[:1]], progress=False).program
+    with nothing_fits(), pytest.raises(ArtefactError, match=r"cannot be written .*File too large") as error:
+        program.save(tmp_path / "model.pt2")
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing(tmp_path):
+    exported = torch.export.export(net(), (X,)).module()
+    prepared = quantplug.prepare_pt2e(exported, quantplug.get_quantizer("x86"))
+    with nothing_fits(), pytest.raises(ArtefactError, match="cannot be written"):
+        quantplug.calibrate(prepared, [X] * 4, progress=False, checkpoint=tmp_path / "run", checkpoint_every=1)
     assert not list(tmp_path.iterdir())
 
 
