@@ -126,6 +126,8 @@ class BatchReader:
         where = f"Input '{spec.name}' of batch {index}"
         if not isinstance(value, Tensor):
             raise CalibrationError(f"{where} is of type {type(value).__name__}; the model takes a torch.Tensor there.")
+        if value.is_meta:
+            raise CalibrationError(f"{where} is on the device 'meta', which holds no numbers; yield real data.")
         if not _fits(spec.shape, value.shape):
             raise CalibrationError(
                 f"{where} has shape {list(value.shape)}, expected {_shown(spec.shape)}; yield batches of the exported "

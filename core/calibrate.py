@@ -25,6 +25,7 @@ from quantplug.core.progress import batch_total, progress_bar
 from quantplug.core.sites import Site, observer_sites, require_prepared
 
 
+@torch.inference_mode(False)
 def calibrate(
     prepared: fx.GraphModule,
     loader: Iterable[Any],

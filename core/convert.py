@@ -55,6 +55,7 @@ _PASS_NAME = "quantplug.convert"
 _STAYS_SHARED = {CHOOSE_OPS[0], CHOOSE_ROWS, torch.ops.torchao.choose_qparams_affine.default}
 
 
+@torch.inference_mode(False)
 def convert_pt2e(
     model: fx.GraphModule, use_reference_representation: bool = False, fold_quantize: bool = True
 ) -> fx.GraphModule:

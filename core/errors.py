@@ -4,11 +4,17 @@ Every message is one sentence that says what is wrong, where, which value was fo
 """
 
 import difflib
+import re
 from collections.abc import Iterable
+
+_QUOTED = re.compile(r"'([^'\n]{201,})'")
 
 
 class QuantplugError(Exception):
-    """Base of every error that quantplug raises on purpose."""
+    """Base of every error that quantplug raises on purpose; a quoted value of any length is cut in its middle."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(_QUOTED.sub(lambda found: f"'{found[1][:60]}...{found[1][-60:]}'", str(message)))
 
 
 class PatternError(QuantplugError, ValueError):

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Set
 from typing import cast
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 from quantplug.core.collection import collection_paused
@@ -53,6 +54,7 @@ from quantplug.core.working_copy import rebuilt, working_copy
 OUTPUT_META = ("val", "from_node", "nn_module_stack", "stack_trace", "custom")
 
 
+@torch.inference_mode(False)
 def prepare_pt2e(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphModule:
     """Prepares an exported model for post-training quantization.
 
@@ -76,6 +78,7 @@ def prepare_pt2e(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphModule:
     return prepared
 
 
+@torch.inference_mode(False)
 def prepare_qat_pt2e(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphModule:
     """Prepares an exported model for quantization-aware training.
 
@@ -158,13 +161,21 @@ def _tell_if_all_float(prepared: fx.GraphModule, quantizer: Quantizer) -> None:
     why = f"{describe(decided[0][0])}: {decided[0][1].reason}" if decided else "none of them has an annotation"
     if not nodes:
         return
-    said = (
-        f"{type(quantizer).__name__} quantizes none of the model's {len(nodes)} operators ({why}); change the model, "
-        "the quantizer or its scopes"
-    )
+    if other := _other_float_type(nodes):
+        remedy = f"the model computes in {other}: call model.float(), give it float32 inputs and export it again"
+    else:
+        remedy = "change the model, the quantizer or its scopes"
+    said = f"{type(quantizer).__name__} quantizes none of the model's {len(nodes)} operators ({why}); {remedy}"
     if getattr(quantizer, "strict", False):
         raise ModelError(f"{said}, or pass strict=False.")
     warnings.warn(f"{said}.", UserWarning, stacklevel=3)
+
+
+def _other_float_type(nodes: list[fx.Node]) -> torch.dtype | None:
+    """Returns the type that a model computes in where no operator computes in float32, None where one does."""
+    values = (value for node in nodes for value in pytree.tree_leaves(node.meta.get("val")))
+    types = [value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    return None if torch.float32 in types else next(iter(types), None)
 
 
 def _permission(quantizer: Quantizer) -> Permission | None:

@@ -15,7 +15,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from quantplug.core.calling import in_order, input_names
-from quantplug.core.errors import LoweringError
+from quantplug.core.errors import LoweringError, shown
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,11 @@ class Signature:
                 f"The program takes inputs of structure {_text(self.structure)}, found {_text(structure)}; "
                 "pass them as they were exported."
             )
+        elsewhere = next((leaf for leaf in flat if isinstance(leaf, Tensor) and not leaf.is_cpu), None)
+        if elsewhere is not None:
+            raise LoweringError(
+                f"An input is on the device '{elsewhere.device}', programs run on the CPU; move it there."
+            )
         opened: dict[str, int] = {}
         for index, (expected, value) in enumerate(zip(self.inputs, flat, strict=True)):
             if expected is not None and not _fits(expected, value, opened):
@@ -159,7 +164,7 @@ def _objection(index: int, expected: TensorInput | FixedInput, value: Any, opene
 
 
 def _found(value: Any) -> str:
-    return str(_described(value)) if isinstance(value, Tensor) else f"{type(value).__name__} {value!r}"
+    return str(_described(value)) if isinstance(value, Tensor) else f"{type(value).__name__} {shown(value)}"
 
 
 def _text(structure: pytree.TreeSpec) -> str:

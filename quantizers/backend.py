@@ -8,6 +8,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
@@ -143,6 +144,7 @@ class Backend:
                 f"Config '{chosen}' of backend '{self.name}' was given a wrong option: {error}."
             ) from None
 
+    @torch.inference_mode(False)
     def lower(
         self,
         converted: fx.GraphModule,

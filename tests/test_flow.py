@@ -293,7 +293,7 @@ def test_bad_input_is_one_sentence_and_changes_nothing(arguments, kind, sentence
 def test_a_model_of_another_type_is_one_sentence(dtype):
     model, x = small().to(dtype), X.to(dtype)
     before = state(model)
-    with pytest.raises(ModelError, match=rf"quantizes nothing in the model \('conv2d' stays float: .*is {dtype}, not"):
+    with pytest.raises(ModelError, match=rf"'conv2d' .*is {dtype}, not .*call model.float\(\)"):
         quantplug.quantize(model, (x,), "xnnpack", [x], progress=False)
     assert_unchanged(model, before)
 
@@ -361,3 +361,52 @@ def test_a_recurrent_layer_over_sequences_of_open_length_is_refused_with_its_nam
     x, length = torch.randn(2, 5, 4), torch.export.Dim("length", min=2, max=20)
     with pytest.raises(ModelError, match="sequences of GRU 'layer' must have a static length"):
         quantplug.quantize(Tagger().eval(), (x,), backend, [x], dynamic_shapes=({1: length},), progress=False)
+
+
+@pytest.mark.parametrize("backend", ["x86", "xnnpack", "openvino"])
+def test_quantizing_in_inference_mode_gives_what_it_gives_outside(backend):
+    model = small()
+    expected = quantplug.quantize(model, (X,), backend, [X], progress=False)
+    with torch.inference_mode():
+        made = X * 1.0  # an inference tensor
+        artefact = quantplug.quantize(model, (made,), backend, [made], progress=False)
+        inside = artefact(made)
+    assert torch.equal(inside, expected(X))
+    assert torch.equal(artefact(X), expected(X))
+    assert torch.equal(artefact.reference(X), expected.reference(X))
+
+
+def inference_model():
+    with torch.inference_mode():
+        return small()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (lambda: {"model": small().to("meta")}, "of the model is on the device 'meta'"),
+        (lambda: {"model": inference_model()}, r"was made in torch.inference_mode\(\)"),
+        (lambda: {"example_inputs": (X.to("meta"),)}, "An example input is on the device 'meta'"),
+        (lambda: {"calibration": [X.to("meta")]}, "is on the device 'meta', which holds no numbers"),
+        (lambda: {"config": "c" * 300}, "c{60}...c{60}'"),
+        (lambda: {"backend": quantplug.get_quantizer("x86").set_module_name("m" * 300, None)}, "m{60}...m{60}'"),
+    ],
+    ids=["meta model", "inference model", "meta example", "meta batch", "long config", "long scope"],
+)
+def test_what_holds_no_numbers_and_names_without_end_are_one_short_sentence(arguments, said):
+    given = {"model": small(), "example_inputs": (X,), "backend": "x86", "calibration": [X], "progress": False}
+    with pytest.raises(quantplug.QuantplugError, match=said) as error:
+        quantplug.quantize(**given | arguments())
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("backend", ["x86", "xnnpack", "openvino"])
+def test_a_program_says_what_is_wrong_with_an_input_in_a_short_sentence(backend):
+    artefact = quantplug.quantize(small(), (X,), backend, [X], progress=False)
+    for wrong, said in ((X.to("meta"), "on the device 'meta'"), (X.numpy().repeat(30, 3), "ndarray")):
+        with pytest.raises(quantplug.QuantplugError, match=said) as error:
+            artefact(wrong)
+        assert "\n" not in str(error.value)
+        assert len(str(error.value)) < 500
+    assert artefact(X).shape == artefact.reference(X).shape

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantizer
 
 from quantplug.core.bias_correction import SAMPLES, correct_biases
@@ -72,6 +73,7 @@ class Artefact:
         return self.program.nbytes
 
 
+@torch.inference_mode(False)
 def quantize(
     model: nn.Module | torch.export.ExportedProgram,
     example_inputs: tuple[Any, ...] | None = None,
@@ -199,7 +201,7 @@ def _examples(model: Any, inputs: Any, keywords: Mapping[str, Any] | None) -> tu
         own = model.example_inputs if isinstance(model, torch.export.ExportedProgram) else None
         if own is None:
             raise ConfigError("quantize was given no example inputs; pass example_inputs=(x,) or example_kwargs={...}.")
-        return tuple(own[0]), dict(own[1])
+        return _ordinary(tuple(own[0])), _ordinary(dict(own[1]))
     if isinstance(inputs, Tensor):
         inputs = (inputs,)
     if not isinstance(inputs, tuple | list | None):
@@ -207,7 +209,31 @@ def _examples(model: Any, inputs: Any, keywords: Mapping[str, Any] | None) -> tu
             f"example_inputs takes a tuple of inputs, found {type(inputs).__name__}; pass (x,) for one input, or "
             "example_kwargs={...} for inputs by name."
         )
-    return tuple(inputs or ()), dict(keywords or {})
+    return _ordinary(tuple(inputs or ())), _ordinary(dict(keywords or {}))
+
+
+def _ordinary(inputs: Any) -> Any:
+    """Returns inputs that export can trace: tensors made in inference mode are copied.
+
+    Raises:
+        ConfigError: a tensor has no numbers.
+    """
+    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(inputs)):
+        raise ConfigError("An example input is on the device 'meta', which holds no numbers; pass real tensors.")
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor.is_inference() else tensor, inputs)
+
+
+def _require_weights(model: nn.Module) -> None:
+    for name, held in (*model.named_parameters(), *model.named_buffers()):
+        if held.is_meta:
+            raise ModelError(
+                f"'{name}' of the model is on the device 'meta', which holds no numbers; load its weights."
+            )
+        if held.is_inference():
+            raise ModelError(
+                f"'{name}' of the model was made in torch.inference_mode(), where export cannot follow it; make the "
+                "model outside of it."
+            )
 
 
 def export(
@@ -233,6 +259,7 @@ def export(
         return model.module()
     if not isinstance(model, nn.Module):
         raise ModelError(f"quantize takes an nn.Module or an exported program, found {type(model).__name__}.")
+    _require_weights(model)
     in_training = any(module.training for module in model.modules())
     evaluated = copy.deepcopy(model).eval() if in_training else model
     keywords = dict(example_kwargs or {})
