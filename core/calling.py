@@ -40,9 +40,20 @@ def by_position(model: fx.GraphModule) -> fx.GraphModule:
     args, kwargs = given.in_spec.children()
     positional = pytree.TreeSpec(tuple, None, [*args.children(), *kwargs.children()])
     nothing = pytree.tree_structure({})
-    duplicate.graph.set_codegen(_with_inputs(duplicate.graph, pytree.TreeSpec(tuple, None, [positional, nothing])))
+    duplicate.graph.set_codegen(_with(duplicate.graph, in_spec=pytree.TreeSpec(tuple, None, [positional, nothing])))
     duplicate.recompile()
     return duplicate
+
+
+def return_flat(model: fx.GraphModule, leaves: Sequence[Any]) -> pytree.TreeSpec:
+    """Lets a graph module return a tuple of these nodes; returns the structure of what it returned before."""
+    output, given = model.graph.output_node(), _described(model.graph)
+    structure = pytree.tree_structure(output.args[0]) if given is None else given.out_spec
+    output.args = (tuple(leaves),)
+    if given is not None:
+        model.graph.set_codegen(_with(model.graph, out_spec=pytree.tree_structure(tuple(leaves))))
+    model.recompile()
+    return structure
 
 
 def in_order(names: Sequence[str], inputs: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -71,7 +82,7 @@ def in_order(names: Sequence[str], inputs: Sequence[Any], keywords: Mapping[str,
     return (*inputs, *(keywords[name] for name in left))
 
 
-# How a graph flattens its inputs stands only in its code generator, which has no public name.
+# How a graph flattens its inputs and outputs stands only in its code generator, which has no public name.
 def _described(graph: fx.Graph) -> Any:
     return getattr(graph._codegen, "pytree_info", None)
 
@@ -81,7 +92,7 @@ def _structure(model: fx.GraphModule) -> pytree.TreeSpec | None:
     return None if found is None else found.in_spec
 
 
-def _with_inputs(graph: fx.Graph, structure: pytree.TreeSpec) -> Any:
+def _with(graph: fx.Graph, **structures: pytree.TreeSpec) -> Any:
     codegen = copy.copy(graph._codegen)
-    codegen.pytree_info = codegen.pytree_info._replace(in_spec=structure)  # type: ignore[attr-defined]
+    codegen.pytree_info = codegen.pytree_info._replace(**structures)  # type: ignore[attr-defined]
     return codegen

@@ -25,6 +25,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.export.pt2_archive import PT2ArchiveWriter
 
 from quantplug.core.errors import ArtefactError, shown
+from quantplug.core.structures import is_plain_structure
 
 _REMEDY = "read it with trust (`--trust`, `trust=True`) if you know who wrote it"
 _MODEL, _INPUTS = "models/model.json", "data/sample_inputs/model.pt"
@@ -135,7 +136,6 @@ _SIZE_FUNCTIONS = frozenset(
     ]
 )
 _ATTRIBUTES = frozenset(["size", "stride", "storage_offset", "shape", "dim", "numel", "isnan"])
-_FACTORIES = frozenset(["list", "dict", "int", "float", "set", "tuple", "str", "bool"])
 _KEPT_METADATA = frozenset({"nn_module_stack", "source_fn_stack", "torch_fn"})
 _PLAIN = re.compile(r"[\w .:/@<>|#+*,=$\[\]-]*")
 _DOTTED = re.compile(r"\w+(\.\w+)*")
@@ -359,24 +359,7 @@ def _is_harmless(node: ast.AST, functions: frozenset[str]) -> bool:
 
 
 def _is_tree(text: str) -> bool:
-    """Tells whether a structure consists of plain containers, and of types that the running program registered."""
-    if not text:
-        return True
-    try:
-        protocol, tree = json.loads(text)
-        return isinstance(protocol, int) and _is_plain_tree(tree)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return False
-
-
-def _is_plain_tree(tree: dict[str, Any]) -> bool:
-    context = tree["context"]
-    if tree["type"] == "collections.defaultdict":
-        if context["default_factory_module"] != "builtins" or context["default_factory_name"] not in _FACTORIES:
-            return False
-    elif isinstance(context, str) and '"__enum__"' in json.dumps(json.loads(context)):
-        return False
-    return all(map(_is_plain_tree, tree["children_spec"]))
+    return not text or is_plain_structure(text)
 
 
 _ACCEPTS = {

@@ -101,7 +101,7 @@ def _quantize_defects(node: fx.Node) -> Iterator[str]:
     for user in node.users:
         if user.target not in DEQUANTIZE_OPS:
             yield f"{describe(node)} is read by {describe(user)}, which is no dequantize node."
-        elif user.target not in AFFINE_OPS and not _same(node.args[1:], user.args[1:]):
+        elif user.target not in AFFINE_OPS and not _same(node.args[1:], user.args[1 : len(node.args)]):
             yield f"{describe(user)} has other parameters than {describe(node)}, which it reads."
     yield from _parameter_defects(node)
 

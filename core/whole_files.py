@@ -9,6 +9,7 @@ import torch
 
 from quantplug.core.blank import shrunk
 from quantplug.core.errors import ArtefactError
+from quantplug.core.structures import structure_text
 
 
 def require_writable(path: Path) -> None:
@@ -58,7 +59,13 @@ def write_content(path: str | Path, content: bytes) -> Path:
 
 
 def exported_content(exported: torch.export.ExportedProgram, extra_files: dict[str, Any] | None = None) -> bytes:
-    """Returns a `.pt2` file without the data of example inputs; torch's own writer of files aborts on a full disk."""
+    """Returns a `.pt2` file without the data of example inputs; torch's own writer of files aborts on a full disk.
+
+    Raises:
+        ArtefactError: the model takes or returns containers that a file cannot name.
+    """
+    for structure in exported.call_spec:
+        structure_text(structure)  # torch's writer would raise in its midst
     args, kwargs = exported.example_inputs or ((), {})
     exported.example_inputs = (shrunk(args), shrunk(kwargs))
     buffer = io.BytesIO()

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from quantplug.core.calling import in_order, input_names
 from quantplug.core.errors import LoweringError, shown
+from quantplug.core.structures import structure_of, structure_text
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Signature:
     def to_json(self) -> dict[str, Any]:
         """Returns the signature as what `json` writes."""
         return {
-            "structure": pytree.treespec_dumps(self.structure),
+            "structure": structure_text(self.structure),
             "inputs": [_written(each) for each in self.inputs],
             "names": list(self.names),
         }
@@ -125,7 +126,7 @@ class Signature:
     @classmethod
     def from_json(cls, written: dict[str, Any]) -> "Signature":
         """Returns the signature that `to_json` gave."""
-        structure = pytree.treespec_loads(written["structure"])
+        structure = structure_of(written["structure"])
         return cls(tuple(map(_read, written["inputs"])), structure, tuple(written["names"]))
 
 

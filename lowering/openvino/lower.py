@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.export.graph_signature import ConstantArgument, OutputKind
 
 from quantplug.core.boundaries import is_dequantize
 from quantplug.core.errors import LoweringError, first_line
@@ -28,6 +27,7 @@ from quantplug.core.graph import (
 )
 from quantplug.core.pattern import Match, op, value
 from quantplug.lowering.open_sizes import open_sizes
+from quantplug.lowering.openvino.outputs import make_distinct
 from quantplug.lowering.openvino.program import OpenVINOProgram, runtime
 from quantplug.lowering.openvino.state import Variable, expose
 from quantplug.lowering.placement import record
@@ -82,6 +82,7 @@ def lower(
     apply(module.graph, GIVEN)
     apply(module.graph, OUTPUTS)
     apply(module.graph, NARROW)
+    outputs = make_distinct(module)
     finish(module)
     # As the graph has them: the user's own may name parameters that it has no longer, or sizes that got a condition.
     shapes = None if dynamic_shapes is None else open_sizes(module.graph, example_inputs) or dynamic_shapes
@@ -90,8 +91,7 @@ def lower(
         decoder, variables = _decoder(exported, is_dynamic=dynamic_shapes is not None)
         model, signature = openvino.convert_model(decoder), Signature.of_exported(exported)
         _drop_fixed(model, signature)
-        out_spec, fixed = exported.call_spec.out_spec, _fixed_outputs(exported)
-        program = OpenVINOProgram(model, signature, out_spec, options, pair, fixed, variables)
+        program = OpenVINOProgram(model, signature, outputs, options, pair, variables)
         program(*example_inputs)
         program.restart()
     except LoweringError:
@@ -167,12 +167,6 @@ def _drop_fixed(model: Any, signature: Signature) -> None:
     for parameter, given in zip(parameters, signature.inputs, strict=False):  # those of the state follow
         if isinstance(given, FixedInput):
             model.remove_parameter(parameter)
-
-
-def _fixed_outputs(exported: torch.export.ExportedProgram) -> dict[int, Any]:
-    """Returns the outputs by position that are no tensors, which the graph holds as they are."""
-    specs = [spec for spec in exported.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
-    return {place: spec.arg.value for place, spec in enumerate(specs) if isinstance(spec.arg, ConstantArgument)}
 
 
 def _reason(error: Exception) -> str:

@@ -8,16 +8,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import ArtefactError, LoweringError, first_line
 from quantplug.core.whole_files import write_content
+from quantplug.lowering.openvino.outputs import Outputs
 from quantplug.lowering.openvino.state import Variable
 from quantplug.lowering.program import LoweredOp, Program, require_folder
 from quantplug.lowering.signature import Signature
@@ -52,7 +51,6 @@ class OpenVINOProgram(Program):
         options: properties of the CPU plugin that were asked for.
         pair: how large the sum of two products can get; beyond 16 bits the kernels need a processor with VNNI.
         variables: the buffers that the model writes; OpenVINO takes them as last inputs and returns their next values.
-        fixed: outputs by position that are no tensors, such as None; OpenVINO has none of them.
         compiled: the `openvino.CompiledModel`; its runtime model shows every kernel.
         ops: every compute operator of the q/dq graph with its placement.
     """
@@ -61,14 +59,13 @@ class OpenVINOProgram(Program):
         self,
         model: Any,
         signature: Signature,
-        out_spec: pytree.TreeSpec,
+        outputs: Outputs,
         options: Mapping[str, Any] | None = None,
         pair: int = 0,
-        fixed: Mapping[int, Any] = MappingProxyType({}),
         variables: Sequence[Variable] = (),
     ) -> None:
-        self.model, self.pair, self.fixed = model, pair, dict(fixed)
-        self._signature, self._out_spec = signature, out_spec
+        self.model, self.pair = model, pair
+        self._signature, self._outputs = signature, outputs
         self.options = dict(options or {})
         defaults = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
         self.compiled = runtime().compile_model(model, "CPU", {**defaults, **self.options})
@@ -88,10 +85,7 @@ class OpenVINOProgram(Program):
         results = self._request.infer([*arrays, *self._state], share_inputs=True)
         values = [torch.from_numpy(results[port]) for port in self.compiled.outputs]
         self._state = [values[variable.output].numpy().copy() for variable in self.variables]
-        computed = iter(values)
-        places = range(self._out_spec.num_leaves)
-        outputs = [self.fixed[place] if place in self.fixed else next(computed) for place in places]
-        return pytree.tree_unflatten(outputs, self._out_spec)
+        return self._outputs.of(values)
 
     def restart(self) -> None:
         """Puts the buffers that the program writes (a cache, a counter) back to what the model began with."""
@@ -141,7 +135,7 @@ class OpenVINOProgram(Program):
                 model = openvino.Core().read_model(archive.read(_GRAPH), archive.read(_WEIGHTS))
                 settings = json.loads(archive.read(_SETTINGS))
                 signature = Signature.from_json(settings["signature"])
-                out_spec = pytree.treespec_loads(settings["out_spec"])
+                outputs = Outputs.from_json(settings["outputs"])
                 with np.load(io.BytesIO(archive.read(_STATE)), allow_pickle=False) as state:
                     places = settings["variables"].items()
                     variables = [Variable(name, torch.from_numpy(state[name]), place) for name, place in places]
@@ -153,10 +147,7 @@ class OpenVINOProgram(Program):
         reason = pair_objection(settings["pair"])
         if reason is not None:
             raise ArtefactError(f"'{path}' would give wrong numbers here: {reason}.")
-        fixed = dict(settings["fixed"])
-        return cls(
-            model, signature, out_spec, {**settings["options"], **(options or {})}, settings["pair"], fixed, variables
-        )
+        return cls(model, signature, outputs, {**settings["options"], **(options or {})}, settings["pair"], variables)
 
     @property
     def nbytes(self) -> int:
@@ -172,10 +163,9 @@ class OpenVINOProgram(Program):
                 archive.write(file, file.name)
             settings = {
                 "signature": self._signature.to_json(),
-                "out_spec": pytree.treespec_dumps(self._out_spec),
+                "outputs": self._outputs.to_json(),
                 "options": self.options,
                 "pair": self.pair,
-                "fixed": list(self.fixed.items()),
                 "variables": {variable.name: variable.output for variable in self.variables},
             }
             state = io.BytesIO()

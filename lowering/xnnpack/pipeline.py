@@ -19,6 +19,7 @@ from quantplug.core.constants import written_buffers
 from quantplug.core.decision import decision
 from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.graph import compute_nodes, require_graph_module
+from quantplug.core.structures import without_unnamed
 from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.program import LoweredOp
 from quantplug.lowering.scopes import require_no_autocast
@@ -225,6 +226,8 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
     with recorded_kernel_calls() as calls:
         try:
             exported = torch.export.export(task.working, task.inputs, dynamic_shapes=task.dynamic_shapes)
+            structure = exported.call_spec.out_spec
+            _returned_by_file(exported, without_unnamed(structure))
             edge = to_edge_transform_and_lower(
                 exported,
                 # The stock ones drop the no-op expands around every matmul.
@@ -243,7 +246,14 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
     ops = [_noted(_outside(op, legal.portable, others), legal.notes) for op in ops]
     require_capacity(exported, emitted.executorch_program)
     method, signature = Method(emitted.buffer, task.threads), Signature.of_exported(exported)
-    return XNNPACKProgram(method, ops, counts, signature, exported.call_spec.out_spec)
+    return XNNPACKProgram(method, ops, counts, signature, structure)
+
+
+def _returned_by_file(exported: torch.export.ExportedProgram, structure: pytree.TreeSpec) -> None:
+    """A `.pte` returns its outputs flat, but ExecuTorch writes their structure down beside them."""
+    signature = exported.module_call_graph[0].signature
+    assert signature is not None  # that of the whole program
+    signature.out_spec = structure
 
 
 def _starting_from_state(program: torch.export.ExportedProgram) -> Any:

@@ -246,11 +246,14 @@ def test_r15_integer_bias_is_derived_from_the_folded_weight():
     assert (converted(x) - prepared(x)).abs().max() <= 1.01 * step
 
 
-def test_trained_integers_are_the_stored_integers():
-    """The weight is folded by the operators of training, so no rounding flips (torchao folds by another formula)."""
+@pytest.mark.parametrize("exact_roots", [True, False])
+def test_trained_integers_are_the_stored_integers(exact_roots):
+    """But on the border between two: training, as torchao's, divides by a root where folding takes its reciprocal."""
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64))
-    module[1].running_var.uniform_(0.2, 4)
+    module = nn.Sequential(nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64, momentum=0, eps=2.0**-16))
+    module[1].running_var.copy_(torch.tensor([0.25, 1, 4])[torch.arange(64) % 3] - 2.0**-16)
+    if not exact_roots:
+        module[1].running_var.uniform_(0.2, 4)
     nn.init.uniform_(module[1].weight, 0.2, 3)
     prepared = prepare_qat_pt2e(exported(module, torch.randn(2, 64, 6, 6)), PieceQuantizer())
     prepared(torch.randn(2, 64, 6, 6))
@@ -263,7 +266,10 @@ def test_trained_integers_are_the_stored_integers():
     converted = convert_pt2e(prepared)
     weight = next(n for n in converted.graph.nodes if n.target in PRODUCERS).args[1]
     scale, stored = (converted.get_buffer(str(n.target)) for n in (weight.args[1], weight.args[0]))
-    assert torch.equal(stored * scale.float().reshape(-1, 1, 1, 1), used[0])
+    steps = used[0] / scale.float().reshape(-1, 1, 1, 1)
+    moved = (stored - steps).abs().round()
+    assert moved.max() <= (0 if exact_roots else 1)
+    assert moved.count_nonzero() <= 3e-4 * moved.numel()
 
 
 def test_stored_integers_are_those_of_torchs_own_folding():

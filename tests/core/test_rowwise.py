@@ -14,6 +14,7 @@ from quantplug.annotators.presets import get_symmetric_quantization_config, per_
 from quantplug.core.compare import sqnr
 from quantplug.core.errors import AnnotationError, ConfigError
 from quantplug.core.plan import Plan, plan_of
+from quantplug.core.reference import is_reference_quantized, reference_defects
 from quantplug.core.rowwise import RowFakeQuantize, RowObserver, granularity_of, quantize_dequantize
 from quantplug.core.sharing import specs_equal, tensor_key
 from quantplug.core.verify import verify_annotations
@@ -161,3 +162,15 @@ def test_q16_dynamic_training_sees_the_rows_that_the_program_will_have(options):
     for row in range(len(x)):
         assert sqnr(converted(x)[row], trained[row].detach()) > 35.0
     assert "per row" in quantplug.explain(converted).row("linear").how
+
+
+@pytest.mark.parametrize("config", ["int8_dynamic", "int4_dynamic_groups"])
+def test_a_graph_of_scales_by_row_is_a_reference_quantized_model(config):
+    x = torch.randn(4, 64)
+    prepared = quantplug.prepare_pt2e(
+        exported(nn.Linear(64, 8), x), quantplug.get_quantizer("xnnpack").set_global(config)
+    )
+    converted = quantplug.convert_pt2e(prepared)
+    assert any("token" in str(node.target) for node in converted.graph.nodes)
+    assert reference_defects(converted) == []
+    assert is_reference_quantized(converted)

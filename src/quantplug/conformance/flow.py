@@ -27,7 +27,7 @@ from quantplug.core.graph import module_path
 from quantplug.core.limits import VIOLATIONS_KEY, Violation
 from quantplug.core.plan import plan_of
 from quantplug.core.prepare import prepare_pt2e, prepare_qat_pt2e
-from quantplug.core.qdq import DEQUANTIZE_OPS, QUANTIZE_OPS
+from quantplug.core.qdq import CHOOSE_OPS, DEQUANTIZE_OPS, QUANTIZE_OPS
 from quantplug.core.reference import differences
 from quantplug.lowering.program import Program
 from quantplug.lowering.reference import EmulatedProgram
@@ -35,6 +35,7 @@ from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.quantizer import BackendQuantizer
 
 Made = TypeVar("Made")
+_CONVERSIONS = frozenset([*CHOOSE_OPS, *QUANTIZE_OPS, *DEQUANTIZE_OPS])
 
 
 def quantizer_of(backend: Backend, config: QuantizationConfig | str | None = None) -> BackendQuantizer:
@@ -249,4 +250,6 @@ def _upstream(root: fx.Node, constants: Set[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _computes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace != "quantized_decomposed"
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target in _CONVERSIONS:
+        return False
+    return node.target.namespace != "quantized_decomposed"

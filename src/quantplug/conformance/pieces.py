@@ -150,6 +150,8 @@ class Piece(nn.Module):
         name = f"constant{len(list(self.parameters())) + len(list(self.buffers()))}"
         values = torch.randn(wanted.sizes, generator=self._random)
         values = values.abs() + 0.5 if getattr(wanted, "positive", False) else values
+        if few := getattr(wanted, "values", ()):
+            values = torch.tensor(few)[torch.randint(len(few), wanted.sizes, generator=self._random)]
         if getattr(wanted, "is_buffer", False):
             self.register_buffer(name, values)
         else:

@@ -49,11 +49,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Constant:
-    """A parameter, or a buffer such as running statistics; variances are positive."""
+    """A parameter, or a buffer such as running statistics, drawn from a normal distribution or from a few values."""
 
     sizes: tuple[int, ...]
     positive: bool = False
     is_buffer: bool = False
+    values: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,13 @@ def _embedding(sample: Sample, known: Known) -> Operands:
 
 def _batch_norm(sample: Sample, known: Known) -> Operands:
     shape = _shape(known, "input", sample.image)
-    numbers = {"training": False, "momentum": 0.1, "eps": 1e-5, "cudnn_enabled": False}
+    numbers = {"training": False, "momentum": 0.1, "eps": 2.0**-16, "cudnn_enabled": False}
     affine = {"weight": Constant((shape[1],), positive=True), "bias": Constant((shape[1],))}
-    mean, variance = Constant((shape[1],), is_buffer=True), Constant((shape[1],), positive=True, is_buffer=True)
+    # Training divides by a root, folding multiplies by its reciprocal; with exact roots no weight depends on which.
+    eps = float(known.get("eps", numbers["eps"]))
+    variances = tuple(square - eps for square in (0.25, 1.0, 4.0))
+    mean = Constant((shape[1],), is_buffer=True)
+    variance = Constant((shape[1],), is_buffer=True, values=variances)
     return {"input": Shape(shape), **affine, "running_mean": mean, "running_var": variance, **numbers}
 
 

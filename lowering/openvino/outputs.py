@@ -1,0 +1,86 @@
+"""Outputs as OpenVINO takes them: tensors, each once.
+
+Before: a graph that returns anything in any structure. After: it returns its distinct tensors, flat. OpenVINO's front
+end knows no numbers, text or None among outputs, and takes no tensor twice; to it a copy is the tensor itself.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from quantplug.core.calling import return_flat
+from quantplug.core.errors import ArtefactError, shown
+from quantplug.core.structures import structure_of, structure_text
+
+_ATEN = torch.ops.aten
+_COPIES = (_ATEN.clone.default, _ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh_copy.default)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a model returns, from what OpenVINO computes.
+
+    Attributes:
+        structure: the containers.
+        computed: for each leaf the position of the tensor among OpenVINO's outputs; None for a leaf that is no tensor.
+        fixed: the leaves that are no tensors, by their positions.
+    """
+
+    structure: pytree.TreeSpec
+    computed: Sequence[int | None]
+    fixed: Mapping[int, Any] = field(default_factory=dict)
+
+    def of(self, tensors: Sequence[Tensor]) -> Any:
+        """Returns what the model returns; a tensor that it returns twice is two tensors."""
+        seen: set[int] = set()
+        leaves: list[Any] = []
+        for place, index in enumerate(self.computed):
+            if index is None:
+                leaves.append(self.fixed[place])
+            else:
+                leaves.append(tensors[index].clone() if index in seen else tensors[index])
+                seen.add(index)
+        return pytree.tree_unflatten(leaves, self.structure)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the outputs as what `json` writes.
+
+        Raises:
+            ArtefactError: a container or a fixed leaf is of a type that a file cannot name.
+        """
+        for value in self.fixed.values():
+            if not isinstance(value, str | int | float | bool | None):
+                raise ArtefactError(f"An output is {shown(value)}, which a file cannot hold; return tensors.")
+        return {
+            "structure": structure_text(self.structure),
+            "computed": list(self.computed),
+            "fixed": list(self.fixed.items()),
+        }
+
+    @classmethod
+    def from_json(cls, written: dict[str, Any]) -> "Outputs":
+        """Returns the outputs that `to_json` gave."""
+        return cls(structure_of(written["structure"]), written["computed"], dict(written["fixed"]))
+
+
+def make_distinct(module: fx.GraphModule) -> Outputs:
+    """Lets an exported graph return each of its tensors once; the graph is changed in place."""
+    leaves = pytree.tree_leaves(module.graph.output_node().args[0])
+    sources = [_source(leaf) if isinstance(leaf, fx.Node) else None for leaf in leaves]
+    # In the order in which they are returned first.
+    returned = {source: leaf for leaf, source in reversed([*zip(leaves, sources, strict=True)]) if source is not None}
+    order = [source for source in dict.fromkeys(sources) if source is not None]
+    computed = [None if source is None else order.index(source) for source in sources]
+    fixed = {place: leaf for place, leaf in enumerate(leaves) if sources[place] is None}
+    return Outputs(return_flat(module, [returned[source] for source in order]), computed, fixed)
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """Returns the node that computes what a node is a copy of."""
+    while node.target in _COPIES:
+        (node,) = node.all_input_nodes
+    return node
