@@ -9,6 +9,7 @@ decision has been made, so an error leaves the graph as it was.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -55,6 +56,7 @@ def annotate(
     owner: str,
     *,
     strict: bool = True,
+    without: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Found[Annotator]]:
     """Annotates a graph: match, check, decide, then write.
 
@@ -65,6 +67,7 @@ def annotate(
         owner: the backend's name, for the report.
         strict: whether a spec that breaks a limit of the kernels is an error; if not, the operator stays
             float and the report says why.
+        without: why the backend has no rule for an operator, by its name in ATen, for the report.
 
     Returns:
         The pieces that were annotated, in graph order.
@@ -75,7 +78,7 @@ def annotate(
     """
     ends = model.meta.get(BOUNDARY_KEY, BoundaryDTypes())
     work = _Decisions(model.graph, owner, choose, changed_under_other_names(model.graph), ends)
-    index = PatternIndex((a, label, pattern) for a in annotators for label, pattern in a.patterns)
+    index = PatternIndex(((a, label, pattern) for a in annotators for label, pattern in a.patterns), without)
     findings = index.find(model.graph, work.accept)
     carried_out = [found for found in findings.found if work.carry_out(found)]
     for found in better_float(carried_out, work.is_quantized, work.reads):

@@ -5,8 +5,9 @@ may be carried out, and for every other root the nearest miss. The time is linea
 graph: a pattern is tried only at nodes whose operator can be its root.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Generic, TypeAlias, TypeVar
 
 from torch import fx
@@ -68,7 +69,16 @@ class PatternIndex(Generic[Owner]):
         PatternError: a pattern has no operator as its root.
     """
 
-    def __init__(self, declared: Iterable[tuple[Owner, str, Pattern]]) -> None:
+    def __init__(
+        self, declared: Iterable[tuple[Owner, str, Pattern]], without: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Sorts patterns.
+
+        Args:
+            declared: owner, label and pattern.
+            without: why no pattern ends in an operator, by its name in ATen such as "bmm".
+        """
+        self._without = without
         self._by_root: dict[Target, list[tuple[int, Owner, str, Pattern]]] = {}
         self._inside: dict[Target, list[str]] = {}
         for order, (owner, label, pattern) in enumerate(declared):
@@ -112,7 +122,8 @@ class PatternIndex(Generic[Owner]):
         inside = self._inside.get(node.target, [])  # type: ignore[arg-type]
         if inside:
             return NearMiss(inside[0], f"{node.target} is quantized only as part of {', '.join(sorted(set(inside)))}")
-        return NearMiss("", f"no rule ends in {node.target}")
+        reason = self._without.get(str(getattr(node.target, "__name__", "")).partition(".")[0])
+        return NearMiss("", f"no rule ends in {node.target}" + (f": {reason}" if reason else ""))
 
 
 def _claim(

@@ -168,7 +168,8 @@ def _tell_if_all_float(prepared: fx.GraphModule, quantizer: Quantizer) -> None:
     said = f"{type(quantizer).__name__} quantizes none of the model's {len(nodes)} operators ({why}); {remedy}"
     if getattr(quantizer, "strict", False):
         raise ModelError(f"{said}, or pass strict=False.")
-    warnings.warn(f"{said}.", UserWarning, stacklevel=3)
+    # Of the caller: behind this function, the one that calls it and its decorator.
+    warnings.warn(f"{said}.", UserWarning, stacklevel=4)
 
 
 def _other_float_type(nodes: list[fx.Node]) -> torch.dtype | None:

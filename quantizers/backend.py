@@ -47,6 +47,8 @@ class Backend:
             of their own; empty for no limits.
         kernels: the kernel set that emulates its kernels bit for bit, or its name: "xnnpack", "x86" or
             "package.module:SET"; None where there is no emulation. The conformance kit compares the two.
+        without: why there is no row for an operator that users may ask after, by its name in ATen such as "bmm";
+            reports say it.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Backend:
     summary: str = ""
     dtypes: tuple[DTypeConfig, ...] = ()
     kernels: str | KernelSet | None = None
+    without: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:

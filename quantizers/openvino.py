@@ -43,12 +43,18 @@ INTEGER_PRODUCTS = (
     _around_zero(matmul("bmm", "matmul", activations=("softmax", "sigmoid"))).where(_no_overflow).writing_float(),
 )
 
+_PRODUCTS = (
+    "OpenVINO computes a whole attention in one float kernel; a backend derived with add=INTEGER_PRODUCTS has int8 "
+    "products"
+)
+
 OPENVINO = derive(
     X86,
     "openvino",
     summary="x86 through OpenVINO's compiler (needs the extra 'openvino')",
     configs={name: X86.configs[name] for name in STATIC},
     lowering="quantplug.lowering.openvino:lower",
+    without=dict.fromkeys(("bmm", "matmul", "scaled_dot_product_attention"), _PRODUCTS),
 )
 
 

@@ -185,7 +185,7 @@ class BackendQuantizer(Quantizer):
         if silent:
             raise ConfigError(f"Backend '{self.backend.name}': {'; '.join(silent)}; correct it or pass strict=False.")
         choose = _in_training(scopes.choose) if model.meta.get(TRAINING_KEY) else scopes.choose
-        annotate(model, self.backend.rows, choose, self.backend.name, strict=self.strict)
+        annotate(model, self.backend.rows, choose, self.backend.name, strict=self.strict, without=self.backend.without)
         return model
 
     def validate(self, model: fx.GraphModule) -> None:

@@ -44,6 +44,7 @@ WIDE_RANGES = (
     own_range("exp", "log", "sqrt", "rsqrt", "square", "floor", "ceil", "sin", "cos"),
 )
 
+_PRODUCTS = "XNNPACK multiplies two activations in float only"
 _COPIES = tuple(name for name in COPIES if name != "repeat")  # there is no kernel that repeats
 
 # All operators without weights. The backend leaves those float that carry the state of a recurrent layer. One that
@@ -105,6 +106,7 @@ XNNPACK = Backend(
     lowering="quantplug.lowering.xnnpack:lower",
     kernels="xnnpack",
     transforms=ALL,
+    without=dict.fromkeys(("bmm", "matmul"), _PRODUCTS),
 )
 
 

@@ -137,7 +137,7 @@ def quantize(
         samples = SAMPLES if correct_bias is True else correct_bias
         correction = correct_biases(prepared, calibration, samples, inputs=inputs)
         if not correction:
-            warnings.warn(str(correction), stacklevel=2)
+            warnings.warn(str(correction), stacklevel=3)
     reference = convert_pt2e(prepared)
     values = quantized_inputs(reference, in_order(input_names(reference), args, kwargs))
     program = target.lower(reference, values, dynamic_shapes=dynamic_shapes, **lowering)
