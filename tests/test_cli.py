@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from quantplug import cli, flow
+from quantplug.core.compare import sqnr
+from quantplug.lowering.x86 import X86Program
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,68 @@ def run(monkeypatch, capsys, files):
         return ended.value.code or 0, printed.out, printed.err
 
     return call
+
+
+class Reader(nn.Module):
+    """Takes its inputs as Hugging Face's models do: by name, some in containers, one a switch."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.linear = nn.Embedding(10, 16), nn.Linear(16, 4)
+
+    def forward(self, ids, *, mask=None, extra=None, doubled=True):
+        found = self.table(ids) * mask.unsqueeze(-1)
+        found = found + extra["shift"]
+        return {"logits": self.linear(found * 2 if doubled else found)}
+
+
+@pytest.fixture(scope="module")
+def by_name(files):
+    torch.manual_seed(0)
+    model = Reader().eval()
+    ids, mask, shift = torch.randint(0, 10, (2, 5)), torch.ones(2, 5), torch.randn(2, 5, 16)
+    inputs = {"mask": mask, "extra": {"shift": shift}, "doubled": True}
+    torch.export.save(torch.export.export(model, (ids,), inputs), files / "named.pt2")
+    arrays = {"mask": np.ones((6, 5), np.float32), "ids": np.random.default_rng(0).integers(0, 10, (6, 5))}
+    arrays["extra_shift"] = 100 * np.random.default_rng(0).standard_normal((6, 5, 16)).astype(np.float32)
+    np.savez(files / "named.npz", **arrays)
+    np.savez(files / "typo.npz", **{name.replace("mask", "maks"): array for name, array in arrays.items()})
+    return model, arrays
+
+
+def test_a_model_exported_by_keywords_is_quantized_with_arrays_by_name(run, files, by_name):
+    model, arrays = by_name
+    code, _, errors = run("quantize named.pt2 --backend x86 --calibration named.npz --out named_x86.pt2 --limit 3")
+    assert (code, errors) == (0, "")
+    loaded = X86Program.load(files / "named_x86.pt2")
+    for start in (0, 4):
+        ids, mask, shift = (torch.from_numpy(arrays[n][start : start + 2]) for n in ("ids", "mask", "extra_shift"))
+        expected = model(ids, mask=mask, extra={"shift": shift})["logits"]
+        found = loaded(ids, mask=mask, extra={"shift": shift}, doubled=True)["logits"]
+        assert sqnr(found, expected) > 30  # the ranges are those of the file: its shifts are 100 times the examples'
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("typo.npz", "holds the array 'maks', the model's inputs are ['ids', 'mask', 'extra_shift']"),
+        ("two.npz", "write it with numpy.savez(path, ids=array, mask=array, extra_shift=array)"),
+    ],
+)
+def test_arrays_of_other_names_are_one_sentence(run, files, by_name, data, said):
+    code, _, errors = run(f"quantize named.pt2 --calibration {data} --out never.pte")
+    assert code == 2
+    assert said in " ".join(errors.split())
+    assert not (files / "never.pte").exists()
+
+
+def test_quantize_corrects_biases_with_as_many_samples_as_asked(run, monkeypatch):
+    seen = []
+    monkeypatch.setattr(flow, "correct_biases", lambda prepared, loader, samples, **_: seen.append(samples) or True)
+    line = "quantize model.pt2 --calibration data.npz --out biased.pte"
+    assert run(f"{line} --bias-samples 6")[0] == 0
+    assert run(f"{line} --correct-bias")[0] == 0
+    assert seen == [6, 128]
 
 
 def test_quantize_writes_a_program_that_loads_and_a_report(run, files):

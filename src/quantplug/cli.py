@@ -90,6 +90,9 @@ def quantize(
         bool,
         typer.Option("--correct-bias", help="Let biases undo the mean error of rounding."),
     ] = False,
+    bias_samples: Annotated[
+        int | None, typer.Option(min=1, help="Correct biases with so many calibration samples; 128 by default.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many calibration batches.")] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Samples of a batch; that of the export by default.")
@@ -99,7 +102,7 @@ def quantize(
 ) -> None:
     """Quantize an exported model and lower it to a backend's kernels."""
     from quantplug.core.whole_files import require_writable
-    from quantplug.files import example_inputs, load_batches, load_exported, require_apart
+    from quantplug.files import load_batches, load_exported, require_apart
     from quantplug.flow import quantize as quantize_model
     from quantplug.quantizers.registry import get_quantizer
 
@@ -114,7 +117,7 @@ def quantize(
     program = load_exported(model, trust=trust)
     batches = load_batches(calibration, program, batch_size) if calibration else None
     artefact = quantize_model(
-        program, example_inputs(program), backend, batches, chosen, limit=limit, correct_bias=correct_bias
+        program, None, backend, batches, chosen, limit=limit, correct_bias=bias_samples or correct_bias
     )
     artefact.save(out)
     _write_report(artefact.report, report, model.name)

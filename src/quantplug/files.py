@@ -4,7 +4,7 @@ Before: paths. After: exported programs and batches; every file that is missing,
 wrong kind is one sentence.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
 
+from quantplug.core.calling import input_names
 from quantplug.core.errors import ArtefactError, CalibrationError, shown
 from quantplug.core.exported_files import read_exported
 
@@ -53,34 +56,67 @@ class ArrayBatches:
     """Batches cut from arrays whose first axis counts samples; can be read any number of times.
 
     Attributes:
-        arrays: one tensor for each model input, in the order of the inputs.
+        arrays: one tensor for each tensor that the model takes, in the order of its inputs.
         size: samples of a batch; what is left over at the end is not used.
+        inputs: makes the model's inputs of one batch of the arrays.
     """
 
     arrays: tuple[Tensor, ...]
     size: int
+    inputs: Callable[[tuple[Tensor, ...]], Any]
 
     def __len__(self) -> int:
         return len(self.arrays[0]) // self.size
 
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+    def __iter__(self) -> Iterator[Any]:
         for start in range(0, len(self) * self.size, self.size):
-            yield tuple(array[start : start + self.size] for array in self.arrays)
+            yield self.inputs(tuple(array[start : start + self.size] for array in self.arrays))
+
+
+class _Inputs:
+    """What an exported program takes: tensors by name, in containers, beside values that export fixed.
+
+    Raises:
+        ArtefactError: the program carries no example inputs.
+    """
+
+    def __init__(self, program: torch.export.ExportedProgram) -> None:
+        if program.example_inputs is None:
+            raise ArtefactError("The exported program carries no example inputs; export it again.")
+        self._leaves, self._structure = pytree.tree_flatten(program.example_inputs)
+        self._parameters = input_names(program.module())
+        every = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+        self._places = [place for place, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+        self.names = [every[place] for place in self._places]
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the example inputs."""
+        tensors = (self._leaves[place] for place in self._places)
+        return next((len(tensor) for tensor in tensors if tensor.dim()), 1)
+
+    def __call__(self, tensors: tuple[Tensor, ...]) -> dict[str, Any]:
+        """Returns inputs by the names of the model's parameters."""
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        return {**dict(zip(self._parameters, args, strict=False)), **kwargs}
 
 
 def load_batches(path: Path, program: torch.export.ExportedProgram, batch_size: int | None) -> ArrayBatches:
     """Returns calibration batches from an `.npz` file, cut to the batch size of an exported program.
 
-    The arrays are taken by the names of the program's inputs, or in the order of the file.
+    The arrays are taken by the names of the program's inputs; those that were saved without names in their order.
 
     Args:
         path: the file; each array is [samples, ...].
-        program: its example inputs tell how many arrays are needed and their batch size.
+        program: its example inputs tell which arrays are needed and their batch size.
         batch_size: samples of a batch; None for that of the example inputs.
 
     Raises:
-        ArtefactError: the file is missing or no `.npz` file.
-        CalibrationError: it has the wrong number of arrays, or fewer samples than one batch.
+        ArtefactError: the file is missing or no `.npz` file, or the program carries no example inputs.
+        CalibrationError: it has other arrays than the program has inputs, or fewer samples than one batch.
     """
     _require_file(path, "calibration")
     try:
@@ -88,38 +124,28 @@ def load_batches(path: Path, program: torch.export.ExportedProgram, batch_size: 
             arrays = {name: torch.from_numpy(stored[name]) for name in stored.files}
     except Exception as error:
         raise ArtefactError(f"'{path}' is no .npz file of arrays ({error}); write it with numpy.savez.") from error
-    names = list(program.graph_signature.user_inputs)
-    if len(names) == 1 and len(arrays) == 1 and not set(arrays) <= {*names, "arr_0"}:
+    inputs = _Inputs(program)
+    if len(arrays) != len(inputs.names):
         raise CalibrationError(
-            f"'{path}' holds the array '{shown(next(iter(arrays)))}', the model's input is '{names[0]}'; "
-            f"write it with numpy.savez(path, {names[0]}=array), or without a name."
+            f"'{path}' holds {len(arrays)} arrays {shown(list(arrays))}, the model has inputs {inputs.names}; "
+            f"write it with numpy.savez(path, {_keywords(inputs.names)})."
         )
-    if len(arrays) != len(names):
-        raise CalibrationError(f"'{path}' holds {len(arrays)} arrays {list(arrays)}, the model has inputs {names}.")
-    chosen = [arrays[name] for name in names] if set(arrays) == set(names) else list(arrays.values())
-    size = batch_size or _batch_size(example_inputs(program))
+    unnamed = [f"arr_{place}" for place in range(len(arrays))]
+    if strange := set(arrays) - set(inputs.names) if list(arrays) != unnamed else set():
+        raise CalibrationError(
+            f"'{path}' holds the array '{shown(min(strange))}', the model's inputs are {inputs.names}; write it with "
+            f"numpy.savez(path, {_keywords(inputs.names)}), or without names in this order."
+        )
+    chosen = list(arrays.values()) if list(arrays) == unnamed else [arrays[name] for name in inputs.names]
+    size = batch_size or inputs.batch_size
     samples = {name: len(array) if array.dim() else 0 for name, array in arrays.items()}
     if min(samples.values()) < size or len(set(samples.values())) > 1:
         raise CalibrationError(
             f"'{path}' holds {samples} samples, the model takes batches of {size}; every array needs as many "
             "samples as the others and at least one batch."
         )
-    return ArrayBatches(tuple(chosen), size)
+    return ArrayBatches(tuple(chosen), size, inputs)
 
 
-def _batch_size(inputs: tuple[Any, ...]) -> int:
-    return next((len(value) for value in inputs if isinstance(value, Tensor) and value.dim()), 1)
-
-
-def example_inputs(program: torch.export.ExportedProgram) -> tuple[Any, ...]:
-    """Returns the positional example inputs that an exported program carries.
-
-    Raises:
-        ArtefactError: it carries none, or has keyword inputs.
-    """
-    found = program.example_inputs
-    if found is None or found[1]:
-        raise ArtefactError(
-            "The exported program carries no positional example inputs; export it with all inputs in args."
-        )
-    return tuple(found[0])
+def _keywords(names: Iterable[str]) -> str:
+    return ", ".join(f"{name}=array" for name in names)
