@@ -149,7 +149,7 @@ def _tell_if_all_float(prepared: fx.GraphModule, quantizer: Quantizer) -> None:
     """Tells where a quantizer took no operator at all, unless its scopes say that everything is to stay float.
 
     Raises:
-        ModelError: it did, and the quantizer is strict.
+        ModelError: the quantizer is strict, and has no rule for any operator, or the model computes in another type.
     """
     if any(map(is_observer, prepared.modules())) or getattr(quantizer, "leaves_all_float", False):
         return
@@ -161,12 +161,15 @@ def _tell_if_all_float(prepared: fx.GraphModule, quantizer: Quantizer) -> None:
     why = f"{describe(decided[0][0])}: {decided[0][1].reason}" if decided else "none of them has an annotation"
     if not nodes:
         return
-    if other := _other_float_type(nodes):
+    other = _other_float_type(nodes)
+    if other is not None:
         remedy = f"the model computes in {other}: call model.float(), give it float32 inputs and export it again"
     else:
         remedy = "change the model, the quantizer or its scopes"
     said = f"{type(quantizer).__name__} quantizes none of the model's {len(nodes)} operators ({why}); {remedy}"
-    if getattr(quantizer, "strict", False):
+    # Where a rule was near, its reason is the answer to what the user asked, and the program is right as it is.
+    is_foreign = other is not None or not any(found.nearest for _, found in decided)
+    if is_foreign and getattr(quantizer, "strict", False):
         raise ModelError(f"{said}, or pass strict=False.")
     # Of the caller: behind this function, the one that calls it and its decorator.
     warnings.warn(f"{said}.", UserWarning, stacklevel=4)
