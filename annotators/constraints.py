@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
-from quantplug.core.graph import operands, tensor_value
+from quantplug.core.graph import constant_value, operands, tensor_value
 from quantplug.core.pattern import Match, operator_overloads
 
 
@@ -62,12 +62,21 @@ def unsigned_if_dynamic(match: Match | None, config: QuantizationConfig) -> str 
 
 def quantizes_input(match: Match | None, config: QuantizationConfig) -> str | None:
     """Holds for configs that quantize activations, for kernels that take no integer weight beside a float input."""
-    return None if config.input_activation is not None else "the config quantizes weights only"
+    if config.input_activation is not None:
+        return None
+    return "the config quantizes weights only, and the kernel takes no narrow weight beside a float input"
 
 
 def quantizes_weight(match: Match | None, config: QuantizationConfig) -> str | None:
-    """Holds for configs that quantize the weight."""
-    return None if config.weight is not None else "the config leaves weights float"
+    """Holds for configs that quantize the weight, to a type that holds its numbers."""
+    if config.weight is None:
+        return "the config leaves weights float"
+    dtype, weight = config.weight.dtype, None if match is None else constant_value(match["w"])
+    if not dtype.is_floating_point or weight is None:
+        return None
+    largest = weight.detach().abs().max().item() if weight.numel() else 0.0
+    limit = torch.finfo(dtype).max
+    return f"its weight has {largest:.6g}, the limit of {dtype} is {limit:.6g}" if largest > limit else None
 
 
 def weights_alone(match: Match | None, config: QuantizationConfig) -> str | None:

@@ -195,6 +195,16 @@ def int32_bias_spec() -> QuantizationSpec:
 
 
 @cache
+def get_float16_quantization_config(is_qat: bool = False) -> QuantizationConfig:
+    """Returns the config that stores weights in float16 and computes as before.
+
+    Args:
+        is_qat: taken for the sake of one way to call; training has nothing to learn from a cast.
+    """
+    return QuantizationConfig(None, None, QuantizationSpec(torch.float16, PlaceholderObserver), None, is_qat)
+
+
+@cache
 def get_symmetric_quantization_config(
     is_per_channel: bool = False,
     is_qat: bool = False,

@@ -35,8 +35,19 @@ from quantplug.core.boundaries import (
 )
 from quantplug.core.decision import decision
 from quantplug.core.fold import Folding
-from quantplug.core.graph import attribute, compute_nodes, is_constant, module_path, operands, require_graph_module
+from quantplug.core.graph import (
+    attribute,
+    compute_nodes,
+    constant_value,
+    is_constant,
+    module_path,
+    operands,
+    require_graph_module,
+    tensor_value,
+)
 from quantplug.core.limits import VIOLATIONS_KEY, Violation
+from quantplug.core.observation import HALF_DTYPES
+from quantplug.core.qdq import CAST_OP
 from quantplug.core.regions import region_targets
 from quantplug.core.rowwise import granularity_of, granularity_text
 from quantplug.core.stage import CONFLICTS_KEY, FOLDINGS_KEY, NOTES_KEY
@@ -318,10 +329,18 @@ def _dtype_text(dtype: torch.dtype, lowest: Any, highest: Any) -> str:
 
 
 def _how_converted(node: fx.Node) -> tuple[list[str], str]:
-    inputs = [_qdq_text(source) for source in node.all_input_nodes if is_dequantize(source)]
+    inputs = [_qdq_text(source) if is_dequantize(source) else _cast_text(source) for source in node.all_input_nodes]
     # A quantize with computed qparams belongs to the reader: the result itself is float.
     outputs = [_qdq_text(user) for user in node.users if is_quantize(user) and not is_dynamic(user)]
-    return inputs, outputs[0] if outputs else ""
+    return [text for text in inputs if text], outputs[0] if outputs else ""
+
+
+def _cast_text(node: fx.Node) -> str:
+    """Returns the half type that a tensor was cast to before a cast back, empty for other nodes."""
+    source = node.args[0] if node.target is CAST_OP else None
+    held = constant_value(source) if isinstance(source, fx.Node) else None
+    value = held if held is not None else tensor_value(source)
+    return _dtype_text(value.dtype, None, None) if value is not None and value.dtype in HALF_DTYPES else ""
 
 
 def _qdq_text(node: fx.Node) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from quantplug.core.errors import ConvertError
 from quantplug.core.qdq import Quantization
 
 
@@ -34,11 +35,21 @@ class Storage:
         return self._once(key, value, quantization.quantize(value), f"{name}_quantized")
 
     def keep_cast(self, value: Tensor, dtype: torch.dtype, name: str) -> str:
-        """Registers a constant in half precision; returns the path of the buffer."""
+        """Registers a constant in half precision; returns the path of the buffer.
+
+        Raises:
+            ConvertError: a number is beyond the type's range.
+        """
         key = ("cast", id(value), dtype)
         if key in self._paths:
             return self._paths[key]
-        return self._once(key, value, value.detach().to(dtype), f"{name}_{str(dtype).removeprefix('torch.')}")
+        stored = value.detach().to(dtype)
+        if stored.isinf().sum() > value.isinf().sum():
+            raise ConvertError(
+                f"The constant '{name}' has {value.detach().abs().max():.6g}, beyond what {dtype} holds "
+                f"({torch.finfo(dtype).max:.6g}); leave its operator float by a scope."
+            )
+        return self._once(key, value, stored, f"{name}_{str(dtype).removeprefix('torch.')}")
 
     def _once(self, key: Any, source: Tensor, stored: Tensor, name: str) -> str:
         if key not in self._paths:

@@ -15,7 +15,7 @@ from quantplug.quantizers.quantizer import BackendQuantizer
 from quantplug.quantizers.x86 import X86
 
 # OpenVINO's front end reads no quantization parameters of run time.
-STATIC = ("int8", "int8_per_tensor", "int8_weight_only")
+STATIC = ("int8", "int8_per_tensor", "int8_weight_only", "float16")
 
 
 def _around_zero(annotator: Annotator) -> Annotator:

@@ -19,8 +19,10 @@ from quantplug.annotators.constraints import (
 from quantplug.annotators.convolution import CLAMPS, convolution
 from quantplug.annotators.embedding import embedding
 from quantplug.annotators.groupwise import no_groups
+from quantplug.annotators.half import half_weights
 from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling
+from quantplug.annotators.presets import get_float16_quantization_config
 from quantplug.annotators.residual import residual
 from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
 from quantplug.core.levels import Level
@@ -69,12 +71,14 @@ X86 = Backend(
         embedding().where(weights_alone).within(Level.EXACT),
         clamps("relu", "relu6", "hardtanh", "clamp").within(Level.EXACT),
         movement((*VIEWS, *COPIES)).writing_float().within(Level.EXACT),
+        *half_weights(),
     ),
     configs={
         "int8": get_x86_quantization_config,
         "int8_per_tensor": lambda **options: get_x86_quantization_config(per_channel=False, **options),
         "int8_dynamic": lambda **options: get_x86_quantization_config(is_dynamic=True, **options),
         "int8_weight_only": lambda **options: get_x86_quantization_config(is_weight_only=True, **options),
+        "float16": get_float16_quantization_config,
     },
     lowering="quantplug.lowering.x86:lower",
     transforms=(split_is_slices,),

@@ -19,10 +19,13 @@ from quantplug.annotators.constraints import (
 )
 from quantplug.annotators.convolution import CLAMPS, convolution, transposed_convolution
 from quantplug.annotators.elementwise import binary
+from quantplug.annotators.embedding import embedding
 from quantplug.annotators.groupwise import FOUR_BITS, in_groups, whole_bytes, whole_groups
+from quantplug.annotators.half import half_weight
 from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling, resize
 from quantplug.annotators.presets import (
+    get_float16_quantization_config,
     get_symmetric_quantization_config,
     get_xnnpack_quantization_config,
     per_row,
@@ -92,6 +95,7 @@ XNNPACK = Backend(
         convolution(dims=(1, 2)).where(whole_bytes, quantizes_input, images_if_dynamic),
         transposed_convolution(dims=(2,)).where(whole_bytes, static_only, one_group_or_scale),
         linear().where(whole_groups),
+        embedding().where(half_weight),
         *(row.where(outside_of_states) for row in INTEGER_STATES),
     ),
     configs={
@@ -102,6 +106,7 @@ XNNPACK = Backend(
         "int4_dynamic": lambda **options: _dynamic(**_four_bits(**options)),
         "int4_dynamic_groups": lambda group_size=32, **options: in_groups(_dynamic(**options), group_size),
         "int4_weight_only": lambda **options: _weight_only(**_four_bits(**options)),
+        "float16": get_float16_quantization_config,
     },
     lowering="quantplug.lowering.xnnpack:lower",
     kernels="xnnpack",

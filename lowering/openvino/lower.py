@@ -6,6 +6,7 @@ integers through a dequantize node unscaled. Constants behind such a node are th
 the form in which OpenVINO itself stores quantized weights.
 """
 
+import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from quantplug.core.graph import (
     tensor_value,
 )
 from quantplug.core.pattern import Match, op, value
+from quantplug.lowering.halves import spell_out_halves
 from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.openvino.outputs import make_distinct
 from quantplug.lowering.openvino.program import OpenVINOProgram, runtime
@@ -79,6 +81,7 @@ def lower(
     require_no_autocast(module.graph, "OpenVINO's front end does")
     recorded = record(module.graph)
     pair = _require_pairs(module.graph)
+    halves = spell_out_halves(module.graph)
     apply(module.graph, GIVEN)
     apply(module.graph, OUTPUTS)
     apply(module.graph, NARROW)
@@ -102,6 +105,9 @@ def lower(
             "or use backend 'x86'."
         ) from error
     program.place(recorded, _sources(decoder.pt_module.graph, {operator.node for operator in recorded}))
+    program.ops = tuple(
+        dataclasses.replace(operator, reason=halves.get(operator.node, operator.reason)) for operator in program.ops
+    )
     return program
 
 

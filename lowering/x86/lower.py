@@ -11,6 +11,7 @@ from torch import fx
 
 from quantplug.core.errors import LoweringError
 from quantplug.core.graph import require_graph_module
+from quantplug.lowering.halves import spell_out_halves
 from quantplug.lowering.placement import place, record
 from quantplug.lowering.program import require_float_dtype
 from quantplug.lowering.rewriting import apply, finish
@@ -65,6 +66,7 @@ def lower(
     recorded = record(module.graph)
     all_constant_expressions_are_folded(module)
     folded = {operator.node for operator in recorded} - {node.name for node in module.graph.nodes}
+    halves = spell_out_halves(module.graph)
     rows = spell_out_rows(module.graph)
     clean(module, example_inputs)
     apply(module.graph, OPEN_MASKS)
@@ -81,7 +83,8 @@ def lower(
     finish(module)
     program = X86Program(module, example_inputs, dynamic_shapes, pair=pair)
     ops = place(recorded, program.module.graph, "onednn", folded)
-    program.ops = tuple(replace(o, reason=rows[o.node]) if o.reason and o.node in rows else o for o in ops)
+    reasons = rows | halves
+    program.ops = tuple(replace(o, reason=reasons[o.node]) if o.reason and o.node in reasons else o for o in ops)
     return program
 
 

@@ -30,7 +30,7 @@ from quantplug.lowering.xnnpack.capacity import keep_ranges, require_capacity, r
 from quantplug.lowering.xnnpack.comparison import agreement
 from quantplug.lowering.xnnpack.conversions import is_conversion, is_dequantize, operator_name
 from quantplug.lowering.xnnpack.copies import copies_of_dequantized_are_dropped
-from quantplug.lowering.xnnpack.half import compute_in_float32
+from quantplug.lowering.xnnpack.half import compute_in_float16, compute_in_float32
 from quantplug.lowering.xnnpack.legalize import Legalized, legalize, runs_alone
 from quantplug.lowering.xnnpack.partition import keeping_whole, partitioner
 from quantplug.lowering.xnnpack.placement import place, taken_by_others
@@ -87,13 +87,14 @@ def lower(
         notes = as_kernels_choose(working)
         # Where the graph says less than the kernels do, the program is compared with what they are asked for.
         expected = _reference(working if notes else model, inputs)
+        halves = compute_in_float16(working, expected)
         compute_in_float32(working, expected)
         read_tables_by_row(working)
         legal = legalize(working)
         others = dict.fromkeys(_left_to_others(working.graph, accepts), "`accepts` leaves it to others than XNNPACK")
         legal = replace(legal, portable=others | legal.portable, notes=notes)
         written = as_serializer_reads(working, legal.floats.keys() | legal.portable.keys())
-        task = _Task(written, working, inputs, shapes, threads, expected, minimum_sqnr, tuple(partitioners))
+        task = _Task(written, working, inputs, shapes, threads, expected, minimum_sqnr, tuple(partitioners), halves)
         return _proved_or_next_best(task, legal)
 
 
@@ -115,7 +116,10 @@ def _left_to_others(graph: fx.Graph, accepts: Callable[[fx.Node], bool] | None) 
 
 @dataclass(frozen=True)
 class _Task:
-    """A legalized graph, as it is serialized and as it computes what it says, and what its program has to do."""
+    """A legalized graph, as it is serialized and as it computes what it says, and what its program has to do.
+
+    `halves` says of operators what half precision means for them.
+    """
 
     working: fx.GraphModule
     yardstick: fx.GraphModule
@@ -125,6 +129,7 @@ class _Task:
     expected: Any
     minimum_sqnr: float | None
     partitioners: tuple[Any, ...]
+    halves: Mapping[str, str]
 
 
 def _proved_or_next_best(task: _Task, legal: Legalized) -> XNNPACKProgram:
@@ -244,6 +249,7 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
     ops, counts = place(task.working, edge.exported_program(), calls, legal.floats)
     others = taken_by_others(edge.exported_program(), graph)
     ops = [_noted(_outside(op, legal.portable, others), legal.notes) for op in ops]
+    ops = [replace(op, reason=task.halves.get(op.node, op.reason)) if op.placement == "float" else op for op in ops]
     require_capacity(exported, emitted.executorch_program)
     method, signature = Method(emitted.buffer, task.threads), Signature.of_exported(exported)
     return XNNPACKProgram(method, ops, counts, signature, structure)

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from quantplug.core.constants import written_buffers
 from quantplug.core.graph import constant_value, operands, tensor_value, viewed_node, written_argument
+from quantplug.core.qdq import CAST_OP
 from quantplug.lowering.xnnpack.conversions import is_conversion, operator_name
 from quantplug.lowering.xnnpack.rewrites.writing import Writer, done
 
@@ -85,6 +86,8 @@ def _evaluated(node: fx.Node, known: dict[fx.Node, Tensor]) -> Tensor | None:
     target, result = node.target, tensor_value(node)
     if not isinstance(target, torch._ops.OpOverload) or result is None or not _is_stored(result) or is_conversion(node):
         return None
+    if target is CAST_OP:
+        return None  # a weight that is to be stored in half precision
     name = operator_name(node)
     if name in _LIKE:
         number: Any = operands(node)["fill_value"] if _LIKE[name] is None else _LIKE[name]
