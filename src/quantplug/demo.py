@@ -4,7 +4,6 @@ Before: nothing but the digits that scikit-learn ships. After: one table of accu
 speed, the explanation of every layer, and a picture of float against quantized activations.
 """
 
-import copy
 import statistics
 import time
 from collections.abc import Callable
@@ -137,8 +136,11 @@ def run(out: Path, console: Console) -> dict[str, Artefact]:
             artefacts[backend] = quantize(model, example, backend, calibration, progress=False)
             artefacts[backend].save(out / f"digits{suffix}")
             (out / f"report_{backend}.html").write_text(artefacts[backend].report.html(f"digits on {backend}"))
+    half = quantize(model, example, "x86", config="float16", progress=False)
+    half.save(out / "digits_float16_x86.pt2")
     exported = export(model, example)
-    console.print(comparison(model, exported, artefacts, digits))
+    rows = {"float16, x86": half} | {f"int8, {name}": artefact for name, artefact in artefacts.items()}
+    console.print(comparison(model, exported, rows, digits))
     console.print(artefacts["xnnpack"].report.table())
     console.print(artefacts["xnnpack"].report.summary())
     picture = out / "activations.png"
@@ -148,31 +150,28 @@ def run(out: Path, console: Console) -> dict[str, Artefact]:
 
 
 def comparison(model: nn.Module, exported: fx.GraphModule, artefacts: dict[str, Artefact], digits: Digits) -> Table:
-    """Returns the table of accuracy, agreement, noise, size and speed of the float model, its half and the artefacts.
+    """Returns the table of accuracy, agreement, noise, size and speed of the float model and the artefacts.
 
     Args:
         model: the float model.
         exported: its graph, which speeds are relative to.
-        artefacts: what was made of it, by backend.
+        artefacts: what was made of it, by the name of the row.
         digits: whose test images are run.
     """
     table = Table(title=f"Handwritten digits, {len(digits.test)} test images", box=box.SIMPLE_HEAD)
     for heading in ("model", "accuracy", "agrees with float", "SQNR", "size", "speed"):
         table.add_column(heading, justify="left" if heading == "model" else "right")
-    half = copy.deepcopy(model).half()
-    compared: dict[str, tuple[Callable[[Tensor], Any], int]] = {
-        "float16, PyTorch": (lambda batch: half(batch.half()).float(), _weight_bytes(half)),
-    }
-    compared |= {f"int8, {name}": (artefact, artefact.nbytes) for name, artefact in artefacts.items()}
     with torch.no_grad():
         expected = _logits(exported, digits)
         accuracy = _percent(expected.argmax(1) == digits.test_labels)
         table.add_row("float32, PyTorch", accuracy, "", "", _kilobytes(_weight_bytes(model)), "1.0x")
-        for name, (runs, size) in compared.items():
-            found = _logits(runs, digits)
-            speed = _speedup(runs, exported, digits.test[:BATCH])
+        for name, artefact in artefacts.items():
+            found = _logits(artefact, digits)
+            speed = _speedup(artefact, exported, digits.test[:BATCH])
             shares = [_percent(found.argmax(1) == wanted) for wanted in (digits.test_labels, expected.argmax(1))]
-            table.add_row(name, *shares, f"{sqnr(found, expected):.1f} dB", _kilobytes(size), f"{speed:.1f}x")
+            table.add_row(
+                name, *shares, f"{sqnr(found, expected):.1f} dB", _kilobytes(artefact.nbytes), f"{speed:.1f}x"
+            )
     return table
 
 
