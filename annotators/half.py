@@ -18,6 +18,11 @@ def half_weight(match: Match, config: QuantizationConfig) -> str | None:
     return None if found == torch.float16 else f"the config stores weights as {found}, not torch.float16"
 
 
+def half_table() -> Annotator:
+    """Returns the annotator of embedding tables in half precision."""
+    return embedding().where(half_weight)
+
+
 def half_weights() -> tuple[Annotator, ...]:
     """Returns the annotators of targets that widen every kind of weight from float16; put them behind the others."""
     rows = (convolution(DIMS, ()), transposed_convolution(DIMS, ()), linear(()), embedding())

@@ -19,9 +19,8 @@ from quantplug.annotators.constraints import (
 )
 from quantplug.annotators.convolution import CLAMPS, convolution, transposed_convolution
 from quantplug.annotators.elementwise import binary
-from quantplug.annotators.embedding import embedding
 from quantplug.annotators.groupwise import FOUR_BITS, in_groups, whole_bytes, whole_groups
-from quantplug.annotators.half import half_weight
+from quantplug.annotators.half import half_table
 from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling, resize
 from quantplug.annotators.presets import (
@@ -47,7 +46,6 @@ WIDE_RANGES = (
     own_range("exp", "log", "sqrt", "rsqrt", "square", "floor", "ceil", "sin", "cos"),
 )
 
-_PRODUCTS = "XNNPACK multiplies two activations in float only"
 _COPIES = tuple(name for name in COPIES if name != "repeat")  # there is no kernel that repeats
 
 # All operators without weights. The backend leaves those float that carry the state of a recurrent layer. One that
@@ -95,7 +93,7 @@ XNNPACK = Backend(
         convolution(dims=(1, 2)).where(whole_bytes, quantizes_input, images_if_dynamic),
         transposed_convolution(dims=(2,)).where(whole_bytes, static_only, one_group_or_scale),
         linear().where(whole_groups),
-        embedding().where(half_weight),
+        half_table(),
         *(row.where(outside_of_states) for row in INTEGER_STATES),
     ),
     configs={
@@ -111,7 +109,7 @@ XNNPACK = Backend(
     lowering="quantplug.lowering.xnnpack:lower",
     kernels="xnnpack",
     transforms=ALL,
-    without=dict.fromkeys(("bmm", "matmul"), _PRODUCTS),
+    without=dict.fromkeys(("bmm", "matmul"), "XNNPACK multiplies two activations in float only"),
 )
 
 
