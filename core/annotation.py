@@ -29,7 +29,7 @@ from quantplug.core.boundary_dtypes import BOUNDARY_KEY, BoundaryDTypes
 from quantplug.core.company import better_float, small_ends
 from quantplug.core.constants import constant_nodes
 from quantplug.core.decision import Decision, record
-from quantplug.core.dtypes import DTypeConfig, integer_range
+from quantplug.core.dtypes import DTypeConfig, integer_range, smallest_scale
 from quantplug.core.errors import AnnotationError
 from quantplug.core.graph import describe, is_constant, tensor_value
 from quantplug.core.limits import (
@@ -44,6 +44,7 @@ from quantplug.core.limits import (
 )
 from quantplug.core.matching import Findings, Found, NearMiss, PatternIndex
 from quantplug.core.pattern import Match
+from quantplug.core.scaling import finds_range
 from quantplug.core.specs import spec_value
 from quantplug.core.stage import CLAIM_KEY
 from quantplug.core.work import shares
@@ -228,7 +229,8 @@ class _Decisions:
         reason = self._float_producer(found)
         decided = {} if reason else self._decide(found, config)
         _require_inside(found, decided)
-        reason = reason or _quantizes_nothing(decided) or _not_float32(decided) or self._shared_refusal(found, decided)
+        reason = reason or _quantizes_nothing(decided) or _not_float32(decided)
+        reason = reason or self._contradiction(decided) or self._shared_refusal(found, decided)
         if reason:
             self.rejected[found.match.root] = NearMiss(found.label, reason, len(found.match.nodes))
             return False
@@ -240,6 +242,20 @@ class _Decisions:
             producer = found.match[name]
             if not self.is_quantized(producer):
                 return f"operand '{name}' comes from {describe(producer)}, which is float"
+        return None
+
+    def _contradiction(self, decided: Annotations) -> str | None:
+        """Returns which operand would have the numbers of another tensor and those of its producer, or None."""
+        for node, annotation in decided.items():
+            for source, spec in annotation.input_qspec_map.items():
+                if not isinstance(spec, SharedQuantizationSpec) or _is_input_of(node, spec.edge_or_node):
+                    continue
+                wanted, found = self._resolve(spec, decided), self._resolve(SharedQuantizationSpec(source), decided)
+                dtypes = [getattr(one, "dtype", None) for one in (wanted, found)]
+                if None not in dtypes and dtypes[0] != dtypes[1] and source not in self.constants:
+                    return (
+                        f"operand '{source.name}' would share numbers in {dtypes[0]}, and is quantized to {dtypes[1]}"
+                    )
         return None
 
     def _merge(self, found: Found[Annotator], decided: Annotations) -> None:
@@ -328,6 +344,7 @@ class _Decisions:
                     and not spec.is_dynamic
                     and fixed.dtype == spec.dtype
                     and integer_range(fixed) == integer_range(spec)
+                    and _can_be_fixed(spec, fixed)
                     and source not in shared
                     and not self._refuses_fixed(node, fixed)
                 ):
@@ -356,6 +373,21 @@ class _Decisions:
 
     def _annotation(self, node: fx.Node, decided: Annotations) -> QuantizationAnnotation | None:
         return decided.get(node) or self.annotations.get(node) or node.meta.get(Q_ANNOTATION_KEY)
+
+
+def _is_input_of(node: fx.Node, point: object) -> bool:
+    return isinstance(point, tuple) and point[1] is node
+
+
+def _can_be_fixed(spec: QuantizationSpec, fixed: FixedQParamsQuantizationSpec) -> bool:
+    """Tells whether fixed numbers are such as a spec may come to, whose observer makes no rule for scales."""
+    if not finds_range(spec) or fixed.scale < smallest_scale(spec):
+        return False
+    if spec.qscheme is not torch.per_tensor_symmetric:
+        return spec.qscheme in (torch.per_tensor_affine, None)
+    low, high = integer_range(spec)
+    middles = (0,) if spec.dtype.is_signed else ((low + high) // 2, (low + high + 1) // 2)
+    return fixed.zero_point in middles
 
 
 def _shared_inputs(node: fx.Node, specs: Mapping[fx.Node, QuantizationSpecBase | None]) -> set[fx.Node]:

@@ -10,7 +10,6 @@ consumer allows it. Both are a union-find over the points; the time is linear in
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 from torch import fx
@@ -26,6 +25,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from quantplug.core.errors import AnnotationError
 from quantplug.core.graph import describe
 from quantplug.core.rowwise import granularity_of
+from quantplug.core.scaling import constructor_key, scaling_key
 from quantplug.core.union_find import UnionFind
 
 Point: TypeAlias = fx.Node | tuple[fx.Node, fx.Node]
@@ -185,11 +185,12 @@ def _allows_sharing(consumer: fx.Node) -> bool:
 def tensor_key(spec: QuantizationSpecBase) -> tuple[Any, ...]:
     """Returns what two specs on one tensor must have in common to share implicitly.
 
-    The observer is no part of it: the first one wins (torchao's rule), and the group records the
-    conflict. Derived specs share only with the same derivation: a bias used by two layers has two scales.
+    How the range is found is no part of it: the first observer wins (torchao's rule), and the group records the
+    conflict. What becomes of the range is: a scale that has to be a power of two is no other. Derived specs share
+    only with the same derivation: a bias used by two layers has two scales.
     """
     key: tuple[Any, ...] = tuple(getattr(spec, name, "absent") for name in _TENSOR_FIELDS)
-    key += (granularity_of(spec),)
+    key += (granularity_of(spec), scaling_key(spec))
     if isinstance(spec, DerivedQuantizationSpec):
         key += (spec.derive_qparams_fn, *spec.derived_from)
     return key
@@ -212,19 +213,6 @@ def _group(points: list[Point], specs: Specs) -> Group:
 def observer_key(spec: QuantizationSpecBase) -> Any:
     """Returns what identifies the observer that a spec asks for: equal for constructors made alike."""
     return constructor_key(spec.observer_or_fake_quant_ctr) if isinstance(spec, QuantizationSpec) else None
-
-
-def constructor_key(constructor: Any) -> Any:
-    """Returns a comparable form of an observer constructor.
-
-    `MinMaxObserver.with_args(eps=1)` gives an object that equals nothing else; two such with the same
-    class and arguments are the same constructor to us.
-    """
-    inner = getattr(constructor, "p", constructor)
-    if isinstance(inner, partial):
-        arguments = tuple(sorted((k, constructor_key(v)) for k, v in inner.keywords.items()))
-        return (constructor_key(inner.func), inner.args, repr(arguments))
-    return inner
 
 
 def specs_equal(one: QuantizationSpecBase | None, other: QuantizationSpecBase | None) -> bool:

@@ -24,6 +24,7 @@ from quantplug.core.graph import describe, is_constant, rank, tensor_value
 from quantplug.core.observation import HALF_DTYPES, PER_CHANNEL, STORAGE_DTYPES, dtype_range
 from quantplug.core.rowwise import granularity_of
 from quantplug.core.sharing import (
+    Group,
     Point,
     Sharing,
     Specs,
@@ -61,6 +62,8 @@ def verify_annotations(model: fx.GraphModule) -> Sharing:
     for point in specs:
         _check_requantization(point, specs, concrete)
     sharing = groups_of(specs, concrete)
+    for group in sharing.groups:
+        _check_group(group)
     creation_order(sharing)
     return sharing
 
@@ -192,8 +195,12 @@ def _check_dynamic(point: Point, spec: Any) -> None:
 
 
 def _check_requantization(point: Point, specs: Specs, concrete: Specs) -> None:
-    """A shared spec says that two tensors have the same parameters; another dtype on one contradicts it."""
-    if not isinstance(point, tuple) or not isinstance(specs[point], SharedQuantizationSpec):
+    """Numbers shared with another tensor are those of this tensor too, which another dtype on it contradicts.
+
+    To be in one scale with another input of the same operator asks nothing of the tensor: it is requantized on its way.
+    """
+    spec = specs[point]
+    if not isinstance(point, tuple) or not isinstance(spec, SharedQuantizationSpec) or _of_same_reader(point, spec):
         return
     wanted, found = concrete[point], concrete.get(point[0])
     if wanted is None or found is None or is_constant(point[0]):
@@ -204,3 +211,38 @@ def _check_requantization(point: Point, specs: Specs, concrete: Specs) -> None:
             f"{getattr(wanted, 'dtype', None)}, but its producer is quantized to "
             f"{getattr(found, 'dtype', None)}; give both the same dtype or the input a spec of its own."
         )
+
+
+def _of_same_reader(point: tuple[fx.Node, fx.Node], spec: SharedQuantizationSpec) -> bool:
+    shared = spec.edge_or_node
+    return isinstance(shared, tuple) and shared[1] is point[1]
+
+
+def _check_group(group: Group) -> None:
+    """One observer serves every tensor of a group: not with a scale of each run, nor with channels of one only."""
+    producers = {point[0] if isinstance(point, tuple) else point: point for point in reversed(group.members)}
+    (_, first), *others = reversed(producers.items())
+    if not others:
+        return
+    other, spec = others[0][1], group.spec
+    if getattr(spec, "is_dynamic", False):
+        raise AnnotationError(
+            f"The {describe_point(other)} shares its quantization with the {describe_point(first)}, whose scale is "
+            "chosen at run time, for each tensor by itself; give it a spec of its own, or both a static one."
+        )
+    found = [(_channels(producer, spec), point) for producer, point in reversed(producers.items())]
+    strange = next(((size, point) for size, point in found if size != found[0][0]), None)
+    if strange is not None:
+        raise AnnotationError(
+            f"The {describe_point(strange[1])} shares its quantization with the {describe_point(first)}, which has a "
+            f"scale for each of {found[0][0]} channels along axis {getattr(spec, 'ch_axis', None)}, and has "
+            f"{strange[0]} there; give it a spec of its own, or both one scale for the tensor."
+        )
+
+
+def _channels(producer: fx.Node, spec: Any) -> Any:
+    """Returns the size along the axis of channels, None where there is one scale or the size is not known."""
+    axis, tensor = getattr(spec, "ch_axis", None), tensor_value(producer)
+    if getattr(spec, "qscheme", None) not in PER_CHANNEL or axis is None or tensor is None:
+        return None
+    return tensor.shape[axis]
