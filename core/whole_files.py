@@ -41,6 +41,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
     try:
         write(unfinished)
         return unfinished.replace(path)
+    except ArtefactError as error:  # of a writer that makes its file whole too, under the name that it was given
+        raise ArtefactError(str(error).replace(str(unfinished), str(path))) from error
     except OSError as error:
         raise ArtefactError(
             f"'{path}' cannot be written ({error.strerror or error}); free or change its place."

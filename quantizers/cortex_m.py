@@ -43,6 +43,7 @@ CORTEX_M = Backend(
     configs={"int8": lambda **options: get_symmetric_quantization_config(True, int32_bias=True, **options)},
     transforms=(products_are_linear, means_are_poolings),
     lowering="quantplug.lowering.cortex_m:lower",
+    weight_bits=8,
 )
 
 

@@ -16,6 +16,7 @@ EMBEDDING = Backend(
     annotators=(embedding(),),
     configs={"int8": lambda **options: get_symmetric_quantization_config(True, is_weight_only=True, **options)},
     lowering="quantplug.lowering.xnnpack:lower",
+    weight_bits=8,
 )
 
 

@@ -1,19 +1,23 @@
 """The Quantizer that a backend's declaration gives: scopes, transforms, annotation, validation."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
-from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantizer
+from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec, Quantizer
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.annotation import annotate, stays_float
 from quantplug.core.annotator import Choice
 from quantplug.core.boundary_dtypes import BOUNDARY_KEY, BoundaryDTypes
+from quantplug.core.decision import decision
+from quantplug.core.dtypes import integer_range
 from quantplug.core.errors import ConfigError
 from quantplug.core.fold import Permission
-from quantplug.core.graph import describe, require_graph_module
+from quantplug.core.graph import describe, is_constant, require_graph_module
 from quantplug.core.plan import Transforms, function_name
 from quantplug.core.stage import REGION_KEY, TRAINING_KEY, TRANSFORMS_KEY
 from quantplug.quantizers.backend import Backend
@@ -186,10 +190,46 @@ class BackendQuantizer(Quantizer):
             raise ConfigError(f"Backend '{self.backend.name}': {'; '.join(silent)}; correct it or pass strict=False.")
         choose = _in_training(scopes.choose) if model.meta.get(TRAINING_KEY) else scopes.choose
         annotate(model, self.backend.rows, choose, self.backend.name, strict=self.strict, without=self.backend.without)
+        self._tell_of_wide_weights(model)
         return model
+
+    def _tell_of_wide_weights(self, model: fx.GraphModule) -> None:
+        """Warns of weights that a config gives fewer bits than the backend's files store."""
+        stored = self.backend.weight_bits
+        if stored is None:
+            return
+        narrow = (node for node in model.graph.nodes if _is_narrow(node, stored))
+        names = [
+            f"'{node.name}'"
+            for node in narrow
+            if (found := decision(node)) is not None and found.owner == self.backend.name
+        ]
+        if names:
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            warnings.warn(
+                f"Backend '{self.backend.name}' stores weights in {stored} bits: the config's fewer bits for {shown} "
+                "cost accuracy and make no file smaller; take a config of 8 bits, or a backend with kernels for fewer.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def validate(self, model: fx.GraphModule) -> None:
         """Accepts the annotated graph: what annotate wrote was checked row by row."""
+
+
+def _is_narrow(node: fx.Node, stored: int) -> bool:
+    """Tells whether a constant that a node reads is to have fewer bits than stored, by more than one.
+
+    One bit less is what kernels ask for whose sums overflow.
+    """
+    given = node.meta.get(Q_ANNOTATION_KEY)
+    for source, spec in given.input_qspec_map.items() if given is not None else ():
+        is_held = is_constant(source) or (source.all_input_nodes and all(map(is_constant, source.all_input_nodes)))
+        if is_held and isinstance(spec, QuantizationSpec) and not spec.dtype.is_floating_point:
+            low, high = integer_range(spec)
+            if high - low < 2 ** (stored - 2):
+                return True
+    return False
 
 
 def _in_training(choose: Callable[[fx.Node], Choice]) -> Callable[[fx.Node], Choice]:

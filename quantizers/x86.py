@@ -83,6 +83,7 @@ X86 = Backend(
     lowering="quantplug.lowering.x86:lower",
     transforms=(split_is_slices,),
     kernels="x86",
+    weight_bits=8,
     without=dict.fromkeys(
         ("bmm", "matmul", "scaled_dot_product_attention"), "torch has no oneDNN operator for two int8 activations"
     ),

@@ -101,6 +101,12 @@ def test_arrays_of_other_names_are_one_sentence(run, files, by_name, data, said)
     assert not (files / "never.pte").exists()
 
 
+def test_help_shows_brackets_as_they_are(run):
+    code, out, _ = run("quantize --help")
+    assert code == 0
+    assert "[samples, ...]" in " ".join(out.replace("│", " ").split())
+
+
 def test_quantize_corrects_biases_with_as_many_samples_as_asked(run, monkeypatch):
     seen = []
     monkeypatch.setattr(flow, "correct_biases", lambda prepared, loader, samples, **_: seen.append(samples) or True)

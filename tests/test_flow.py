@@ -1,6 +1,9 @@
 """The flow as a user runs it: real export, real calibration, artefacts in their real runtimes."""
 
 import copy
+import errno
+import os
+import re
 import threading
 
 import pytest
@@ -410,3 +413,24 @@ def test_a_program_says_what_is_wrong_with_an_input_in_a_short_sentence(backend)
         assert "\n" not in str(error.value)
         assert len(str(error.value)) < 500
     assert artefact(X).shape == artefact.reference(X).shape
+
+
+@pytest.mark.parametrize("backend", ["x86", "xnnpack", "openvino", "tensorrt"])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC], ids=["denied", "read-only", "full"])
+def test_a_file_that_the_system_refuses_is_one_sentence_and_leaves_nothing(backend, code, tmp_path, monkeypatch):
+    artefact = quantplug.quantize(small(), (X,), backend, [X], progress=False)
+    (tmp_path / "model.bin").write_text("an earlier file")
+
+    def refuse(*arguments, **named):
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.replace", refuse)
+        with pytest.raises(
+            quantplug.QuantplugError,
+            match=re.escape(f"{tmp_path / 'model.bin'}' cannot be written ({os.strerror(code)})"),
+        ) as error:
+            artefact.save(tmp_path / "model.bin")
+    assert "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.bin"]
+    assert (tmp_path / "model.bin").read_text() == "an earlier file"

@@ -1,6 +1,7 @@
 """Backends: their names, their declarations, and what they say of themselves."""
 
 import inspect
+import warnings
 from dataclasses import asdict
 from importlib.metadata import EntryPoint
 from types import SimpleNamespace
@@ -169,3 +170,20 @@ def test_r11_half_precision_is_in_the_capability_table_and_honoured(dtype):
     converted = convert_pt2e(prepare_pt2e(exported(model, x), Half()))
     assert dtype in {value.dtype for value in converted.state_dict().values()}
     assert torch.equal(converted(x), nn.functional.linear(x, model[0].weight.to(dtype).float(), model[0].bias))
+
+
+@pytest.mark.parametrize("backend", ["x86", "openvino", "cortex_m"])
+def test_weights_of_fewer_bits_than_a_file_stores_are_told_before_calibration(backend):
+    config = quantplug.get_symmetric_quantization_config(is_per_channel=True, weight_qmin=-8, weight_qmax=7)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)).eval()
+    exported = torch.export.export(model, (torch.randn(1, 3, 8, 8),)).module()
+    with pytest.warns(UserWarning, match=r"weights in 8 bits: .* 'conv2d', 'conv2d_1' cost accuracy") as seen:
+        quantplug.prepare_pt2e(exported, quantplug.get_quantizer(backend).set_global(config))
+    assert len([one for one in seen if "stores weights" in str(one.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for bits in (7, 8):
+            whole = quantplug.get_x86_quantization_config(weight_bits=bits)
+            quantplug.prepare_pt2e(exported, quantplug.get_quantizer("x86").set_global(whole))
+        linear = torch.export.export(nn.Linear(64, 64).eval(), (torch.randn(2, 64),)).module()
+        quantplug.prepare_pt2e(linear, quantplug.get_quantizer("xnnpack").set_global("int4_dynamic"))
