@@ -43,7 +43,8 @@ def lowered(backend, strict, config=None):
 def test_layers_in_scopes_run_on_integers_and_the_report_calls_their_weights_static(backend, strict):
     model, artefact = lowered(backend, strict)
     linears = [op for op in artefact.program.ops if "linear" in op.target]
-    assert [op.placement for op in linears] == ["int8"] * 4
+    assert len(linears) == 4
+    assert [op for op in linears if op.placement != "int8"] == []
     rows = [row for row in artefact.report.rows if row.operator == "linear"]
     assert [row.quantized for row in rows] == [True] * 4
     assert not any("dynamic" in row.how for row in rows)
