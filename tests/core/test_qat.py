@@ -11,6 +11,7 @@ from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import ResNet18
 from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torchao.quantization.pt2e import (
@@ -582,3 +583,24 @@ def test_what_was_trained_with_dropout_is_converted_without():
     assert not torch.equal(prepared(x), prepared(x))
     converted = quantplug.convert_pt2e(prepared)
     assert torch.equal(converted(x), converted(x))
+
+
+@pytest.mark.slow
+def test_q16_a_trained_resnet18_is_converted_to_what_torchao_converts_it_to():
+    """Which is what FX graph mode gives, bit for bit; scales of batch norms are not one, as after training."""
+    torch.manual_seed(0)
+    model, x = ResNet18(), torch.randn(1, 3, 64, 64)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+    config = get_symmetric_quantization_config(is_per_channel=True, is_qat=True)
+    results = []
+    for prepare, convert in (
+        (prepare_qat_pt2e, convert_pt2e),
+        (quantize_pt2e.prepare_qat_pt2e, quantize_pt2e.convert_pt2e),
+    ):
+        prepared = prepare(exported(model, x), XNNPACKQuantizer().set_global(config))
+        torch.manual_seed(100)
+        prepared(x)
+        results.append(convert(move_exported_model_to_eval(prepared))(x))
+    assert torch.equal(*results)
