@@ -585,6 +585,13 @@ def test_what_was_trained_with_dropout_is_converted_without():
     assert torch.equal(converted(x), converted(x))
 
 
+def weights(graph):
+    """The integers of weights that a q/dq graph holds, in its order."""
+    held = (node.args[0] for node in graph.graph.nodes if str(node.target).startswith("quantized_decomposed.deq"))
+    values = (graph.state_dict().get(str(node.target)) for node in held if node.op == "get_attr")
+    return (value for value in values if value is not None and value.dim() > 1)
+
+
 @pytest.mark.slow
 def test_q16_a_trained_resnet18_is_converted_to_what_torchao_converts_it_to():
     """Which is what FX graph mode gives, bit for bit; scales of batch norms are not one, as after training."""
@@ -602,5 +609,8 @@ def test_q16_a_trained_resnet18_is_converted_to_what_torchao_converts_it_to():
         prepared = prepare(exported(model, x), XNNPACKQuantizer().set_global(config))
         torch.manual_seed(100)
         prepared(x)
-        results.append(convert(move_exported_model_to_eval(prepared))(x))
-    assert torch.equal(*results)
+        results.append(convert(move_exported_model_to_eval(prepared)))
+    ours, theirs = ([*weights(graph)] for graph in results)
+    assert len(ours) == len(theirs) == 21
+    assert all(map(torch.equal, ours, theirs))
+    assert torch.equal(*(graph(x) for graph in results))
