@@ -15,7 +15,7 @@ DIMS = (1, 2, 3)
 def half_weight(match: Match, config: QuantizationConfig) -> str | None:
     """Holds for configs that store the weight in half precision."""
     found = config.weight.dtype if config.weight is not None else None
-    return None if found == torch.float16 else f"the config stores weights as {found}, not torch.float16"
+    return None if found == torch.float16 else f"its weight can be stored in torch.float16 alone, not in {found}"
 
 
 def half_table() -> Annotator:
