@@ -29,7 +29,8 @@ class Scoped(nn.Module):
 
 def batches():
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(3, 16, generator=generator) * (1 + i) for i in range(3)]
+    # Of few rows OpenVINO makes float products where it has one thread.
+    return [torch.randn(16, 16, generator=generator) * (1 + i) for i in range(3)]
 
 
 def lowered(backend, strict, config=None):
