@@ -153,7 +153,7 @@ def test_r10_r11_the_capability_table_has_modes_dtypes_and_levels():
     assert rows["linear"].modes == ("static", "dynamic", "weight_only")
     assert rows["conv"].modes == ("static", "dynamic", "weight_only")
     assert rows["cat"].modes == ("static",)
-    assert rows["linear"].dtypes == ("uint8", "int8")
+    assert rows["linear"].dtypes == ("uint8", "int8", "float16")
     assert rows["linear"].level in ("exact", "one step", "approximate")
     reduced = quantplug.get_x86_quantization_config(reduce_range=True).input_activation
     assert (reduced.quant_min, reduced.quant_max, reduced.dtype) == (0, 127, torch.uint8)
