@@ -219,17 +219,15 @@ def _of_same_reader(point: tuple[fx.Node, fx.Node], spec: SharedQuantizationSpec
 
 
 def _check_group(group: Group) -> None:
-    """One observer serves every tensor of a group: not with a scale of each run, nor with channels of one only."""
+    """One observer serves every tensor of a group: not with a scale for each channel of one of them only.
+
+    With scales of run time each tensor gets its own, as in torchao, whose x86 quantizer asks for that.
+    """
     producers = {point[0] if isinstance(point, tuple) else point: point for point in reversed(group.members)}
     (_, first), *others = reversed(producers.items())
     if not others:
         return
-    other, spec = others[0][1], group.spec
-    if getattr(spec, "is_dynamic", False):
-        raise AnnotationError(
-            f"The {describe_point(other)} shares its quantization with the {describe_point(first)}, whose scale is "
-            "chosen at run time, for each tensor by itself; give it a spec of its own, or both a static one."
-        )
+    spec = group.spec
     found = [(_channels(producer, spec), point) for producer, point in reversed(producers.items())]
     strange = next(((size, point) for size, point in found if size != found[0][0]), None)
     if strange is not None:
