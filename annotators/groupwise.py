@@ -1,5 +1,6 @@
 """Weights in four bits: one scale for a group of input channels, and which operators may have them."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -9,12 +10,13 @@ from torchao.quantization.pt2e import MappingType, PerGroup
 from torchao.quantization.pt2e._affine_quantization import AffineQuantizedMinMaxObserver  # torchao has no public path
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
 
-from quantplug.core.dtypes import integer_range
+from quantplug.core.dtypes import group_size, integer_range
 from quantplug.core.errors import ConfigError
 from quantplug.core.graph import tensor_value
-from quantplug.core.pattern import Match
+from quantplug.core.pattern import Match, operator_overloads
 
 FOUR_BITS = (-8, 7)
+_OUTPUTS_FIRST = operator_overloads("linear")
 
 
 @cache
@@ -40,44 +42,76 @@ def group_weight_spec(group_size: int = 32) -> QuantizationSpec:
     return QuantizationSpec(torch.int8, observer, *FOUR_BITS)
 
 
-def in_groups(config: QuantizationConfig, group_size: int = 32) -> QuantizationConfig:
+def in_groups(make: Callable[..., QuantizationConfig], group_size: int = 32, **options: Any) -> QuantizationConfig:
     """Returns a config with 4-bit weights of one scale for each group of input channels.
 
+    Args:
+        make: makes the config for the activations.
+        group_size: input channels in a group.
+        options: for `make`; none about the weights.
+
     Raises:
-        ConfigError: the config is for training, or the group size is no positive multiple of 32.
+        ConfigError: an option is about the weights, the config is for training, or the group size is no positive
+            multiple of 32.
     """
+    found = next((name for name in options if name.startswith("weight_")), None)
+    if found is not None:
+        raise ConfigError(
+            f"'{found}' says nothing of weights in groups, whose ranges are the least and the greatest of each group; "
+            "leave it out."
+        )
+    config = make(**options)
     if config.is_qat:
         raise ConfigError(
-            "Config 'int4_dynamic_groups' has no form for training: torchao fakes no quantization in groups; train "
-            "with 'int4_dynamic'."
+            "A config with weights in groups has no form for training: torchao fakes no quantization in groups; train "
+            "with one scale for each output channel, as XNNPACK's 'int4_dynamic'."
         )
     return replace(config, weight=group_weight_spec(group_size))
 
 
 def whole_groups(match: Match, config: QuantizationConfig) -> str | None:
     """Holds unless the weight "w" is quantized in groups that do not divide its input channels."""
-    size, weight = _group_size(config.weight), tensor_value(match["w"])
+    size, weight = group_size(config.weight), tensor_value(match["w"])
+    if size is None:
+        return None
+    if match["op"].target not in _OUTPUTS_FIRST:
+        return "its weight has the input channels first, and groups lie along the last dimension"
     channels = None if weight is None else int(weight.shape[-1])
-    if size is None or channels is None or channels % size == 0:
+    if channels is None or channels % size == 0:
         return None
     return f"its {channels} input channels are no multiple of the group of {size}"
 
 
 def no_groups(match: Match | None, config: QuantizationConfig) -> str | None:
     """Holds unless the config has weights with several scales for an output channel."""
-    size = _group_size(config.weight)
+    size = group_size(config.weight)
     return None if size is None else f"the config has a scale for every {size} input channels, the kernel takes one"
 
 
 def whole_bytes(match: Match | None, config: QuantizationConfig) -> str | None:
     """Holds unless the config has weights of four bits, for operators whose kernels hold eight."""
-    spec = config.weight
+    return "the kernels with weights of four bits are those of linear" if _is_narrow(config.weight) else None
+
+
+def pairs_of_channels(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds for weights "w" of four bits that XNNPACK's linear kernels read.
+
+    They are beside float activations or such with scales of run time; there an odd number of input channels gives wrong
+    results (ExecuTorch 1.4: -3 to 2 dB of the graph, from the second row on).
+    """
+    activation, weight = config.input_activation, tensor_value(match["w"])
+    if not _is_narrow(config.weight) or activation is None:
+        return None
+    if not activation.is_dynamic:
+        return "the kernels with weights of four bits take float activations or scales of run time"
+    channels = 0 if weight is None else int(weight.shape[-1 if match["op"].target in _OUTPUTS_FIRST else 0])
+    return (
+        f"its {channels} input channels are odd, the kernel reads weights of four bits in pairs"
+        if channels % 2
+        else None
+    )
+
+
+def _is_narrow(spec: object) -> bool:
     low, high = integer_range(spec) if isinstance(spec, QuantizationSpec) else (-128, 127)
-    narrow = high - low <= FOUR_BITS[1] - FOUR_BITS[0]
-    return "the kernels with weights of four bits are those of linear" if narrow else None
-
-
-def _group_size(spec: Any) -> int | None:
-    constructor = getattr(getattr(spec, "observer_or_fake_quant_ctr", None), "p", None)
-    granularity = getattr(constructor, "keywords", {}).get("granularity")
-    return getattr(granularity, "group_size", None)
+    return high - low <= FOUR_BITS[1] - FOUR_BITS[0]

@@ -237,6 +237,14 @@ def integer_range(spec: QuantizationSpec | FixedQParamsQuantizationSpec) -> tupl
     return int(low), int(high)
 
 
+def group_size(spec: object) -> int | None:
+    """Returns how many input channels share a scale in a spec of weights in groups, None for other specs."""
+    constructor = getattr(getattr(spec, "observer_or_fake_quant_ctr", None), "p", None)
+    granularity = getattr(constructor, "keywords", {}).get("granularity")
+    found: int | None = getattr(granularity, "group_size", None)
+    return found
+
+
 def smallest_scale(spec: QuantizationSpec) -> float:
     """Returns the scale that a spec's observer never goes below: its `eps`, given or by default."""
     constructor = getattr(spec.observer_or_fake_quant_ctr, "p", spec.observer_or_fake_quant_ctr)

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
-from torchao.quantization.pt2e.quantizer import QuantizationConfig
+from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
 
 from quantplug.annotators.presets import config_for
 from quantplug.core.annotator import Annotator
@@ -49,8 +49,8 @@ class Backend:
             "package.module:SET"; None where there is no emulation. The conformance kit compares the two.
         without: why there is no row for an operator that users may ask after, by its name in ATen such as "bmm";
             reports say it.
-        weight_bits: bits that a weight takes in its files, also where a config gives it fewer, which is then told;
-            None where files are as narrow as configs.
+        weight_bits: bits that a weight takes in its files, also where a config gives it fewer, which is then told; or
+            a function of the weight's spec that returns them. None where files are as narrow as configs.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Backend:
     dtypes: tuple[DTypeConfig, ...] = ()
     kernels: str | KernelSet | None = None
     without: Mapping[str, str] = field(default_factory=dict)
-    weight_bits: int | None = None
+    weight_bits: int | Callable[[QuantizationSpec], int] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:

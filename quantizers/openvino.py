@@ -54,6 +54,7 @@ OPENVINO = derive(
     summary="x86 through OpenVINO's compiler (needs the extra 'openvino')",
     configs={name: X86.configs[name] for name in STATIC},
     lowering="quantplug.lowering.openvino:lower",
+    weight_bits=8,
     without=dict.fromkeys(("bmm", "matmul", "scaled_dot_product_attention"), _PRODUCTS),
 )
 

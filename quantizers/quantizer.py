@@ -198,17 +198,19 @@ class BackendQuantizer(Quantizer):
         stored = self.backend.weight_bits
         if stored is None:
             return
-        narrow = (node for node in model.graph.nodes if _is_narrow(node, stored))
-        names = [
-            f"'{node.name}'"
-            for node in narrow
-            if (found := decision(node)) is not None and found.owner == self.backend.name
-        ]
-        if names:
+        bits_of = stored if callable(stored) else lambda spec: stored
+        narrow = {
+            node.name: bits
+            for node in model.graph.nodes
+            if (bits := _bits_beyond(node, bits_of)) and (found := decision(node)) and found.owner == self.backend.name
+        }
+        if narrow:
+            names = [f"'{name}'" for name in narrow]
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             warnings.warn(
-                f"Backend '{self.backend.name}' stores weights in {stored} bits: the config's fewer bits for {shown} "
-                "cost accuracy and make no file smaller; take a config of 8 bits, or a backend with kernels for fewer.",
+                f"Backend '{self.backend.name}' stores weights in {max(narrow.values())} bits: the config's fewer bits "
+                f"for {shown} cost accuracy and make no file smaller; take a config of that many bits, or a backend "
+                "with kernels for fewer.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -217,8 +219,8 @@ class BackendQuantizer(Quantizer):
         """Accepts the annotated graph: what annotate wrote was checked row by row."""
 
 
-def _is_narrow(node: fx.Node, stored: int) -> bool:
-    """Tells whether a constant that a node reads is to have fewer bits than stored, by more than one.
+def _bits_beyond(node: fx.Node, bits_of: Callable[[QuantizationSpec], int]) -> int | None:
+    """Returns the bits in which a constant that a node reads is stored, if it is to have fewer by more than one.
 
     One bit less is what kernels ask for whose sums overflow.
     """
@@ -227,9 +229,9 @@ def _is_narrow(node: fx.Node, stored: int) -> bool:
         is_held = is_constant(source) or (source.all_input_nodes and all(map(is_constant, source.all_input_nodes)))
         if is_held and isinstance(spec, QuantizationSpec) and not spec.dtype.is_floating_point:
             low, high = integer_range(spec)
-            if high - low < 2 ** (stored - 2):
-                return True
-    return False
+            if high - low < 2 ** (bits_of(spec) - 2):
+                return bits_of(spec)
+    return None
 
 
 def _in_training(choose: Callable[[fx.Node], Choice]) -> Callable[[fx.Node], Choice]:

@@ -1,9 +1,11 @@
 """What oneDNN's int8 kernels run on x86, as declarations.
 
-Activations are uint8 with one scale, weights symmetric int8 with one scale for each output channel.
+Activations are uint8 with one scale, weights symmetric int8 with one scale for each output channel; beside float
+activations those of a linear may have four bits, with one scale for a group of input channels.
 """
 
 from dataclasses import replace
+from functools import partial
 
 from quantplug.annotators.activation import clamps
 from quantplug.annotators.constraints import (
@@ -18,7 +20,7 @@ from quantplug.annotators.constraints import (
 )
 from quantplug.annotators.convolution import CLAMPS, convolution
 from quantplug.annotators.embedding import embedding
-from quantplug.annotators.groupwise import no_groups
+from quantplug.annotators.groupwise import in_groups, no_groups, whole_groups
 from quantplug.annotators.half import half_weights
 from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling
@@ -26,6 +28,7 @@ from quantplug.annotators.presets import get_float16_quantization_config
 from quantplug.annotators.residual import residual
 from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
 from quantplug.core.levels import Level
+from quantplug.lowering.x86.four_bits import readable_groups, stored_bits
 from quantplug.lowering.x86.geometry import right_shapes
 from quantplug.lowering.xnnpack.rewrites.movement import split_is_slices
 from quantplug.quantizers.backend import Backend
@@ -45,6 +48,9 @@ CLAMPED_VOLUMES = replace(
     _VOLUMES, patterns=tuple(pair for pair in _VOLUMES.patterns if pair[0] not in ("conv3d", "conv3d_bn"))
 )
 
+
+_weight_only = partial(get_x86_quantization_config, is_weight_only=True)
+
 X86 = Backend(
     name="x86",
     summary="oneDNN kernels through torch, eager or compiled (VNNI, AMX)",
@@ -58,7 +64,7 @@ X86 = Backend(
         convolution((3,), (), "conv3d").where(*AT_RUN_TIME, right_shapes).writing_float().sparing_ends(SMALL_SHARE),
         CLAMPED_VOLUMES,
         linear(activations=(*CLAMPS, "hardswish", "silu", "gelu", "leaky_relu", "tanh"))
-        .where(no_groups)
+        .where(whole_groups, readable_groups)
         .writing_float()
         .sparing_ends(SMALL_SHARE),
         concatenation("cat").writing_float().within(Level.EXACT),
@@ -68,7 +74,7 @@ X86 = Backend(
         pooling("adaptive_avg_pool2d", own_output=True, follows=("x",)).where(equal_windows).writing_float(),
         pooling("mean", own_output=True, follows=("x",)).where(known_number).writing_float(),
         # A table of integers is a fourth of the memory, not faster, and costs a BERT half a decibel or more.
-        embedding().where(weights_alone).within(Level.EXACT),
+        embedding().where(weights_alone, no_groups).within(Level.EXACT),
         clamps("relu", "relu6", "hardtanh", "clamp").within(Level.EXACT),
         movement((*VIEWS, *COPIES)).writing_float().within(Level.EXACT),
         *half_weights(),
@@ -77,13 +83,14 @@ X86 = Backend(
         "int8": get_x86_quantization_config,
         "int8_per_tensor": lambda **options: get_x86_quantization_config(per_channel=False, **options),
         "int8_dynamic": lambda **options: get_x86_quantization_config(is_dynamic=True, **options),
-        "int8_weight_only": lambda **options: get_x86_quantization_config(is_weight_only=True, **options),
+        "int8_weight_only": _weight_only,
+        "int4_weight_only": partial(in_groups, _weight_only),
         "float16": get_float16_quantization_config,
     },
     lowering="quantplug.lowering.x86:lower",
     transforms=(split_is_slices,),
     kernels="x86",
-    weight_bits=8,
+    weight_bits=stored_bits,
     without=dict.fromkeys(
         ("bmm", "matmul", "scaled_dot_product_attention"), "torch has no oneDNN operator for two int8 activations"
     ),

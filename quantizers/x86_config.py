@@ -52,7 +52,7 @@ def get_x86_quantization_config(
     if weight_bits not in (None, *WEIGHTS):
         raise ConfigError(
             f"weight_bits is {weight_bits!r}, and the kernels store 8 bits; give 8, 7 for machines without VNNI, or "
-            "None to ask this one, or take a 4-bit config of backend 'xnnpack'."
+            "None to ask this one, or take config 'int4_weight_only'."
         )
     if weight_bits is None:
         weight_bits = 7 if mode != "weight_only" and not reduce_range and _overflows_here() else 8

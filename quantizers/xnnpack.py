@@ -4,6 +4,7 @@ Activations are int8 with one scale, weights symmetric int8 with one scale or on
 those of linear may have four bits, with one scale for each output channel or for groups of input channels.
 """
 
+from functools import partial
 from typing import Any
 
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
@@ -19,7 +20,7 @@ from quantplug.annotators.constraints import (
 )
 from quantplug.annotators.convolution import CLAMPS, convolution, transposed_convolution
 from quantplug.annotators.elementwise import binary
-from quantplug.annotators.groupwise import FOUR_BITS, in_groups, whole_bytes, whole_groups
+from quantplug.annotators.groupwise import FOUR_BITS, in_groups, pairs_of_channels, whole_bytes, whole_groups
 from quantplug.annotators.half import half_table
 from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling, resize
@@ -62,8 +63,8 @@ INTEGER_STATES = (
     resize().within(Level.APPROXIMATE),
     pooling("adaptive_avg_pool2d", "mean", own_output=True).where(whole_map),
     known_range("sigmoid"),
-    known_range("tanh"),
-    own_range("hardswish", "gelu", "leaky_relu", "elu", "abs", "neg").needing_company(),
+    # The kernel of tanh takes any scale, and of small numbers that of -1..1 would leave little.
+    own_range("tanh", "hardswish", "gelu", "leaky_relu", "elu", "abs", "neg").needing_company(),
     clamps("relu", "relu6", "hardtanh", "clamp").needing_company(),
     movement((*VIEWS, *_COPIES, "pad", "constant_pad_nd")).where(repeats_nothing).within(Level.EXACT),
 )
@@ -78,8 +79,7 @@ def _dynamic(**options: Any) -> QuantizationConfig:
     return per_row(get_symmetric_quantization_config(True, is_dynamic=True, **options))
 
 
-def _weight_only(**options: Any) -> QuantizationConfig:
-    return get_symmetric_quantization_config(True, is_weight_only=True, **options)
+_weight_only = partial(get_symmetric_quantization_config, True, is_weight_only=True)
 
 
 def _four_bits(**options: Any) -> dict[str, Any]:
@@ -92,7 +92,7 @@ XNNPACK = Backend(
     annotators=(
         convolution(dims=(1, 2)).where(whole_bytes, quantizes_input, images_if_dynamic),
         transposed_convolution(dims=(2,)).where(whole_bytes, static_only, one_group_or_scale),
-        linear().where(whole_groups),
+        linear().where(whole_groups, pairs_of_channels),
         half_table(),
         *(row.where(outside_of_states) for row in INTEGER_STATES),
     ),
@@ -102,7 +102,7 @@ XNNPACK = Backend(
         "int8_dynamic": _dynamic,
         "int8_weight_only": _weight_only,
         "int4_dynamic": lambda **options: _dynamic(**_four_bits(**options)),
-        "int4_dynamic_groups": lambda group_size=32, **options: in_groups(_dynamic(**options), group_size),
+        "int4_dynamic_groups": partial(in_groups, _dynamic),
         "int4_weight_only": lambda **options: _weight_only(**_four_bits(**options)),
         "float16": get_float16_quantization_config,
     },

@@ -17,14 +17,16 @@ from quantplug.lowering.starting import starting
 from quantplug.lowering.x86.conversions import spell_out
 from quantplug.lowering.x86.epilogues import fuse_sums
 from quantplug.lowering.x86.few_rows import read_faster
+from quantplug.lowering.x86.four_bits import UNPACK as UNPACK_FOUR_BITS
 
 onednn = torch.ops.onednn
 PREPACK = (onednn.qconv_prepack.default, onednn.qlinear_prepack.default)
-# the weights of layers that stay float: dequantized and converted once here, not at every call
+# the weights of layers that stay float, and those of four bits: made once here, not at every call
 UNPACK = (
     torch.ops.quantized_decomposed.dequantize_per_channel.default,
     torch.ops.quantized_decomposed.dequantize_per_tensor.default,
     torch.ops.aten.to.dtype,
+    *UNPACK_FOUR_BITS,
 )
 
 
@@ -55,6 +57,8 @@ def _fold(module: fx.GraphModule, node: fx.Node) -> None:
     module.register_buffer(name, packed, persistent=False)
     with module.graph.inserting_before(node):
         constant = module.graph.get_attr(name)
+    if "val" in node.meta:
+        constant.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(constant)
     erase_unused(node)
 

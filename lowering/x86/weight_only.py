@@ -1,8 +1,8 @@
 """Linears for which reading the integer weight is most of the work.
 
-Before: `linear(float, dequantize(integer weight))` of few rows. After: a kernel that streams the integers. It
-multiplies in bfloat16 and adds in float32, but its result has the 8 bits of bfloat16 and is at about 50 dB. The scales
-are applied afterwards.
+Before: `linear(float, dequantize(integer weight))`, of few rows if the integers have eight bits. After: a kernel that
+streams the integers. It multiplies in bfloat16 and adds in float32, but its result has the 8 bits of bfloat16 and is at
+about 50 dB. Scales of channels are applied afterwards, those of groups by the kernel.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from quantplug.core.pattern import Match, op, optional, value
 from quantplug.lowering.placement import is_quantization
 from quantplug.lowering.qparams import IntegerWeight, integer_weight
 from quantplug.lowering.rewriting import Rule, absorb, call, constant, replace
+from quantplug.lowering.x86.four_bits import PACK, GroupedWeight, grouped_weight, integers, scales_and_zeros
 
 aten = torch.ops.aten
 HALF = torch.bfloat16
@@ -23,10 +24,14 @@ HALF = torch.bfloat16
 MOST_ROWS, LEAST_ELEMENTS = 16, 2**19
 # The kernel reads whole vectors of weights, also beyond the end.
 VECTOR = 16
+NO_FLOAT = "its activation is no float32 tensor"
 
 
 def _lower(channel_axis: int) -> Callable[[Match], str | None]:
     def lower(match: Match) -> str | None:
+        grouped = grouped_weight(match["weight"], channel_axis)
+        if isinstance(grouped, GroupedWeight):
+            return _of_groups(match, grouped)
         weight = integer_weight(match["weight"], channel_axis)
         reason = weight if isinstance(weight, str) else _objection(match["x"], weight)
         if reason is None:
@@ -39,10 +44,29 @@ def _lower(channel_axis: int) -> Callable[[Match], str | None]:
 
 def _objection(x: fx.Node, weight: IntegerWeight) -> str | None:
     """Returns why a float product is used, or None."""
-    found = tensor_value(x)
-    if found is None or found.dtype != torch.float32 or is_quantization(x):
-        return "its activation is no float32 tensor"
+    found = _float_tensor(x)
+    if found is None:
+        return NO_FLOAT
     return size_objection(found, weight, MOST_ROWS, LEAST_ELEMENTS)
+
+
+def _float_tensor(x: fx.Node) -> Tensor | None:
+    found = tensor_value(x)
+    return None if found is None or found.dtype != torch.float32 or is_quantization(x) else found
+
+
+def _of_groups(match: Match, weight: GroupedWeight) -> str | None:
+    """Puts the kernel of four bits in the place of a linear; returns why it does not, or None."""
+    if _float_tensor(match["x"]) is None:
+        return NO_FLOAT
+    node = match.root
+    packed = constant(node, f"{node.name}_weight", weight.packed)
+    scales = constant(node, f"{node.name}_scales", weight.scales.t().to(HALF).contiguous())
+    packed, scales = call(node, PACK, (integers(node, packed), 1), packed), scales_and_zeros(node, scales)
+    half = _in_half(node, match["x"], weight.columns)
+    product = call(node, aten._weight_int4pack_mm_for_cpu.default, (half, packed, weight.size, scales), node, HALF)
+    replace(node, _widened(match, product))
+    return None
 
 
 def size_objection(x: Tensor, weight: IntegerWeight, most_rows: int, least_elements: int) -> str | None:
@@ -68,12 +92,22 @@ def product_in_half(match: Match, x: fx.Node, values: Tensor, scales: Tensor) ->
     node, (outer, inner) = match.root, values.shape
     found = {"weight": values, "ones": torch.ones(outer, dtype=HALF), "scales": scales}
     constants = [constant(node, f"{node.name}_{name}", number) for name, number in found.items()]
-    half = call(node, aten.to.dtype, (_matrix(node, x, inner), HALF), x, HALF)
+    half = _in_half(node, x, inner)
     product = call(node, aten._weight_int8pack_mm.default, (half, *constants[:2]), node, HALF)
+    return _widened(match, product, constants[2])
+
+
+def _in_half(before: fx.Node, x: fx.Node, columns: int) -> fx.Node:
+    return call(before, aten.to.dtype, (_matrix(before, x, columns), HALF), x, HALF)
+
+
+def _widened(match: Match, product: fx.Node, scales: fx.Node | None = None) -> fx.Node:
+    """Returns what stands for the linear: the product in float32, with scales and bias, in the linear's form."""
+    node = match.root
     absorb(product, node)
-    result = call(
-        node, aten.mul.Tensor, (call(node, aten.to.dtype, (product, torch.float32), node), constants[2]), node
-    )
+    result = call(node, aten.to.dtype, (product, torch.float32), node)
+    if scales is not None:
+        result = call(node, aten.mul.Tensor, (result, scales), node)
     if match.get("bias") is not None:
         result = call(node, aten.add.Tensor, (result, match["bias"]), node)
     return _as_before(node, result)

@@ -16,11 +16,15 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantization
 
 import quantplug
 from quantplug import XNNPACKQuantizer, convert_pt2e, get_symmetric_quantization_config, prepare_qat_pt2e
+from quantplug.annotators.activation import known_range
 from quantplug.annotators.presets import activation_spec, int32_bias_spec, weight_spec
 from quantplug.annotators.qspecs import fixed_qspec, on_axis
 from quantplug.core.compare import sqnr
 from quantplug.core.errors import ConfigError
+from quantplug.quantizers.backend import derive
+from quantplug.quantizers.quantizer import BackendQuantizer
 from quantplug.quantizers.x86_config import get_x86_quantization_config
+from quantplug.quantizers.xnnpack import XNNPACK
 
 QDQ = torch.ops.quantized_decomposed
 LINEAR_INPUT = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -133,14 +137,28 @@ def test_q11_sigmoid_spreads_zero_to_one_over_the_integers(dtype, expected):
 )
 def test_q11_fixed_qparams_are_constants_that_calibration_cannot_move(function, scale, zero_point):
     model = Function(lambda m, x: function(x))
+    fixing = derive(XNNPACK, "fixing", add=(known_range(function.__name__),))
+    quantizer = type("Fixing", (BackendQuantizer,), {"backend": fixing})
     found = []
     for factor in (0.01, 1.0, 100.0):
-        converted = reference(model, XNNPACKQuantizer().set_global("int8"), factor * LINEAR_INPUT)
+        converted = reference(model, quantizer().set_global("int8"), factor * LINEAR_INPUT)
         first, last = calls(converted, QDQ.quantize_per_tensor.default)
         assert last.args[1:3] == (scale, zero_point)
         found.append(first.args[1])
     # The input keeps the range of the data: it is not clipped to the range of the output.
     assert found[2] > 50 * found[1] > 2500 * found[0] * 0.9
+
+
+@pytest.mark.parametrize(("function", "least"), [(torch.sigmoid, 40), (torch.tanh, 30)])
+def test_q11_small_numbers_keep_their_precision_on_xnnpack(function, least):
+    """The range of -1..1 for the tanh of numbers about 0.03 left 14 dB."""
+    first, second = nn.Linear(16, 16), nn.Linear(16, 4)
+    model = Function(lambda m, x: m.second(function(0.03 * m.first(x))), first=first, second=second)
+    x = torch.randn(32, 16)
+    artefact = quantplug.quantize(model.eval(), (x,), "xnnpack", [x], progress=False)
+    assert sqnr(artefact(x), model(x)) > least
+    assert sqnr(artefact(x), artefact.reference(x)) > 40
+    assert artefact.report.row(function.__name__).quantized
 
 
 @pytest.mark.parametrize("per_channel", [False, True])

@@ -93,8 +93,9 @@ def test_weights_in_groups_are_refused_where_no_kernel_has_them():
     groups = get_quantizer("xnnpack").backend.config("int4_dynamic_groups")
     model = torch.export.export(nn.Linear(64, 8), (torch.randn(2, 64),)).module()
     report = explain(get_quantizer("x86").set_global(groups).annotate(model))
-    assert report.row("linear").reason.endswith("a scale for every 32 input channels, the kernel takes one")
-    with pytest.raises(ConfigError, match="'int4_dynamic_groups' has no form for training"):
+    expected = "a scale for every 32 input channels, whose kernel takes float activations"
+    assert report.row("linear").reason.endswith(expected)
+    with pytest.raises(ConfigError, match="weights in groups has no form for training"):
         get_quantizer("xnnpack").backend.config("int4_dynamic_groups", is_qat=True)
 
 
