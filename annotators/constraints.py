@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
-from quantplug.core.graph import constant_value, operands, tensor_value
+from quantplug.core.graph import constant_value, operands, rank, tensor_value
 from quantplug.core.pattern import Match, operator_overloads
 
 
@@ -93,6 +93,12 @@ def depthwise_or_whole(match: Match, config: QuantizationConfig) -> str | None:
     """Holds for convolutions of all channels "x" together or each by itself, for kernels with nothing between."""
     groups, channels = operands(match["op"])["groups"], _shape(match["x"])[1]
     return None if groups in (1, channels) else f"{groups} groups over {channels} channels, the kernels take 1 or all"
+
+
+def images_with_batch(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds for images "x" of four dimensions, for kernels that do not know one without a batch."""
+    found = rank(match["x"])
+    return None if found in (4, None) else f"its input has {found} dimensions, the kernel takes batches of images"
 
 
 def equal_shapes(match: Match, config: QuantizationConfig) -> str | None:

@@ -9,6 +9,7 @@ from quantplug.annotators.constraints import (
     depthwise_or_whole,
     equal_shapes,
     hardtanh_from_zero,
+    images_with_batch,
     last_dimension,
     whole_windows,
 )
@@ -30,12 +31,12 @@ CORTEX_M = Backend(
     summary="ExecuTorch programs on CMSIS-NN kernels (Arm Cortex-M)",
     annotators=(
         # ExecuTorch's passes compute a hardtanh wrongly that is not fused: one with a lower bound other than 0.
-        convolution(dims=(2,)).where(depthwise_or_whole, hardtanh_from_zero),
+        convolution(dims=(2,)).where(images_with_batch, depthwise_or_whole, hardtanh_from_zero),
         per_tensor_weight(linear()).where(hardtanh_from_zero),
         binary("add", activations=("relu", "hardtanh", "clamp")).where(equal_shapes, hardtanh_from_zero),
         binary("mul", activations=()).where(equal_shapes),
         matmul("bmm"),
-        pooling("max_pool2d", "avg_pool2d").where(whole_windows),
+        pooling("max_pool2d", "avg_pool2d").where(images_with_batch, whole_windows),
         known_range("softmax").where(last_dimension),
         own_range("sigmoid", "tanh", "silu"),
         movement(("view", "reshape", "flatten", "permute", "transpose", "contiguous", "clone", "dropout")),

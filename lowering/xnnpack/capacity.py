@@ -40,19 +40,30 @@ def keep_ranges(exported: ExportedProgram, edge: ExportedProgram) -> None:
             known.update((symbol, given) for symbol, given in exported.range_constraints.items() if symbol in known)
 
 
-def require_capacity(exported: ExportedProgram, program: Any) -> None:
+Sizes = dict[str, list[int | None]]
+
+
+def largest_sizes(exported: ExportedProgram) -> Sizes:
+    """Returns the largest sizes of the inputs by name; to be asked before ExecuTorch's passes narrow them."""
+    names = [spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    found = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
+    return {name: list(_limits(found[name])) for name in names}
+
+
+def require_capacity(largest: Sizes, program: Any) -> None:
     """Holds the sizes that a program's inputs may have against those that were exported.
+
+    Args:
+        largest: what `largest_sizes` returned of the exported program.
+        program: what ExecuTorch made of it.
 
     Raises:
         LoweringError: the program takes less.
     """
     plan = program.execution_plan[0]
-    found = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
-    names = [spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    for index, (name, place) in enumerate(zip(names, plan.inputs, strict=True)):
+    for index, ((name, wanted), place) in enumerate(zip(largest.items(), plan.inputs, strict=True)):
         planned = list(getattr(plan.values[place].val, "sizes", ()))
-        wanted = list(_limits(found[name])) if planned else []
-        if any(most is not None and have < most for have, most in zip(planned, wanted, strict=True)):
+        if planned and any(most is not None and have < most for have, most in zip(planned, wanted, strict=True)):
             raise LoweringError(
                 f"ExecuTorch plans input {index} ('{name}') with at most {planned}, and it was exported with up to "
                 f"{wanted}; export with the smaller limits, or with example inputs of the largest sizes."

@@ -26,7 +26,7 @@ from quantplug.lowering.scopes import require_no_autocast
 from quantplug.lowering.signature import Signature
 from quantplug.lowering.sizes import write_sizes_out
 from quantplug.lowering.starting import starting
-from quantplug.lowering.xnnpack.capacity import keep_ranges, require_capacity, require_limits
+from quantplug.lowering.xnnpack.capacity import keep_ranges, largest_sizes, require_capacity, require_limits
 from quantplug.lowering.xnnpack.comparison import agreement
 from quantplug.lowering.xnnpack.conversions import is_conversion, is_dequantize, operator_name
 from quantplug.lowering.xnnpack.copies import copies_of_dequantized_are_dropped
@@ -231,7 +231,7 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
     with recorded_kernel_calls() as calls:
         try:
             exported = torch.export.export(task.working, task.inputs, dynamic_shapes=task.dynamic_shapes)
-            structure = exported.call_spec.out_spec
+            structure, largest = exported.call_spec.out_spec, largest_sizes(exported)
             _returned_by_file(exported, without_unnamed(structure))
             edge = to_edge_transform_and_lower(
                 exported,
@@ -250,7 +250,7 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
     others = taken_by_others(edge.exported_program(), graph)
     ops = [_noted(_outside(op, legal.portable, others), legal.notes) for op in ops]
     ops = [replace(op, reason=task.halves.get(op.node, op.reason)) if op.placement == "float" else op for op in ops]
-    require_capacity(exported, emitted.executorch_program)
+    require_capacity(largest, emitted.executorch_program)
     method, signature = Method(emitted.buffer, task.threads), Signature.of_exported(exported)
     return XNNPACKProgram(method, ops, counts, signature, structure)
 

@@ -88,6 +88,17 @@ def test_what_the_kernels_do_not_take_stays_float_with_the_reason():
         assert "portable" in {op.placement for op in artefact.program.ops}
 
 
+@pytest.mark.parametrize("after", [nn.MaxPool2d(2), nn.AvgPool2d(2), nn.Conv2d(3, 4, 3)], ids=lambda it: it._get_name())
+def test_an_image_without_a_batch_stays_float_with_the_reason(after):
+    """Pooling of one ended in foreign errors, its convolution in -5 dB of the graph."""
+    x = torch.randn(3, 12, 10)
+    artefact = lowered(nn.Sequential(nn.Linear(10, 10), after), x)
+    row = artefact.report.rows[1]
+    assert not row.quantized
+    assert row.reason.endswith("its input has 3 dimensions, the kernel takes batches of images")
+    assert sqnr(artefact(x), artefact.reference(x)) > 40
+
+
 def test_linear_weights_are_per_tensor_and_convolutions_per_channel():
     artefact = lowered(nn.Sequential(nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(600, 3)), MAP)
     targets = [str(node.target) for node in artefact.reference.graph.nodes]

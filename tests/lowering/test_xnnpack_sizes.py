@@ -8,6 +8,10 @@ from torch import nn
 
 import quantplug
 from quantplug.core.errors import LoweringError
+from quantplug.lowering.xnnpack import legalize
+from quantplug.quantizers.backend import derive
+from quantplug.quantizers.quantizer import BackendQuantizer
+from quantplug.quantizers.xnnpack import XNNPACK
 
 BATCH = torch.export.Dim("batch", min=1, max=64)
 
@@ -68,3 +72,35 @@ def test_sizes_without_a_limit_are_refused(size):
     model, x = nn.Sequential(nn.Linear(8, 4)), torch.randn(4, 8)
     with pytest.raises(LoweringError, match=r"Size 0 of input 0 \('input_?1?'\) is open without an upper limit"):
         quantized(model, x, ({0: size},))
+
+
+@pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
+@pytest.mark.parametrize("config", ["int8", "int8_dynamic"])
+def test_padded_convolutions_take_every_batch_that_was_exported(mode, config):
+    """A circular pad took the example's batch for the only one, and the program said so at its first other call."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Conv2d(4, 4, 3, padding=(1, 2), padding_mode=mode)).eval()
+    x = torch.randn(3, 4, 8, 8)
+    artefact = quantplug.quantize(model, (x,), "xnnpack", [x], config, dynamic_shapes=({0: BATCH},), progress=False)
+    require_agreement(artefact, *(torch.randn(size, 4, 8, 8) for size in (3, 1, 64, 2)))
+
+
+def test_a_program_for_less_than_was_exported_is_refused_when_it_is_lowered(monkeypatch):
+    monkeypatch.setattr(legalize, "AT_LOWERING", ())
+    plain = derive(XNNPACK, "plain", transforms=())
+    quantizer = type("Plain", (BackendQuantizer,), {"backend": plain})()
+    model, x = nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular").eval(), torch.randn(3, 4, 8, 8)
+    with pytest.raises(LoweringError, match=r"at most \[3, 4, 8, 8\], and it was exported with up to \[64, 4, 8, 8\]"):
+        quantplug.quantize(model, (x,), quantizer, [x], dynamic_shapes=({0: BATCH},), progress=False)
+
+
+@pytest.mark.parametrize("slopes", [1, 6])
+@pytest.mark.parametrize("shape", [(6, 6), (3, 6, 6), (2, 6, 3, 6), (2, 6, 3, 4, 6)])
+@pytest.mark.parametrize("config", ["int8", "int4_dynamic"])
+def test_slopes_of_any_rank_and_open_batch_lower(slopes, shape, config):
+    """XNNPACK's prelu reads channels last, which ExecuTorch could not arrange for three dimensions."""
+    model = nn.Sequential(nn.Linear(shape[-1], 6), nn.PReLU(slopes), nn.Linear(6, 8)).eval()
+    with torch.no_grad():
+        model[1].weight.copy_(torch.linspace(-0.5, 0.9, slopes))
+    x = torch.randn(shape)
+    artefact = quantplug.quantize(model, (x,), "xnnpack", [x], config, dynamic_shapes=({0: BATCH},), progress=False)
+    require_agreement(artefact, *(torch.randn(size, *shape[1:]) for size in (shape[0], 1, 7)))

@@ -12,7 +12,11 @@ from torch import fx
 from quantplug.core.errors import LoweringError
 from quantplug.core.graph import describe, operands
 from quantplug.lowering.xnnpack.conversions import folded, operator_name, quantized_output
-from quantplug.lowering.xnnpack.legalize.activations import clamps_as_fusable_activations, narrow_ranges_as_clamps
+from quantplug.lowering.xnnpack.legalize.activations import (
+    clamps_as_fusable_activations,
+    find_slopes_of_other_ranks,
+    narrow_ranges_as_clamps,
+)
 from quantplug.lowering.xnnpack.legalize.depthwise import large_depthwise_is_sum
 from quantplug.lowering.xnnpack.legalize.integers import one_dequantize_per_use, quantize_scalars, signed_integers
 from quantplug.lowering.xnnpack.legalize.legalized import Legalized
@@ -86,6 +90,7 @@ def legalize(working: fx.GraphModule) -> Legalized:
     own_constants_per_use(working)
     find_scale_ratios_out_of_range(working, found)
     find_means_that_grow(working, found)
+    find_slopes_of_other_ranks(working, found)
     working.graph.eliminate_dead_code()
     _drop_unread_constants(working)
     working.graph.lint()

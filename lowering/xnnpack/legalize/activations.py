@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from quantplug.core.graph import operands
+from quantplug.core.graph import operands, rank
 from quantplug.lowering.xnnpack.conversions import (
     INT8,
     QParams,
@@ -20,6 +20,7 @@ from quantplug.lowering.xnnpack.conversions import (
     quantized_output,
     requantize,
 )
+from quantplug.lowering.xnnpack.legalize.legalized import Legalized
 from quantplug.lowering.xnnpack.legalize.operators import ACTIVATIONS, FUSING, calls, first_input
 
 _ATEN = torch.ops.aten
@@ -40,6 +41,14 @@ def clamps_as_fusable_activations(working: fx.GraphModule) -> None:
         bounds = (_lowest(output) if low is None else low, _highest(output) if high is None else high)
         if bounds[0] <= bounds[1]:
             node.target, node.args, node.kwargs = _ATEN.hardtanh.default, (producer, *map(float, bounds)), {}
+
+
+def find_slopes_of_other_ranks(working: fx.GraphModule, found: Legalized) -> None:
+    """Finds prelus that are no images: ExecuTorch hands them to XNNPACK, and turns every input's channels last."""
+    for node in calls(working, ("aten::prelu",)):
+        dimensions = rank(first_input(node))
+        if dimensions != 4:
+            found.portable[node.name] = f"XNNPACK's prelu takes images of four dimensions, not {dimensions}"
 
 
 def _lowest(params: QParams) -> float:

@@ -18,6 +18,7 @@ from quantplug.lowering.xnnpack.rewrites.activations import (
     hardsigmoid_is_clamp,
     rrelu_is_leaky_relu,
     silu_is_product,
+    single_slope_is_leaky_relu,
 )
 from quantplug.lowering.xnnpack.rewrites.attention import attention_is_products
 from quantplug.lowering.xnnpack.rewrites.constants import (
@@ -38,6 +39,7 @@ from quantplug.lowering.xnnpack.rewrites.folding import (
     constant_expressions_are_folded,
 )
 from quantplug.lowering.xnnpack.rewrites.movement import (
+    circular_padding_is_joined,
     lone_concatenation_is_copy,
     roll_is_slices,
     select_is_slice,
@@ -69,12 +71,18 @@ _RUNNABLE: tuple[Rewrite, ...] = (
     rrelu_is_leaky_relu,
     elu_is_plain,
     sample_is_batch,
+    circular_padding_is_joined,
     adaptive_max_pooling_is_plain,
     convolution_3d_is_2d,
     pooling_3d_is_2d,
 )
 # For a q/dq graph that comes to the lowering, perhaps without these rewrites; nothing of it will be trained.
-AT_LOWERING: tuple[Rewrite, ...] = (submodels_are_inlined, all_constant_expressions_are_folded, *_RUNNABLE)
+AT_LOWERING: tuple[Rewrite, ...] = (
+    submodels_are_inlined,
+    all_constant_expressions_are_folded,
+    single_slope_is_leaky_relu,
+    *_RUNNABLE,
+)
 
 ALL: tuple[Rewrite, ...] = (
     constant_expressions_are_folded,

@@ -71,6 +71,16 @@ def rrelu_is_leaky_relu(model: fx.GraphModule) -> fx.GraphModule:
     return done(model)
 
 
+def single_slope_is_leaky_relu(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes a prelu of one slope as leaky_relu, whose kernel takes any number of dimensions; not for training."""
+    for node, values in matching(model, "prelu"):
+        slope = constant_operand(values["weight"])
+        if slope is not None and slope.numel() == 1:
+            write = Writer(model, node)
+            write.replace(write.call(_ATEN.leaky_relu.default, values["self"], float(slope)))
+    return done(model)
+
+
 def elu_is_plain(model: fx.GraphModule) -> fx.GraphModule:
     """Writes selu, celu and elu with scales as b * elu(x * a): ExecuTorch drops the scales of an elu in silence.
 

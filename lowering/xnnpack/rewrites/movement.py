@@ -145,6 +145,28 @@ def roll_is_slices(model: fx.GraphModule) -> fx.GraphModule:
     return done(model)
 
 
+def circular_padding_is_joined(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes a circular pad as its input between slices of it, for each dimension.
+
+    ExecuTorch writes it as copies into an empty tensor, and takes the sizes of the example for all sizes on the way.
+    """
+    for node, values in matching(model, "pad"):
+        source, ends = tensor_value(values["self"]), _numbers(values["pad"])
+        if values.get("mode") != "circular" or source is None or not source.is_floating_point():
+            continue
+        axes = [source.dim() - 1 - place for place in range(len(ends) // 2)]
+        sizes = [source.shape[axis] for axis in axes]
+        if min(ends) < 0 or not all(isinstance(number, int) for number in (*sizes, *ends)):
+            continue
+        write, padded = Writer(model, node), values["self"]
+        for axis, size, before, behind in zip(axes, sizes, ends[::2], ends[1::2], strict=True):
+            first = [write.call(_ATEN.slice.Tensor, padded, axis, size - before, size)] if before else []
+            last = [write.call(_ATEN.slice.Tensor, padded, axis, 0, behind)] if behind else []
+            padded = write.call(_ATEN.cat.default, [*first, padded, *last], axis) if first or last else padded
+        write.replace(write.call(_ATEN.clone.default, padded) if padded is values["self"] else padded)
+    return done(model)
+
+
 def _numbers(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
