@@ -18,7 +18,8 @@ from torchao.quantization.pt2e.quantizer import (
     SharedQuantizationSpec,
 )
 
-from quantplug.conformance.flow import Flow
+from quantplug.conformance.flow import DATA, Flow
+from quantplug.conformance.pieces import Following
 from quantplug.conformance.trial import Panel, Trial
 from quantplug.core.decision import decision
 from quantplug.core.errors import QuantplugError, first_line
@@ -79,12 +80,19 @@ def _judge(trial: Trial, check: str) -> Verdict:
         before = judge(trial, needed)
         if before.status != "passed":
             return Verdict("skipped", before.reason if before.status == "skipped" else f"not reached: {needed}")
+    if isinstance(trial.form.placed, Following) and _fails_alone(trial, check):
+        return Verdict("skipped", f"not reached: {check} of the row by itself")
     panel = trial.panel
     while True:
         verdict, is_about_panel = _attempt(trial, panel, check)
         if verdict.status != "failed" or len(panel) == 1:
             return verdict
         panel = panel.half_with(trial) if is_about_panel else panel.alone(trial)
+
+
+def _fails_alone(trial: Trial, check: str) -> bool:
+    alone = (other for other in trial.claim.trials if not isinstance(other.form.placed, Following))
+    return any(judge(other, check).status == "failed" for other in alone)
 
 
 def _attempt(trial: Trial, panel: Panel, check: str) -> tuple[Verdict, bool]:
@@ -166,8 +174,9 @@ def _parity(trial: Trial, panel: Panel) -> str | None:
         raise NotClaimedError(f"config '{trial.claim.config_name}' has no form for training (is_qat)")
     flow.prepared.apply(disable_observer)
     simulated, expected = (flow.result(stage, trial.placed) for stage in ("prepared", "converted"))
-    reason = _at_level(flow, trial, Level.ONE_STEP, simulated, expected)
-    if reason or panel.is_qat(trial):
+    level = Level.APPROXIMATE if isinstance(trial.placed, Following) else Level.ONE_STEP
+    reason = _at_level(flow, trial, level, simulated, expected)
+    if reason or panel.is_qat(trial) or isinstance(trial.placed, Following):
         return f"fake quantization against the q/dq graph: {reason}" if reason else None
     after, within = (panel.takes(trial, is_qat=is_qat) for is_qat in (False, True))
     if after != within:
@@ -258,12 +267,13 @@ def _is_quantized(node: fx.Node) -> bool:
 
 
 def _compared(flow: Flow, trial: Trial, stage: str, level: Level) -> str | None:
-    """Compares the program with another stage, inside and outside of the calibrated range."""
-    for beyond in (False, True):
-        found, expected = (flow.result(name, trial.placed, beyond=beyond) for name in ("program", stage))
+    """Compares the program with another stage, on data after data, inside and outside of the calibrated range."""
+    if level is Level.ONE_STEP and isinstance(trial.placed, Following):
+        level = Level.APPROXIMATE  # one step of the row before can be several of the row behind
+    for data in DATA:
+        found, expected = (flow.result(name, trial.placed, data=data) for name in ("program", stage))
         if reason := _at_level(flow, trial, level, found, expected):
             reference = "emulation" if stage == "emulated" else "q/dq graph"
-            data = "on inputs beyond the calibrated range" if beyond else "on the calibration data"
             return f"the program against the {reference}, {data}: {reason}"
     return None
 

@@ -7,7 +7,7 @@ when it is first asked for and once for all pieces, and what each piece is at ea
 import contextlib
 import io
 import tempfile
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.conformance.pieces import Batch, Piece, Placed
+from quantplug.core.boundaries import is_qdq
 from quantplug.core.calibrated import qparam_violations
 from quantplug.core.constants import constant_nodes
 from quantplug.core.convert import convert_pt2e
@@ -27,7 +28,7 @@ from quantplug.core.graph import module_path
 from quantplug.core.limits import VIOLATIONS_KEY, Violation
 from quantplug.core.plan import plan_of
 from quantplug.core.prepare import prepare_pt2e, prepare_qat_pt2e
-from quantplug.core.qdq import CHOOSE_OPS, DEQUANTIZE_OPS, QUANTIZE_OPS
+from quantplug.core.qdq import DEQUANTIZE_OPS, QUANTIZE_OPS
 from quantplug.core.reference import differences
 from quantplug.lowering.program import Program
 from quantplug.lowering.reference import EmulatedProgram
@@ -35,7 +36,24 @@ from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.quantizer import BackendQuantizer
 
 Made = TypeVar("Made")
-_CONVERSIONS = frozenset([*CHOOSE_OPS, *QUANTIZE_OPS, *DEQUANTIZE_OPS])
+
+
+def _other(x: Tensor) -> Tensor:
+    """The same numbers at other places: the range stays, and no result of the first call holds any more."""
+    return x.flip(tuple(range(x.dim())))
+
+
+def _louder(x: Tensor) -> Tensor:
+    return x * 1.25 if x.is_floating_point() else x.clone()
+
+
+# What inputs are made of those that a model was calibrated on, by how a finding about them is told.
+CALIBRATED = "on the calibration data"
+DATA: Mapping[str, Callable[[Tensor], Tensor]] = {
+    CALIBRATED: torch.clone,
+    "on other data of its range": _other,
+    "on inputs beyond the calibrated range": _louder,
+}
 
 
 def quantizer_of(backend: Backend, config: QuantizationConfig | str | None = None) -> BackendQuantizer:
@@ -111,7 +129,7 @@ class Flow:
     def __init__(self, backend: Backend, config: QuantizationConfig, side: Side, *, is_qat: bool) -> None:
         self.backend, self.side, self.is_qat = backend, side, is_qat
         self.quantizer = quantizer_of(backend, config)
-        self._results: dict[tuple[str, bool, int], list[Tensor]] = {}
+        self._results: dict[tuple[str, str, int], list[Tensor]] = {}
         self._constants: dict[fx.GraphModule, set[fx.Node]] = {}
 
     @stage
@@ -180,18 +198,18 @@ class Flow:
             return (*early, *(broken for broken, _ in qparam_violations(self.converted)))
         return tuple(early)
 
-    def result(self, stage: str, placed: Placed, *, beyond: bool = False, run: int = 0) -> Tensor:
+    def result(self, stage: str, placed: Placed, *, data: str = CALIBRATED, run: int = 0) -> Tensor:
         """Returns what a piece yields at a stage, without what its neighbours make of it.
 
         Args:
             stage: "prepared", "converted", "reloaded", "program" or "emulated".
             placed: the piece.
-            beyond: on inputs that leave the calibrated range instead of those that it was found on.
+            data: on which inputs, one of `DATA`.
             run: a stage is run once for each number.
         """
-        key = (stage, beyond, run)
+        key = (stage, data, run)
         if key not in self._results:
-            inputs = tuple(x * 1.25 if beyond and x.is_floating_point() else x.clone() for x in self.side.inputs)
+            inputs = tuple(map(DATA[data], self.side.inputs))
             with torch.no_grad():
                 found = getattr(self, stage)(*inputs)
             self._results[key] = [pytree.tree_leaves(result)[0] for result in found]
@@ -217,7 +235,8 @@ class Flow:
 
     def is_before(self, node: fx.Node, placed: Placed) -> bool:
         """Tells whether a node belongs to the producer that was put before a piece."""
-        return module_path(node) == f"branches.{self.side.places[placed]}.before"
+        before = f"branches.{self.side.places[placed]}.before"
+        return f"{module_path(node)}.".startswith(f"{before}.")
 
     def decided(self, placed: Placed) -> Decision | None:
         """Returns what was decided about the last operator of a piece."""
@@ -250,6 +269,4 @@ def _upstream(root: fx.Node, constants: Set[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _computes(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target in _CONVERSIONS:
-        return False
-    return node.target.namespace != "quantized_decomposed"
+    return isinstance(node.target, torch._ops.OpOverload) and not is_qdq(node)

@@ -6,9 +6,11 @@ neighbours that the rule asks for, or in words why the kit could make none.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from quantplug.conformance.flow import quantizer_of
 from quantplug.conformance.pieces import Piece, PieceError, Placed, neighbours
@@ -72,17 +74,22 @@ class Turn:
     number: int
     is_default: bool
 
-    def choose(self, calls: int) -> list[int]:
-        """Returns the numbers of the ways; each has a size and a sign of data of its own, so one call makes two."""
-        ways = max(2, calls) if calls else 0
-        if not ways or not self.number:
-            return list(range(ways))
-        return [0, 1 + self.number % (ways - 1)] if self.is_default else [self.number % ways]
+    def choose(self, calls: int) -> list[tuple[int, int]]:
+        """Returns pairs of the number of a call and of the sample of sizes and data that it is tried with."""
+        samples = len(SAMPLES)
+        if not calls or not self.number:
+            ways = [(number % calls, number % samples) for number in range(max(samples, calls))] if calls else []
+            # The plainest call comes in every size: a backend may refuse the others.
+            return list(dict.fromkeys([*ways, *((0, sample) for sample in range(samples)[: len(ways)])]))
+        others = max(1, calls - 1)
+        if self.is_default:
+            return [(0, 0), ((1 + self.number % others) % calls, 1 + self.number % (samples - 1))]
+        return [(self.number % calls, self.number % samples)]
 
 
 def forms_of(row: Annotator, label: str, config: str, turn: Turn, choose: Neighbours) -> tuple[Form, ...]:
     """Returns the forms of one rule under a config, under names of which each occurs once."""
-    made = list(_shown(row)) or list(_written(row, label, config, turn, choose))
+    made = [*_shown(row), *_written(row, label, config, turn, choose)]
     good = [form for form in made if form.placed is not None]
     if not good:
         problem = next((form.problem for form in made), "it has no spelling")
@@ -96,24 +103,44 @@ def forms_of(row: Annotator, label: str, config: str, turn: Turn, choose: Neighb
 
 def _shown(row: Annotator) -> Iterator[Form]:
     for example in row.examples:
+        name = getattr(example, "__name__", "example").strip("<>")
         module, inputs = example()
-        yield Form(getattr(example, "__name__", "example").strip("<>"), Placed(module, inputs, frozenset()))
+        yield Form(name, Placed(module, inputs, frozenset()))
+        again, _ = example()
+        above = pytree.tree_map_only(Tensor, _above_zero, inputs)
+        if _is_finite(again, above):
+            yield Form(f"{name}-positive", Placed(again, above, frozenset()))
+
+
+def _above_zero(x: Tensor) -> Tensor:
+    """Moves data to one side of zero: about zero a kernel without zero points is nearly right."""
+    return x.abs() + 0.1 * x.abs().max() if x.is_floating_point() and x.numel() else x
+
+
+def _is_finite(module: nn.Module, inputs: tuple[Any, ...]) -> bool:
+    """Tells whether a module takes inputs that its author did not choose."""
+    try:
+        with torch.no_grad():
+            found = pytree.tree_leaves(module(*pytree.tree_map_only(Tensor, torch.clone, inputs)))
+    except Exception:  # an example may refuse other data in any way
+        return False
+    return all(bool(x.isfinite().all()) for x in found if isinstance(x, Tensor))
 
 
 def _written(row: Annotator, label: str, config: str, turn: Turn, choose: Neighbours) -> Iterator[Form]:
     for pattern in (pattern for name, pattern in row.patterns if name == label):
-        calls = [call for call in spellings(pattern) if isinstance(call, Call) and not _writes_input(call, row.follows)]
-        for number in turn.choose(len(calls)):
-            call = calls[number % len(calls)]
+        calls = [call for call in spellings(pattern) if isinstance(call, Call) and not writes_input(call, row.follows)]
+        for number, sample in turn.choose(len(calls)):
+            call = calls[number]
             try:
-                placed = _place(row, config, Piece(call, SAMPLES[number % len(SAMPLES)]), choose)
+                placed = _place(row, config, Piece(call, SAMPLES[sample]), choose)
             except PieceError as error:
-                yield Form(_operator(call), None, str(error).rstrip("."))
+                yield Form(operator_name(call), None, str(error).rstrip("."))
             else:
-                yield Form(_operator(call), placed)
+                yield Form(operator_name(call), placed)
 
 
-def _writes_input(spelling: Spelling, follows: tuple[str, ...]) -> bool:
+def writes_input(spelling: Spelling, follows: tuple[str, ...]) -> bool:
     """Tells whether an operator changes an input of the model in place, which is the caller's tensor."""
     if not isinstance(spelling, Call):
         return False
@@ -123,10 +150,10 @@ def _writes_input(spelling: Spelling, follows: tuple[str, ...]) -> bool:
         name in written and isinstance(part, Operand) and part.kind == "a tensor" and part.name not in follows
         for name, part in spelling.operands
     )
-    return own or any(_writes_input(part, follows) for _, part in spelling.operands if part is not None)
+    return own or any(writes_input(part, follows) for _, part in spelling.operands if part is not None)
 
 
-def _operator(call: Call) -> str:
+def operator_name(call: Call) -> str:
     """Returns the overload that the pattern binds to "op"."""
     found = next((c for c in _calls(call) if c.name == "op"), call)
     return str(found.target)

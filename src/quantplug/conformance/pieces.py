@@ -5,8 +5,9 @@ module with inputs to run it on. The neighbours that some rules ask for, a quant
 reader, are operators that the backend itself quantizes.
 """
 
+import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,15 +43,24 @@ class _Resolved:
 class Piece(nn.Module):
     """A pattern as a module.
 
+    Args:
+        root: the spelled pattern.
+        sample: sizes and data.
+        given: what it reads in place of made-up tensors, such as another piece's result.
+        number: another one means other data and constants of the same sizes.
+
     Attributes:
         inputs: tensors of the shapes that it takes.
         captures: for the names that the pattern binds inputs to, the position of the input.
+        followers: positions of the inputs that are `given`.
     """
 
-    def __init__(self, root: Call, sample: Sample) -> None:
+    def __init__(self, root: Call, sample: Sample, given: Tensor | None = None, number: int = 0) -> None:
         super().__init__()
         self.sample, self.inputs, self.captures = sample, list[Tensor](), dict[str, int]()
-        self._random = torch.Generator().manual_seed(zlib.crc32(f"{root}{sample}".encode()))
+        self.followers: list[int] = []
+        self._given = given
+        self._random = torch.Generator().manual_seed(zlib.crc32(f"{root}{sample}".encode()) + number)
         self._bound: dict[str, Any] = {}
         self._positive = str(root.target).split(".")[1:2] in [[name] for name in POSITIVE]
         try:
@@ -82,7 +92,10 @@ class Piece(nn.Module):
         known = {name: self._inner(part) for name, part in call.operands if isinstance(part, Call | Given)}
         if not isinstance(call.target, torch._ops.OpOverload):
             return self._checked(_Resolved(call.target, tuple(known.values()), {}))
-        wanted = operands_for(call.target, self.sample, {name: self._value(part) for name, part in known.items()})
+        values = {name: self._value(part) for name, part in known.items()}
+        if self._given is not None:
+            values |= {name: self._given for name, part in call.operands if getattr(part, "kind", "") == "a tensor"}
+        wanted = operands_for(call.target, self.sample, values)
         spelled = dict(call.operands)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
@@ -140,7 +153,10 @@ class Piece(nn.Module):
     def _leaf(self, kind: str, wanted: Any) -> _Input | _Held:
         if isinstance(wanted, Constant) or kind == "a constant":
             return self._hold(wanted)
-        if isinstance(wanted, Indices):
+        if self._given is not None and kind == "a tensor" and not isinstance(wanted, Indices):
+            self.followers.append(len(self.inputs))
+            self.inputs.append(self._given.clone())
+        elif isinstance(wanted, Indices):
             self.inputs.append(torch.randint(wanted.limit, wanted.sizes, generator=self._random))
         else:
             self.inputs.append(self._data(wanted.sizes))
@@ -149,7 +165,7 @@ class Piece(nn.Module):
     def _hold(self, wanted: Any) -> _Held:
         name = f"constant{len(list(self.parameters())) + len(list(self.buffers()))}"
         values = torch.randn(wanted.sizes, generator=self._random)
-        values = values.abs() + 0.5 if getattr(wanted, "positive", False) else values
+        values = values.abs() + 0.5 if getattr(wanted, "positive", False) else values * _by_channel(wanted.sizes)
         if few := getattr(wanted, "values", ()):
             values = torch.tensor(few)[torch.randint(len(few), wanted.sizes, generator=self._random)]
         if getattr(wanted, "is_buffer", False):
@@ -161,9 +177,19 @@ class Piece(nn.Module):
     def _data(self, sizes: tuple[int, ...]) -> Tensor:
         sign = "positive" if self._positive else self.sample.sign
         if sign == "both":
-            return torch.randn(sizes, generator=self._random)
+            return torch.randn(sizes, generator=self._random) + 0.5  # about zero, zero points would hardly count
         found = torch.rand(sizes, generator=self._random) * 3 + 0.05
-        return found if sign == "positive" else 0.25 - found  # some positive values, so that relu leaves a range
+        if sign == "positive":
+            return found
+        # Some values are positive, at the same places of every input, so that relu leaves a range of sums too.
+        return torch.where(torch.arange(found.numel()).view(found.shape) % 4 == 0, found / 6, 0.25 - found)
+
+
+def _by_channel(sizes: tuple[int, ...]) -> Tensor:
+    """Returns factors that differ along the axes on which weights have channels, so that their scales do."""
+    factors = [2.0 ** -(torch.arange(size) % 3) for size in sizes[:2]] if len(sizes) > 1 else []
+    shapes = [[-1 if axis == own else 1 for axis in range(len(sizes))] for own in range(len(factors))]
+    return math.prod((f.view(shape) for f, shape in zip(factors, shapes, strict=True)), start=torch.ones(()))
 
 
 def _is_tensor(spelling: Any) -> bool:
@@ -222,6 +248,54 @@ class Placed(nn.Module):
     def results(self) -> int:
         """How many tensors the module returns."""
         return 1 + (self.after is not None) + (len(self.followed) if self.before else 0)
+
+
+class Led(nn.Module):
+    """A piece whose rule follows a quantized producer, behind one.
+
+    Attributes:
+        inputs: of both together.
+    """
+
+    def __init__(self, piece: nn.Module, inputs: tuple[Any, ...], followed: frozenset[int], before: nn.Module) -> None:
+        super().__init__()
+        self.piece, self.inputs, self.followed, self.before = piece, inputs, followed, before
+
+    def forward(self, *inputs: Any) -> Any:
+        """Runs both."""
+        return self.piece(*(self.before(x) if i in self.followed else x for i, x in enumerate(inputs)))
+
+
+class Following(Placed):
+    """A piece behind pieces of another rule, one for each input that it takes from them.
+
+    Attributes:
+        before: those pieces; what they yield is a result too, so that none of them is fused with the piece.
+    """
+
+    def __init__(self, producers: Sequence[Any], piece: Piece, after: nn.Module | None = None) -> None:
+        free = [x for i, x in enumerate(piece.inputs) if i not in piece.followers]
+        inputs = (*(x for producer in producers for x in producer.inputs), *free)
+        super().__init__(piece, inputs, frozenset(), nn.ModuleList(producers), after)
+        self._sizes = [len(producer.inputs) for producer in producers]
+        self._followers = dict(zip(piece.followers, range(len(producers)), strict=True))
+
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        """Returns what the piece yields, what the reader makes of it, and what the producers yield."""
+        assert isinstance(self.before, nn.ModuleList)
+        rest, made = list(inputs), []
+        for producer, size in zip(self.before, self._sizes, strict=True):
+            made.append(producer(*rest[:size]))
+            rest = rest[size:]
+        places = range(len(self._followers) + len(rest))
+        result = self.piece(*(made[self._followers[i]] if i in self._followers else rest.pop(0) for i in places))
+        read = [self.after(result)] if self.after else []
+        return (result, *read, *made)
+
+    @property
+    def results(self) -> int:
+        """How many tensors the module returns."""
+        return 1 + (self.after is not None) + len(self._sizes)
 
 
 class Batch(nn.Module):

@@ -22,7 +22,7 @@ class Sample:
         batch: samples of a batch.
         channels: channels or features.
         size: of each spatial dimension.
-        sign: "both", "positive" (the zero point is the least integer) or "negative" (the greatest).
+        sign: "both", more often positive; "positive" (the zero point is the least integer); "negative" (the greatest).
     """
 
     number: int
@@ -37,7 +37,12 @@ class Sample:
         return (self.batch, self.channels, self.size, self.size)
 
 
-SAMPLES = (Sample(0, 1, 3, 8, "both"), Sample(1, 2, 8, 7, "positive"), Sample(2, 3, 5, 6, "negative"))
+SAMPLES = (
+    Sample(0, 1, 3, 8, "both"),
+    Sample(1, 2, 8, 7, "positive"),
+    Sample(2, 3, 5, 6, "negative"),
+    Sample(3, 2, 6, 9, "both"),
+)
 
 
 @dataclass(frozen=True)
@@ -98,43 +103,50 @@ def _shape(known: Known, name: str, otherwise: tuple[int, ...]) -> tuple[int, ..
 
 
 def _convolution(dims: int, transposed: bool = False) -> Recipe:
+    """Whole, strided, depthwise, and dilated in groups of several channels."""
+
     def recipe(sample: Sample, known: Known) -> Operands:
         shape = _shape(known, "input", (sample.batch, sample.channels, *[sample.size] * dims))
         crossed = known.get("transposed", transposed)
-        channels, depthwise = shape[1], sample.number == 2 and not crossed
-        made = channels if depthwise else channels + 3
-        pair = (channels, made) if crossed else (made, 1 if depthwise else channels)
-        stride = 2 if sample.number == 1 else 1
+        channels, groups = shape[1], _groups(sample, shape[1], crossed)
+        made = channels if groups == channels else groups * (channels // groups + 3)
+        pair = (channels, made // groups) if crossed else (made, channels // groups)
         return {
             "input": Shape(shape),
             "weight": Constant((*pair, *[3] * dims)),
             "bias": Constant((made,)),
-            "stride": [stride] * dims,
+            "stride": [2 if sample.number == 1 else 1] * dims,
             "padding": [sample.number % 2] * dims,
-            "dilation": [1] * dims,
+            "dilation": [2 if sample.number == 3 else 1] * dims,
             "output_padding": [0] * dims,
-            "groups": channels if depthwise else 1,
+            "groups": groups,
         }
 
     return recipe
 
 
+def _groups(sample: Sample, channels: int, crossed: bool) -> int:
+    if sample.number == 2 and not crossed:
+        return channels
+    return 2 if sample.number == 3 and channels % 2 == 0 else 1
+
+
 def _linear(sample: Sample, known: Known) -> Operands:
     middle = (sample.size,) if sample.number == 1 else ()
     shape = _shape(known, "input", (sample.batch, *middle, 4 * sample.channels))
-    made = sample.channels + 4
+    made = 4 * sample.channels + 4
     return {"input": Shape(shape), "weight": Constant((made, shape[-1])), "bias": Constant((made,))}
 
 
 def _addmm(sample: Sample, known: Known) -> Operands:
-    features, made = 4 * sample.channels, sample.channels + 4
+    features, made = 4 * sample.channels, 4 * sample.channels + 4
     one = Shape((sample.batch, features))
     return {"mat1": one, "self": Constant((made,)), "mat2": Constant((features, made))}
 
 
 def _mm(sample: Sample, known: Known) -> Operands:
     features = 4 * sample.channels
-    return {"self": Shape((sample.batch, features)), "mat2": Constant((features, sample.channels + 4))}
+    return {"self": Shape((sample.batch, features)), "mat2": Constant((features, 4 * sample.channels + 4))}
 
 
 def _products(sample: Sample, known: Known) -> Operands:

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from quantplug.conformance.flow import Flow, Side
+from quantplug.conformance.following import Followers, plain_label
 from quantplug.conformance.forms import Form, Neighbours, Turn, forms_of
 from quantplug.conformance.pieces import Placed
 from quantplug.core.annotator import Annotator
@@ -209,7 +210,7 @@ def trials(backend: Backend, *labels: str) -> list[Trial]:
 
 
 def _claims(backend: Backend, labels: Sequence[str]) -> Iterator[Claim]:
-    choose = Neighbours(backend)
+    choose, followers = Neighbours(backend), dict[str, Followers]()
     for row in backend.rows:
         number = itertools.count()
         for label in dict.fromkeys(label for label, _ in row.patterns if not labels or label in labels):
@@ -219,6 +220,12 @@ def _claims(backend: Backend, labels: Sequence[str]) -> Iterator[Claim]:
                 claim, turn = Claim(backend, row, label, name, kin), Turn(next(number), not kin)
                 claim.trials = [Trial(claim, form) for form in forms_of(asking, label, name, turn, choose)]
                 kin.append(claim)
+            first = next((claim for claim in kin if claim.mode == "static"), None)
+            if first is not None and label == plain_label(row):
+                name = first.config_name
+                if name not in followers:
+                    followers[name] = Followers(backend, name, choose)
+                first.trials += [Trial(first, form) for form in followers[name].forms(asking)]
             yield from kin
 
 
