@@ -43,9 +43,15 @@ def enough_work(products: int) -> Callable[[Match, QuantizationConfig], str | No
 
 
 def images_if_dynamic(match: Match, config: QuantizationConfig) -> str | None:
-    """Holds unless activations get their scales at run time, or for 2-D convolutions that are not depthwise."""
+    """Holds unless activations get their scales at run time, or for 2-D convolutions that are not depthwise.
+
+    Images are of more than one number, as torchao takes a range for each number for one range of all.
+    """
     if not_dynamic(match, config) is None:
         return None
+    image = _shape(match["x"])[1:]
+    if image and all(isinstance(size, int) and size == 1 for size in image):
+        return "each of its images is a single number, which has no range"
     groups, weight = operands(match["op"])["groups"], _shape(match["w"])
     if len(weight) == 4 and (groups == 1 or weight[1] > 1):
         return None

@@ -107,6 +107,18 @@ def test_an_encoder_of_open_sizes_agrees_with_its_graph_at_every_length(config, 
         assert abs(sqnr(reference(tokens), net(tokens)) - sqnr(program(tokens), net(tokens))) < 0.5
 
 
+def test_images_of_a_single_number_stay_float_with_the_reason():
+    """torchao takes a range for each number for one range of them all; the graph did not run."""
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(1, 4, 1), nn.Hardsigmoid(), nn.Conv2d(4, 2, 1)).eval()
+    x = torch.randn(3, 1, 6, 6)
+    artefact = quantplug.quantize(model, (x,), "xnnpack", config="int8_dynamic", progress=False)
+    first, second = (row for row in artefact.report.rows if row.operator.startswith("conv"))
+    assert first.reason.endswith("each of its images is a single number, which has no range")
+    assert second.quantized
+    for images in (x, torch.randn(3, 1, 6, 6)):
+        assert sqnr(artefact(images), artefact.reference(images)) > 60
+
+
 def test_images_of_open_size_have_a_scale_each():
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1)), fading(4, 8, 12, 12)

@@ -1,0 +1,109 @@
+"""Lowerings of an author's own behind rows that exist: on integer kernels, in files, called twice."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from executorch.runtime import Runtime
+from torch import nn
+
+import quantplug
+from quantplug.core.compare import sqnr
+from quantplug.core.pattern import op, optional, value
+from quantplug.lowering import xnnpack
+from quantplug.lowering.program import Program
+from quantplug.lowering.qparams import dequantize, integer_weight, is_static, qparams
+from quantplug.lowering.rewriting import Rule, absorb, call, constant, replace
+from quantplug.lowering.rules import lower_by_rules
+from quantplug.quantizers.backend import Backend, derive
+from quantplug.quantizers.quantizer import BackendQuantizer
+from quantplug.quantizers.xnnpack import XNNPACK
+
+aten = torch.ops.aten
+INTO = dequantize(input=value("x"), name="into", where=(lambda match: is_static(match["into"]),))
+
+
+def to_int_mm(match):
+    """A linear on `aten._int_mm`: int8 by int8, added up in int32, and scaled once."""
+    node, into, weight = match.root, qparams(match["into"]), integer_weight(match["w"])
+    if isinstance(weight, str):
+        return weight
+    held = {
+        "weight": weight.values.t().contiguous(),
+        "shift": into.zero_point * weight.values.int().sum(1),
+        "scale": into.scale * weight.scales,
+    }
+    w, shift, scale = (constant(node, name, number) for name, number in held.items())
+    sums = call(node, aten._int_mm.default, (match["x"], w), node, torch.int32)
+    absorb(sums, node)
+    result = call(node, aten.mul.Tensor, (call(node, aten.sub.Tensor, (sums, shift), node, torch.int32), scale), node)
+    replace(node, call(node, aten.add.Tensor, (result, match["b"]), node) if "b" in match else result)
+    return None
+
+
+RULES = (Rule(op("linear", input=INTO, weight=value("w"), bias=optional(value("b")), name="op"), to_int_mm),)
+STOCK = {
+    "derived": lambda lowering: derive(XNNPACK, "mine", lowering=lowering),
+    "of its rows": lambda lowering: Backend(
+        "mine", XNNPACK.annotators, {"int8": XNNPACK.configs["int8"]}, lowering, XNNPACK.transforms
+    ),
+}
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 48, bias=False), nn.Sigmoid()).eval()
+
+
+def quantized(backend):
+    quantizer = type("Mine", (BackendQuantizer,), {"backend": backend})()
+    model, data = layers(), [torch.randn(16, 32) for _ in range(3)]
+    return model, quantplug.quantize(model, (data[0],), quantizer, data, progress=False)
+
+
+@pytest.mark.parametrize("stock", STOCK.values(), ids=STOCK)
+def test_r22_r24_rules_alone_bring_stock_rows_to_a_kernel_of_integers(stock, tmp_path):
+    model, artefact = quantized(stock(partial(lower_by_rules, rules=RULES)))
+    loaded = torch.export.load(artefact.save(tmp_path / "mine.pt2")).module()
+    kernels = [node for node in loaded.graph.nodes if node.target is aten._int_mm.default]
+    assert [node.args[0].meta["val"].dtype for node in kernels] == [torch.int8, torch.int8]
+    assert {each.placement for each in artefact.program.ops if each.target == "aten.linear.default"} == {"int8"}
+    for _ in range(2):
+        x = torch.randn(16, 32)
+        assert sqnr(loaded(x), artefact.reference(x)) > 60
+        assert sqnr(artefact(x), model(x)) > 25
+
+
+class Shipped(Program):
+    """What a product might make of a `.pte`: the file with a card beside it."""
+
+    def __init__(self, inner):
+        self.inner, self.ops = inner, inner.ops
+
+    def __call__(self, *inputs, **keywords):
+        return self.inner(*inputs, **keywords)
+
+    def save(self, path):
+        card = "\n".join(f"{each.node} {each.placement}" for each in self.ops)
+        Path(path).with_suffix(".txt").write_text(card)
+        return self.inner.save(path)
+
+    @property
+    def nbytes(self):
+        return self.inner.nbytes
+
+
+def test_r22_r24_a_function_of_ones_own_lowers_stock_rows_to_a_file_that_the_runtime_runs(tmp_path):
+    def ship(converted, example_inputs, **options):
+        return Shipped(xnnpack.lower(converted, example_inputs, **options))
+
+    model, artefact = quantized(STOCK["of its rows"](ship))
+    path = artefact.program.save(tmp_path / "mine.pte")
+    assert path.with_suffix(".txt").read_text().splitlines()[0] == "linear int8"
+    program = Runtime.get().load_program(path.read_bytes())
+    method = program.load_method("forward")
+    for _ in range(2):
+        x = torch.randn(16, 32)
+        assert sqnr(method.execute([x])[0], artefact.reference(x)) > 40
+        assert sqnr(artefact(x), model(x)) > 25
