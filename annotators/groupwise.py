@@ -97,19 +97,19 @@ def pairs_of_channels(match: Match, config: QuantizationConfig) -> str | None:
     """Holds for weights "w" of four bits that XNNPACK's linear kernels read.
 
     They are beside float activations or such with scales of run time; there an odd number of input channels gives wrong
-    results (ExecuTorch 1.4: -3 to 2 dB of the graph, from the second row on).
+    results (ExecuTorch 1.4: -3 to 2 dB of the graph, from the second row on), and a single weight ends the process.
     """
     activation, weight = config.input_activation, tensor_value(match["w"])
-    if not _is_narrow(config.weight) or activation is None:
+    if not _is_narrow(config.weight) or weight is None:
         return None
-    if not activation.is_dynamic:
+    if activation is not None and not activation.is_dynamic:
         return "the kernels with weights of four bits take float activations or scales of run time"
-    channels = 0 if weight is None else int(weight.shape[-1 if match["op"].target in _OUTPUTS_FIRST else 0])
-    return (
-        f"its {channels} input channels are odd, the kernel reads weights of four bits in pairs"
-        if channels % 2
-        else None
-    )
+    if weight.numel() == 1:
+        return "its weight is a single number, which the runtime does not read in four bits"
+    channels = int(weight.shape[-1 if match["op"].target in _OUTPUTS_FIRST else 0])
+    if activation is not None and channels % 2:
+        return f"its {channels} input channels are odd, the kernel reads weights of four bits in pairs"
+    return None
 
 
 def _is_narrow(spec: object) -> bool:

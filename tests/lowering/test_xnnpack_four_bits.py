@@ -41,6 +41,18 @@ def test_odd_channels_of_an_open_batch_are_right_for_every_batch():
         assert sqnr(artefact(x), artefact.reference(x)) > 100
 
 
+@pytest.mark.parametrize("config", ["int4_dynamic", "int4_weight_only"])
+def test_a_single_weight_of_four_bits_stays_float_with_the_reason(config):
+    """The runtime ended the process on loading it."""
+    model = nn.Sequential(nn.Linear(8, 1), nn.Linear(1, 1), nn.Linear(1, 4)).eval()
+    artefact = quantplug.quantize(model, (torch.randn(3, 8),), "xnnpack", config=config, progress=False)
+    assert artefact.report.row("linear_1").reason.endswith(
+        "its weight is a single number, which the runtime does not read in four bits"
+    )
+    x = torch.randn(3, 8)
+    assert sqnr(artefact(x), artefact.reference(x)) > 100
+
+
 def test_weights_of_four_bits_beside_calibrated_inputs_are_refused_with_the_reason():
     """Their kernels store 8 bits; the file was as large as that of int8, and nobody was told."""
     backend = quantplug.get_quantizer("xnnpack").backend
