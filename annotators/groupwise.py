@@ -96,20 +96,24 @@ def whole_bytes(match: Match | None, config: QuantizationConfig) -> str | None:
 def pairs_of_channels(match: Match, config: QuantizationConfig) -> str | None:
     """Holds for weights "w" of four bits that XNNPACK's linear kernels read.
 
-    They are beside float activations or such with scales of run time; there an odd number of input channels gives wrong
+    Beside activations with scales of run time an odd number of input channels gives wrong
     results (ExecuTorch 1.4: -3 to 2 dB of the graph, from the second row on), and a single weight ends the process.
     """
     activation, weight = config.input_activation, tensor_value(match["w"])
     if not _is_narrow(config.weight) or weight is None:
         return None
-    if activation is not None and not activation.is_dynamic:
-        return "the kernels with weights of four bits take float activations or scales of run time"
     if weight.numel() == 1:
         return "its weight is a single number, which the runtime does not read in four bits"
     channels = int(weight.shape[-1 if match["op"].target in _OUTPUTS_FIRST else 0])
-    if activation is not None and channels % 2:
+    if activation is not None and activation.is_dynamic and channels % 2:
         return f"its {channels} input channels are odd, the kernel reads weights of four bits in pairs"
     return None
+
+
+def bits_beside(weight: QuantizationSpec, activation: QuantizationSpec | None) -> int:
+    """Returns how many bits XNNPACK's files take for each number of a weight, which depends on the input's kernel."""
+    has_kernel = activation is None or activation.is_dynamic
+    return 4 if has_kernel and (group_size(weight) or _is_narrow(weight)) else 8
 
 
 def _is_narrow(spec: object) -> bool:

@@ -27,6 +27,8 @@ ConfigFactory: TypeAlias = Callable[..., QuantizationConfig]
 Lowering: TypeAlias = Callable[..., Program]
 Transform: TypeAlias = Callable[[fx.GraphModule], fx.GraphModule]
 
+WeightBits: TypeAlias = Callable[[QuantizationSpec, QuantizationSpec | None], int]
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -50,7 +52,8 @@ class Backend:
         without: why there is no row for an operator that users may ask after, by its name in ATen such as "bmm";
             reports say it.
         weight_bits: bits that a weight takes in its files, also where a config gives it fewer, which is then told; or
-            a function of the weight's spec that returns them. None where files are as narrow as configs.
+            a function of the specs of weight and activation (None: float) that returns them. None where files are as
+            narrow as configs.
     """
 
     name: str
@@ -63,7 +66,7 @@ class Backend:
     dtypes: tuple[DTypeConfig, ...] = ()
     kernels: str | KernelSet | None = None
     without: Mapping[str, str] = field(default_factory=dict)
-    weight_bits: int | Callable[[QuantizationSpec], int] | None = None
+    weight_bits: int | WeightBits | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:

@@ -20,7 +20,7 @@ from quantplug.core.fold import Permission
 from quantplug.core.graph import describe, is_constant, require_graph_module
 from quantplug.core.plan import Transforms, function_name
 from quantplug.core.stage import REGION_KEY, TRAINING_KEY, TRANSFORMS_KEY
-from quantplug.quantizers.backend import Backend
+from quantplug.quantizers.backend import Backend, WeightBits
 from quantplug.quantizers.capabilities import Capability, capabilities
 from quantplug.quantizers.scopes import OperatorType, Scopes, quantizes
 
@@ -198,7 +198,7 @@ class BackendQuantizer(Quantizer):
         stored = self.backend.weight_bits
         if stored is None:
             return
-        bits_of = stored if callable(stored) else lambda spec: stored
+        bits_of = stored if callable(stored) else lambda weight, activation: stored
         narrow = {
             node.name: bits
             for node in model.graph.nodes
@@ -219,19 +219,27 @@ class BackendQuantizer(Quantizer):
         """Accepts the annotated graph: what annotate wrote was checked row by row."""
 
 
-def _bits_beyond(node: fx.Node, bits_of: Callable[[QuantizationSpec], int]) -> int | None:
+def _bits_beyond(node: fx.Node, bits_of: WeightBits) -> int | None:
     """Returns the bits in which a constant that a node reads is stored, if it is to have fewer by more than one.
 
     One bit less is what kernels ask for whose sums overflow.
     """
     given = node.meta.get(Q_ANNOTATION_KEY)
-    for source, spec in given.input_qspec_map.items() if given is not None else ():
-        is_held = is_constant(source) or (source.all_input_nodes and all(map(is_constant, source.all_input_nodes)))
-        if is_held and isinstance(spec, QuantizationSpec) and not spec.dtype.is_floating_point:
+    specs = given.input_qspec_map if given is not None else {}
+    beside = next((spec for source, spec in specs.items() if not _is_held(source)), None)
+    activation = beside if isinstance(beside, QuantizationSpec) else None
+    for source, spec in specs.items():
+        if _is_held(source) and isinstance(spec, QuantizationSpec) and not spec.dtype.is_floating_point:
             low, high = integer_range(spec)
-            if high - low < 2 ** (bits_of(spec) - 2):
-                return bits_of(spec)
+            bits = bits_of(spec, activation)
+            if high - low < 2 ** (bits - 2):
+                return bits
     return None
+
+
+def _is_held(source: fx.Node) -> bool:
+    """Tells whether an operand is a constant, or made of constants alone."""
+    return is_constant(source) or bool(source.all_input_nodes and all(map(is_constant, source.all_input_nodes)))
 
 
 def _in_training(choose: Callable[[fx.Node], Choice]) -> Callable[[fx.Node], Choice]:

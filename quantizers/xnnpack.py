@@ -9,6 +9,7 @@ from typing import Any
 
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
+from quantplug.annotators import groupwise
 from quantplug.annotators.activation import clamps, known_range, own_range
 from quantplug.annotators.constraints import (
     images_if_dynamic,
@@ -20,7 +21,6 @@ from quantplug.annotators.constraints import (
 )
 from quantplug.annotators.convolution import CLAMPS, convolution, transposed_convolution
 from quantplug.annotators.elementwise import binary
-from quantplug.annotators.groupwise import FOUR_BITS, in_groups, pairs_of_channels, whole_bytes, whole_groups
 from quantplug.annotators.half import half_table
 from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling, resize
@@ -80,19 +80,15 @@ def _dynamic(**options: Any) -> QuantizationConfig:
 
 
 _weight_only = partial(get_symmetric_quantization_config, True, is_weight_only=True)
-
-
-def _four_bits(**options: Any) -> dict[str, Any]:
-    return {"weight_qmin": FOUR_BITS[0], "weight_qmax": FOUR_BITS[1], **options}
-
+_four_bits = {"weight_qmin": groupwise.FOUR_BITS[0], "weight_qmax": groupwise.FOUR_BITS[1]}
 
 XNNPACK = Backend(
     name="xnnpack",
     summary="ExecuTorch programs on XNNPACK kernels (ARM, x86, WebAssembly)",
     annotators=(
-        convolution(dims=(1, 2)).where(whole_bytes, quantizes_input, images_if_dynamic),
-        transposed_convolution(dims=(2,)).where(whole_bytes, static_only, one_group_or_scale),
-        linear().where(whole_groups, pairs_of_channels),
+        convolution(dims=(1, 2)).where(groupwise.whole_bytes, quantizes_input, images_if_dynamic),
+        transposed_convolution(dims=(2,)).where(groupwise.whole_bytes, static_only, one_group_or_scale),
+        linear().where(groupwise.whole_groups, groupwise.pairs_of_channels),
         half_table(),
         *(row.where(outside_of_states) for row in INTEGER_STATES),
     ),
@@ -101,13 +97,14 @@ XNNPACK = Backend(
         "int8_per_tensor": lambda **options: get_xnnpack_quantization_config(False, **options),
         "int8_dynamic": _dynamic,
         "int8_weight_only": _weight_only,
-        "int4_dynamic": lambda **options: _dynamic(**_four_bits(**options)),
-        "int4_dynamic_groups": partial(in_groups, _dynamic),
-        "int4_weight_only": lambda **options: _weight_only(**_four_bits(**options)),
+        "int4_dynamic": lambda **options: _dynamic(**{**_four_bits, **options}),
+        "int4_dynamic_groups": partial(groupwise.in_groups, _dynamic),
+        "int4_weight_only": lambda **options: _weight_only(**{**_four_bits, **options}),
         "float16": get_float16_quantization_config,
     },
     lowering="quantplug.lowering.xnnpack:lower",
     kernels="xnnpack",
+    weight_bits=groupwise.bits_beside,
     transforms=ALL,
     without=dict.fromkeys(("bmm", "matmul"), "XNNPACK multiplies two activations in float only"),
 )

@@ -36,7 +36,7 @@ UNPACK = (
 _GROUPS = frozenset(AFFINE_OPS) & frozenset(DEQUANTIZE_OPS)
 
 
-def stored_bits(spec: QuantizationSpec) -> int:
+def stored_bits(spec: QuantizationSpec, activation: QuantizationSpec | None) -> int:
     """Returns how many bits a file takes for each number of a weight."""
     return 8 if group_size(spec) is None else 4
 
