@@ -127,8 +127,8 @@ def test_samples_and_errors():
             correct_biases(prepared, data, wrong)
     assert all(torch.equal(value, prepared.get_parameter(name)) for name, value in weights.items())
     few = correct_biases(copy.deepcopy(prepared), data, samples=32)
-    assert few == correct_biases(copy.deepcopy(prepared), data[:2])
-    assert few != correct_biases(prepared, data)
+    assert dict(few) == pytest.approx(dict(correct_biases(copy.deepcopy(prepared), data[:2])), rel=1e-4)
+    assert dict(few) != pytest.approx(dict(correct_biases(prepared, data)), rel=1e-3)
 
 
 def test_batches_are_counted_by_their_samples():
