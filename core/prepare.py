@@ -49,6 +49,7 @@ from quantplug.core.stage import (
 )
 from quantplug.core.verify import verify_annotations
 from quantplug.core.working_copy import rebuilt, working_copy
+from quantplug.core.written_inputs import leave_inputs_as_they_are
 
 # An output's observer stands for the output: it carries the handles by which debuggers find it.
 OUTPUT_META = ("val", "from_node", "nn_module_stack", "stack_trace", "custom")
@@ -73,7 +74,9 @@ def prepare_pt2e(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphModule:
     """
     _require_float_model(model, quantizer, "prepare_pt2e")
     with collection_paused():
-        prepared = _prepare(working_copy(model), quantizer, is_qat=False)
+        working = working_copy(model)
+        leave_inputs_as_they_are(working.graph, stacklevel=3)
+        prepared = _prepare(working, quantizer, is_qat=False)
     _tell_if_all_float(prepared, quantizer)
     return prepared
 
@@ -97,7 +100,9 @@ def prepare_qat_pt2e(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphMod
     """
     _require_float_model(model, quantizer, "prepare_qat_pt2e")
     with collection_paused():
-        prepared = _prepare(working_copy(model, own_parameters=True), quantizer, is_qat=True)
+        working = working_copy(model, own_parameters=True)
+        leave_inputs_as_they_are(working.graph, stacklevel=3)
+        prepared = _prepare(working, quantizer, is_qat=True)
     _tell_if_all_float(prepared, quantizer)
     return prepared
 

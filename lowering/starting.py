@@ -1,8 +1,8 @@
 """The q/dq graph as every lowering begins with it: a copy of its own, plain, with a state of its own.
 
 Before: what convert returned, which stays as it is. After: a graph module over the same parameters and constants.
-Export's guards are gone, scopes are inlined, and buffers that the graph writes to are copies: a program that runs does
-not advance the model that it was lowered from.
+Export's guards are gone, scopes are inlined, and inputs and buffers that the graph writes to are copies: a program that
+runs changes neither what it is given nor the model that it was lowered from.
 """
 
 import copy
@@ -12,6 +12,7 @@ from torch import fx
 
 from quantplug.core.constants import written_buffers
 from quantplug.core.graph import attribute
+from quantplug.core.written_inputs import leave_inputs_as_they_are
 from quantplug.lowering.scopes import inline_scopes
 
 
@@ -23,6 +24,7 @@ def starting(converted: fx.GraphModule) -> fx.GraphModule:
         if node.op == "call_module" and not node.users:
             module.graph.erase_node(node)
     inline_scopes(module)
+    leave_inputs_as_they_are(module.graph, stacklevel=4)
     own_state(module)
     module.recompile()
     return module

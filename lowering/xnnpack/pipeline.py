@@ -78,11 +78,11 @@ def lower(
     check_threads(threads)
     model = require_graph_module(converted, "lower")
     inputs = pytree.tree_map(lambda v: v.detach().contiguous() if isinstance(v, Tensor) else v, tuple(example_inputs))
+    working = _working_copy(model)
     with quiet(), torch.no_grad():
         # As the graph has them: the user's own may name parameters that it has no longer, as those of `*args`.
         shapes = open_sizes(model.graph, inputs) or dynamic_shapes
         require_limits(model.graph)
-        working = _working_copy(model)
         require_no_autocast(working.graph, "ExecuTorch does")
         notes = as_kernels_choose(working)
         # Where the graph says less than the kernels do, the program is compared with what they are asked for.
