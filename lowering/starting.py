@@ -14,6 +14,7 @@ from quantplug.core.constants import written_buffers
 from quantplug.core.graph import attribute
 from quantplug.core.written_inputs import leave_inputs_as_they_are
 from quantplug.lowering.scopes import inline_scopes
+from quantplug.lowering.strides import read_strides_as_exported
 
 
 def starting(converted: fx.GraphModule) -> fx.GraphModule:
@@ -25,6 +26,7 @@ def starting(converted: fx.GraphModule) -> fx.GraphModule:
             module.graph.erase_node(node)
     inline_scopes(module)
     leave_inputs_as_they_are(module.graph, stacklevel=4)
+    read_strides_as_exported(module.graph)
     own_state(module)
     module.recompile()
     return module

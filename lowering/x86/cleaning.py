@@ -13,10 +13,10 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from quantplug.core.boundaries import is_dequantize, is_quantize
-from quantplug.core.graph import constant_value, is_constant, operands, tensor_value
+from quantplug.core.graph import constant_value, is_constant, operands
 from quantplug.core.pattern import Match, op, value
 from quantplug.lowering.qparams import QD, is_static, qparams, quantize
-from quantplug.lowering.rewriting import Rule, apply, call, constant, erase_unused, replace
+from quantplug.lowering.rewriting import Rule, apply, constant, erase_unused, replace
 from quantplug.lowering.x86.functional import make_functional
 
 
@@ -62,19 +62,7 @@ def _reshape(match: Match) -> str | None:
     return None
 
 
-def _pin_layout(match: Match) -> str | None:
-    found = tensor_value(match["x"])
-    if found is None or not found.is_contiguous():
-        return "it reads memory whose layout is not known"
-    pinned = call(match.root, torch.ops.aten.contiguous.default, (match["x"],), match["x"])
-    match.root.replace_input_with(match["x"], pinned)
-    return None
-
-
-LAYOUT_FREE = (
-    Rule(op("view.default", "_unsafe_view", self=value("x")), _reshape),
-    Rule(op("as_strided", self=value("x")), _pin_layout),
-)
+LAYOUT_FREE = (Rule(op("view.default", "_unsafe_view", self=value("x")), _reshape),)
 
 
 def _fold_quantized_constants(graph: fx.Graph) -> None:

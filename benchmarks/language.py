@@ -1,0 +1,182 @@
+"""What a sentence encoder and a language model keep when they are quantized: graphs, programs, and peers' graphs.
+
+    python benchmarks/language.py --data PATH [--models minilm smollm2] [--backends xnnpack x86]
+
+PATH is a folder with a `language.py` that has `load(name) -> nn.Module`, `sentences(part) -> [ids]`,
+`spearman(encode)`, `chunks(part) -> [ids]` and `perplexity(run)`. Printed are the signal to quantization noise of the
+q/dq graph and of the lowered program against the float model, of the program against its own graph, and the model's
+score (rank correlation x 100, perplexity) by both. torchao's x86 quantizer and ExecuTorch's XNNPACK quantizer go
+through torchao's prepare and convert on the same calibration data, and are not lowered.
+"""
+
+import argparse
+import copy
+import importlib.util
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, fx
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
+    X86InductorQuantizer,
+    get_default_x86_inductor_quantization_config,
+)
+from vision import torchvision_models
+
+import quantplug
+
+CONFIGS = {
+    "xnnpack": ("int8", "int8_dynamic", "int4_dynamic_groups"),
+    "x86": ("int8", "int8_dynamic", "int4_weight_only"),
+}
+COLUMNS = ("backend", "config", "graph dB", "its score", "program dB", "of its graph dB", "its score", "lowered s")
+Run = Callable[[Tensor], Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A trained model with its data.
+
+    Attributes:
+        exported: the model, exported for inputs like `example`.
+        score: the score of what gives the model's output of one input.
+    """
+
+    model: torch.nn.Module
+    exported: fx.GraphModule
+    example: tuple[Tensor, ...]
+    calibration: Sequence[Tensor]
+    test: Sequence[Tensor]
+    score: Callable[[Run], float]
+
+
+def minilm(folder: Any) -> Job:
+    """Returns the sentence encoder, one sentence of any length at a time."""
+    model, calibration = folder.load("minilm"), folder.sentences("calibration")[:128]
+    length = torch.export.Dim("length", min=3, max=128)
+    exported = torch.export.export(model, (calibration[0],), dynamic_shapes=({1: length},)).module()
+    return Job(model, exported, (calibration[0],), calibration, folder.sentences("eval")[:200], folder.spearman)
+
+
+def smollm2(folder: Any) -> Job:
+    """Returns the language model on pieces of 128 tokens."""
+    torchvision_models()  # transformers imports torchvision, which needs its operators
+    model, calibration, test = folder.load("smollm2"), folder.chunks("calibration")[:8], folder.chunks("eval")[:16]
+    exported = torch.export.export(model, (test[0],)).module()
+    return Job(model, exported, (test[0],), calibration, test, folder.perplexity)
+
+
+MODELS = {"minilm": minilm, "smollm2": smollm2}
+
+
+def first(run: Run) -> Callable[[Tensor], Tensor]:
+    """Returns what gives a model's only output, also of programs that return a tuple."""
+
+    def output(ids: Tensor) -> Tensor:
+        found = run(ids)
+        tensor: Tensor = found[0] if isinstance(found, (tuple, list)) else found
+        return tensor
+
+    return output
+
+
+def outputs(run: Run, inputs: Iterable[Tensor]) -> Tensor:
+    """Returns a model's outputs, flat."""
+    with torch.no_grad():
+        return torch.cat([first(run)(ids).flatten() for ids in inputs])
+
+
+def decibels(expected: Tensor, found: Tensor) -> str:
+    """Returns the signal to noise ratio as text."""
+    return f"{20 * math.log10(float(expected.norm() / (expected - found).norm())):.1f}"
+
+
+def peer(job: Job, backend: str) -> fx.GraphModule:
+    """Returns the reference graph of the backend's quantizer in torchao or ExecuTorch, with its default config."""
+    if backend == "x86":
+        quantizer: Any = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config())
+    else:
+        quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=True))
+    prepared = prepare_pt2e(copy.deepcopy(job.exported), quantizer)
+    for ids in job.calibration:
+        prepared(ids)
+    graph: fx.GraphModule = convert_pt2e(prepared)
+    return graph
+
+
+def add_rows(table: Table, job: Job, backend: str, configs: Sequence[str], lowers: bool) -> None:
+    """Adds a row for each of a backend's configs, and its peer's."""
+    expected = outputs(job.model, job.test)
+    graph = peer(job, backend)
+    table.add_row(
+        backend, "peer's int8", decibels(expected, outputs(graph, job.test)), f"{job.score(first(graph)):.2f}"
+    )
+    for config in configs:
+        quantizer = quantplug.get_quantizer(backend).set_global(config)
+        prepared = quantplug.prepare_pt2e(job.exported, quantizer)
+        quantplug.calibrate(prepared, job.calibration, progress=False)
+        graph = quantplug.convert_pt2e(prepared)
+        found = outputs(graph, job.test)
+        cells = [decibels(expected, found), f"{job.score(first(graph)):.2f}"]
+        if lowers:
+            begin = time.perf_counter()
+            program = quantizer.backend.lower(graph, job.example)
+            seconds = time.perf_counter() - begin
+            ran = outputs(program, job.test)
+            cells += [
+                decibels(expected, ran),
+                decibels(found, ran),
+                f"{job.score(first(program)):.2f}",
+                f"{seconds:.0f}",
+            ]
+        table.add_row(backend, config, *cells)
+        Console(stderr=True, width=160).print(backend, config, *cells)
+
+
+def main() -> None:
+    """Prints a table for each model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--backends", nargs="*", default=list(CONFIGS), choices=list(CONFIGS))
+    parser.add_argument("--configs", nargs="*", help="of the backends, instead of those of the docs' tables")
+    parser.add_argument("--no-lowering", action="store_true", help="the graphs only")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    spec = importlib.util.spec_from_file_location("language_models", arguments.data / "language.py")
+    if spec is None or spec.loader is None:
+        parser.error(f"{arguments.data} holds no language.py")
+    folder = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(folder)
+    for name in arguments.models:
+        job = MODELS[name](folder)
+        columns = (
+            "backend",
+            "config",
+            "graph dB",
+            "graph's score",
+            "program dB",
+            "of its graph dB",
+            "score",
+            "lowered s",
+        )
+        table = Table(*columns, title=f"{name}: float's score {job.score(first(job.model)):.2f}")
+        for backend in arguments.backends:
+            configs = CONFIGS[backend] if arguments.configs is None else arguments.configs
+            add_rows(table, job, backend, configs, not arguments.no_lowering)
+        Console(width=160).print(table)
+
+
+if __name__ == "__main__":
+    main()
