@@ -6,6 +6,7 @@ runs changes neither what it is given nor the model that it was lowered from.
 """
 
 import copy
+import warnings
 
 import torch
 from torch import fx
@@ -19,7 +20,10 @@ from quantplug.lowering.strides import read_strides_as_exported
 
 def starting(converted: fx.GraphModule) -> fx.GraphModule:
     """Returns the copy of a graph module that a lowering may change."""
-    module = fx.GraphModule(converted, copy.deepcopy(converted.graph))
+    with warnings.catch_warnings():
+        # Copying a graph's input and output structure reaches a deprecated class of torch's pytree.
+        warnings.simplefilter("ignore", FutureWarning)
+        module = fx.GraphModule(converted, copy.deepcopy(converted.graph))
     module.meta = dict(converted.meta)
     for node in reversed(list(module.graph.nodes)):
         if node.op == "call_module" and not node.users:

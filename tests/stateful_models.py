@@ -115,6 +115,25 @@ class Masked(nn.Module):
         return y / (self.peak.abs() + 1)
 
 
+class Delayed(nn.Module):
+    """One buffer takes what another one was, and two change places."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.linear = nn.Linear(FEATURES, FEATURES), nn.Linear(4 * FEATURES, 8)
+        for name in ("last", "older", "left", "right"):
+            self.register_buffer(name, torch.zeros(1, FEATURES))
+
+    def forward(self, x):
+        y = self.read(x)
+        self.older.copy_(self.last)
+        self.last.copy_(y)
+        held = self.left.clone()
+        self.left.copy_(self.right)
+        self.right.copy_(held + y)
+        return self.linear(torch.cat([self.last, self.older, self.left, self.right], 1))
+
+
 class Recurrent(nn.Module):
     """A hidden state that goes through a linear of its own."""
 
@@ -129,7 +148,7 @@ class Recurrent(nn.Module):
         return hidden
 
 
-MODELS = (Cache, Average, Counter, Slots, Sliced, Nested, Masked, Recurrent)
+MODELS = (Cache, Average, Counter, Slots, Sliced, Nested, Masked, Delayed, Recurrent)
 
 
 def build(kind):

@@ -68,14 +68,17 @@ def expose(module: fx.GraphModule) -> list[Variable]:
         outputs += [] if value in outputs else [value]
         copy.replace_all_uses_with(value)
         graph.erase_node(copy)
-        found.append(_as_input(module, node, outputs.index(value)))
+        given, variable = _as_input(module, node, outputs.index(value))
+        # The next value of another buffer may be what this one was.
+        outputs = [given if leaf is node else leaf for leaf in outputs]
+        found.append(variable)
     graph.output_node().args = (tuple(outputs),)
     graph.set_codegen(fx.graph.CodeGen())
     module.recompile()
     return found
 
 
-def _as_input(module: fx.GraphModule, node: fx.Node, output: int) -> Variable:
+def _as_input(module: fx.GraphModule, node: fx.Node, output: int) -> tuple[fx.Node, Variable]:
     begin = held_tensor(node)
     assert begin is not None  # the caller chose it by that
     last = [found for found in module.graph.nodes if found.op == "placeholder"]
@@ -86,7 +89,7 @@ def _as_input(module: fx.GraphModule, node: fx.Node, output: int) -> Variable:
     _move_up(given, node)
     node.replace_all_uses_with(given)
     module.graph.erase_node(node)
-    return Variable(str(node.target), begin.detach().clone(), output)
+    return given, Variable(str(node.target), begin.detach().clone(), output)
 
 
 def _move_up(given: fx.Node, node: fx.Node) -> None:

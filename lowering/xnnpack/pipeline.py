@@ -214,9 +214,14 @@ def _reference(model: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
 def _working_copy(model: fx.GraphModule) -> fx.GraphModule:
     """Returns a graph module of its own graph over the same parameters, without export's guards."""
     working = starting(model)
-    for node in working.graph.nodes:
+    for node in list(working.graph.nodes):
         # Every pass of ExecuTorch copies the whole history of every node; a fifth of lowering went into it.
         node.meta.pop("from_node", None)
+        if node.target is torch.ops.aten.copy_.default and node.args[1].op == "get_attr":
+            # An exported program whose next value of a buffer is another buffer cannot be decomposed twice.
+            with working.graph.inserting_before(node):
+                node.update_arg(1, working.graph.call_function(torch.ops.aten.clone.default, (node.args[1],)))
+            node.args[1].meta = dict(node.meta)
     write_sizes_out(working.graph)
     working.recompile()
     return working

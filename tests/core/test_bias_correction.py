@@ -4,8 +4,13 @@ import copy
 
 import pytest
 import torch
+from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer
+from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
+    get_symmetric_quantization_config as executorch_config,
+)
 from torch import nn
-from torchao.quantization.pt2e.quantizer import QuantizationSpec
+from torchao.quantization.pt2e.quantizer import QuantizationSpec, Quantizer
+from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer
 
 import quantplug
 from quantplug.core import bias_correction
@@ -112,6 +117,46 @@ def test_quantize_corrects_biases_by_an_option():
     for once, words in ((iter(data), "a list_iterator, which can be read only once"), (None, "found none")):
         with pytest.raises(ConfigError, match=words):
             quantplug.quantize(exported, (data[0],), "x86", once, "int8_weight_only", correct_bias=True)
+
+
+class Folded(Quantizer):
+    """One of a user's own: whatever torchao's takes, without its word about batch norms."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def annotate(self, model):
+        return self.inner.annotate(model)
+
+    def validate(self, model):
+        self.inner.validate(model)
+
+
+def of_torchao():
+    return X86InductorQuantizer().set_global(low_bit_config())
+
+
+def of_executorch():
+    config = executorch_config(is_per_channel=True, weight_qmin=-4, weight_qmax=3)
+    return XNNPACKQuantizer().set_global(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "backend"),
+    [(of_torchao, "x86"), (of_executorch, "xnnpack"), (lambda: Folded(of_torchao()), "x86")],
+    ids=["torchao", "executorch", "own"],
+)
+def test_quantizers_of_others_gain_on_images_that_the_correction_did_not_see(make, backend):
+    model = Residual(blocks=2).eval()
+    data, unseen = ([torch.rand(16, 3, 8, 8) for _ in range(4)] for _ in range(2))
+    exported = torch.export.export(model, (data[0],)).module()
+    programs = [
+        quantplug.quantize(exported, (data[0],), backend, data, quantizer=make(), progress=False, correct_bias=corrects)
+        for corrects in (False, True)
+    ]
+    kept = [sqnr(torch.cat([p(x) for x in unseen]), torch.cat([exported(x) for x in unseen])) for p in programs]
+    assert kept[1] > kept[0] + 2
 
 
 def test_samples_and_errors():
