@@ -5,7 +5,7 @@ range of every open size. ExecuTorch's passes trace the graph again and note con
 they held for all: oneDNN's way to convolve fewer than 16 images makes 15 of a limit of 64.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -68,6 +68,22 @@ def require_capacity(largest: Sizes, program: Any) -> None:
                 f"ExecuTorch plans input {index} ('{name}') with at most {planned}, and it was exported with up to "
                 f"{wanted}; export with the smaller limits, or with example inputs of the largest sizes."
             )
+
+
+def require_within(largest: Sizes, inputs: Sequence[Any]) -> None:
+    """Holds a call's inputs against the sizes that the program was exported for.
+
+    Raises:
+        LoweringError: one is larger.
+    """
+    for index, ((name, most), given) in enumerate(zip(largest.items(), inputs, strict=True)):
+        sizes = given.shape if isinstance(given, Tensor) else ()
+        for dim, (have, limit) in enumerate(zip(sizes, most, strict=False)):
+            if limit is not None and have > limit:
+                raise LoweringError(
+                    f"Size {dim} of input {index} ('{name}') is {have}, and the program was exported for at most "
+                    f"{limit}; pass it in parts, or export with a larger limit."
+                )
 
 
 def _limits(value: Any) -> Iterator[int | None]:

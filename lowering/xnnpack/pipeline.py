@@ -257,7 +257,7 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
     ops = [replace(op, reason=task.halves.get(op.node, op.reason)) if op.placement == "float" else op for op in ops]
     require_capacity(largest, emitted.executorch_program)
     method, signature = Method(emitted.buffer, task.threads), Signature.of_exported(exported)
-    return XNNPACKProgram(method, ops, counts, signature, structure)
+    return XNNPACKProgram(method, ops, counts, signature, structure, largest)
 
 
 def _returned_by_file(exported: torch.export.ExportedProgram, structure: pytree.TreeSpec) -> None:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from quantplug.core.whole_files import write_content
 from quantplug.lowering.program import LoweredOp, Program
 from quantplug.lowering.signature import Signature
+from quantplug.lowering.xnnpack.capacity import Sizes, require_within
 from quantplug.lowering.xnnpack.runtime import Method
 
 
@@ -51,12 +52,13 @@ class XNNPACKProgram(Program):
         counts: KernelCounts,
         signature: Signature,
         out_spec: pytree.TreeSpec,
+        largest: Sizes,
     ) -> None:
         self.ops = tuple(ops)
         self.counts = counts
         self.sqnr = float("nan")
         self._method = method
-        self._signature, self._out_spec = signature, out_spec
+        self._signature, self._out_spec, self._largest = signature, out_spec, largest
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """Runs the program in the ExecuTorch runtime.
@@ -72,6 +74,7 @@ class XNNPACKProgram(Program):
             LoweringError: the inputs do not fit the program, or the runtime fails.
         """
         flat = self._signature.flatten(inputs, keywords)
+        require_within(self._largest, flat)
         outputs = self._method([leaf.detach().contiguous() if isinstance(leaf, Tensor) else leaf for leaf in flat])
         return pytree.tree_unflatten(outputs, self._out_spec)
 

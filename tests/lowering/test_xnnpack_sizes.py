@@ -32,6 +32,18 @@ def test_a_program_of_convolutions_takes_every_batch_that_was_exported():
     require_agreement(artefact, *(torch.randn(size, 3, 8, 8) for size in (1, 15, 16, 64, 2)))
 
 
+def test_more_than_was_exported_is_told_with_the_limit():
+    """The runtime's own error advised to export with dynamic shapes, which is what was done."""
+    model, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU()).eval(), torch.randn(4, 6, 8)
+    shapes = ({0: torch.export.Dim("batch", max=16), 1: torch.export.Dim("length", max=20)},)
+    program = quantplug.quantize(model, (x,), "xnnpack", [x], dynamic_shapes=shapes, progress=False)
+    assert program(torch.randn(16, 20, 8)).shape == (16, 20, 4)
+    for size, words in (((17, 6, 8), "Size 0 of .* is 17, .* at most 16"), ((4, 21, 8), "Size 1 of .* at most 20")):
+        with pytest.raises(LoweringError, match=words):
+            program(torch.randn(size))
+    assert program(x).shape == (4, 6, 4)
+
+
 def test_integer_means_are_right_in_calls_that_grow():
     """XNNPACK's mean wrote its sums into memory of the smaller call before."""
     model = Net(lambda net, x: F.adaptive_avg_pool2d(F.relu(net.layer(x)), 1), layer=nn.Conv2d(3, 16, 3))
