@@ -6,6 +6,7 @@ about 50 dB. Scales of channels are applied afterwards, those of groups by the k
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -14,7 +15,7 @@ from quantplug.core.graph import rank, tensor_value
 from quantplug.core.pattern import Match, op, optional, value
 from quantplug.lowering.placement import is_quantization
 from quantplug.lowering.qparams import IntegerWeight, integer_weight
-from quantplug.lowering.rewriting import Rule, absorb, call, constant, replace
+from quantplug.lowering.rewriting import Rule, absorb, call, constant, replace, viewed
 from quantplug.lowering.x86.four_bits import PACK, GroupedWeight, grouped_weight, integers, scales_and_zeros
 
 aten = torch.ops.aten
@@ -65,7 +66,7 @@ def _of_groups(match: Match, weight: GroupedWeight) -> str | None:
     packed, scales = call(node, PACK, (integers(node, packed), 1), packed), scales_and_zeros(node, scales)
     half = _in_half(node, match["x"], weight.columns)
     product = call(node, aten._weight_int4pack_mm_for_cpu.default, (half, packed, weight.size, scales), node, HALF)
-    replace(node, _widened(match, product))
+    replace(node, _widened(match, match["x"], product))
     return None
 
 
@@ -94,14 +95,14 @@ def product_in_half(match: Match, x: fx.Node, values: Tensor, scales: Tensor) ->
     constants = [constant(node, f"{node.name}_{name}", number) for name, number in found.items()]
     half = _in_half(node, x, inner)
     product = call(node, aten._weight_int8pack_mm.default, (half, *constants[:2]), node, HALF)
-    return _widened(match, product, constants[2])
+    return _widened(match, x, product, constants[2])
 
 
 def _in_half(before: fx.Node, x: fx.Node, columns: int) -> fx.Node:
     return call(before, aten.to.dtype, (_matrix(before, x, columns), HALF), x, HALF)
 
 
-def _widened(match: Match, product: fx.Node, scales: fx.Node | None = None) -> fx.Node:
+def _widened(match: Match, x: fx.Node, product: fx.Node, scales: fx.Node | None = None) -> fx.Node:
     """Returns what stands for the linear: the product in float32, with scales and bias, in the linear's form."""
     node = match.root
     absorb(product, node)
@@ -110,18 +111,23 @@ def _widened(match: Match, product: fx.Node, scales: fx.Node | None = None) -> f
         result = call(node, aten.mul.Tensor, (result, scales), node)
     if match.get("bias") is not None:
         result = call(node, aten.add.Tensor, (result, match["bias"]), node)
-    return _as_before(node, result)
+    return _as_before(node, x, result)
 
 
 def _matrix(before: fx.Node, x: fx.Node, columns: int) -> fx.Node:
     return x if rank(x) == 2 else call(before, aten.reshape.default, (x, [-1, columns]), x)
 
 
-def _as_before(node: fx.Node, result: fx.Node) -> fx.Node:
+def _as_before(node: fx.Node, x: fx.Node, result: fx.Node) -> fx.Node:
+    """Returns a matrix as the linear would have it, with every dimension of the activation but the last."""
     found = tensor_value(node)
     if found is None or found.dim() == 2:
         return result
-    return call(node, aten.reshape.default, (result, list(found.shape)), node)
+    sizes: list[Any] = list(found.shape)
+    opened = [axis for axis, size in enumerate(sizes) if not isinstance(size, int)]
+    for axis in opened:
+        sizes[axis] = -1 if len(opened) == 1 else viewed(node, aten.sym_size.int, x, axis)
+    return call(node, aten.reshape.default, (result, sizes), node)
 
 
 _BIAS = optional(value("bias"))

@@ -71,6 +71,23 @@ def test_open_sizes_and_compiled_programs_have_the_kernel_too():
     assert sqnr(artefact.program.compile()(x), artefact(x)) > 60
 
 
+@pytest.mark.parametrize("opened", [{1: "length"}, {0: "batch", 1: "length"}], ids=["length", "both"])
+def test_sequences_of_open_sizes_have_the_kernel(opened, tmp_path):
+    """A language model's: the kernel takes a matrix, whose rows go back to where they were."""
+    shapes = {axis: torch.export.Dim(name, min=2, max=64) for axis, name in opened.items()}
+    x = torch.randn(3, 5, 256)
+    model = Block().eval()
+    artefact = quantplug.quantize(model, (x,), "x86", config=FULL, dynamic_shapes={"x": shapes}, progress=False)
+    loaded = type(artefact.program).load(artefact.save(tmp_path / "model.pt2"))
+    for length in (2, 5, 33):
+        x = torch.randn(7 if 0 in opened else 3, length, 256)
+        for run in (artefact, loaded):
+            assert sqnr(run(x), artefact.reference(x)) > 45
+    x = torch.randn(3, 5, 256)
+    assert sqnr(artefact.program.compile()(x), artefact(x)) > 60
+    assert str(artefact.report).count("int8 of 4 bits per group") >= 1
+
+
 @pytest.mark.parametrize(
     ("layer", "wide", "reason"),
     [
