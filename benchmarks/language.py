@@ -117,10 +117,13 @@ def peer(job: Job, backend: str) -> fx.GraphModule:
 def add_rows(table: Table, job: Job, backend: str, configs: Sequence[str], lowers: bool) -> None:
     """Adds a row for each of a backend's configs, and its peer's."""
     expected = outputs(job.model, job.test)
-    graph = peer(job, backend)
-    table.add_row(
-        backend, "peer's int8", decibels(expected, outputs(graph, job.test)), f"{job.score(first(graph)):.2f}"
-    )
+    try:
+        graph = peer(job, backend)
+        cells = [decibels(expected, outputs(graph, job.test)), f"{job.score(first(graph)):.2f}"]
+    except Exception as error:  # a peer may fail in any way, which is a result
+        cells = [f"fails: {type(error).__name__}"]
+    table.add_row(backend, "peer's int8", *cells)
+    Console(stderr=True, width=160).print(backend, "peer's int8", *cells)
     for config in configs:
         quantizer = quantplug.get_quantizer(backend).set_global(config)
         prepared = quantplug.prepare_pt2e(job.exported, quantizer)

@@ -16,10 +16,12 @@ def require_writable(path: Path) -> None:
     """Makes sure that a file can be written before the work for it begins.
 
     Raises:
-        ArtefactError: its folder does not exist, or the path is a folder.
+        ArtefactError: its folder does not exist, or the path is a folder, a device or a pipe.
     """
     if path.is_dir():
         raise ArtefactError(f"'{path}' is a folder; give the path of a file to write.")
+    if path.exists() and not path.is_file():
+        raise ArtefactError(f"'{path}' is a device or a pipe, which a file would replace; give the path of a file.")
     if not path.absolute().parent.is_dir():
         raise ArtefactError(
             f"There is no folder '{path.absolute().parent}' to write '{path.name}' to; create it first."
@@ -37,10 +39,13 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
         ArtefactError: the folder does not exist, or the file cannot be written.
     """
     require_writable(path)
-    unfinished = path.with_name(f".{path.stem}.unfinished{path.suffix}")
+    # What a link points to is replaced, not the link.
+    target = path.resolve()
+    unfinished = target.with_name(f".{target.stem}.unfinished{target.suffix}")
     try:
         write(unfinished)
-        return unfinished.replace(path)
+        unfinished.replace(target)
+        return path
     except ArtefactError as error:  # of a writer that makes its file whole too, under the name that it was given
         raise ArtefactError(str(error).replace(str(unfinished), str(path))) from error
     except OSError as error:

@@ -185,6 +185,21 @@ def test_saving_where_there_is_no_folder_is_a_sentence(tmp_path):
         artefact.save(tmp_path)
 
 
+def test_saving_replaces_neither_a_pipe_nor_a_link(tmp_path):
+    """Under root '/dev/null' itself would become a file."""
+    artefact = quantplug.quantize(small(), (X,), "x86", [X], progress=False)
+    pipe, there, link = tmp_path / "pipe", tmp_path / "there" / "m.pt2", tmp_path / "link.pt2"
+    os.mkfifo(pipe)
+    with pytest.raises(ArtefactError, match="is a device or a pipe, which a file would replace"):
+        artefact.save(pipe)
+    assert pipe.is_fifo()
+    there.parent.mkdir()
+    link.symlink_to(there)
+    assert artefact.save(link) == link
+    assert link.is_symlink()
+    assert torch.equal(type(artefact.program).load(there)(X), artefact(X))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_forms_of_model_and_inputs(backend):
     model = small()
