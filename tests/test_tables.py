@@ -44,6 +44,8 @@ def plain(cell: str) -> str:
 def named(page: str, table: list[list[str]]) -> set[tuple[str, str]]:
     """Returns which models a table names, each with the backend that it stands for."""
     header, *rows = table
+    if header[:3] == ["model", "backend", "config"]:
+        return {(row[1], f"{row[0]}, {row[2]}") for row in rows if not row[2].endswith("'s")}
     if header[0] == "model":
         return {(page, plain(row[0])) for row in rows}
     if header[0] == "engine":
@@ -124,6 +126,14 @@ def bert():
     return model, lambda: (torch.randint(xnnpack_models.VOCABULARY, (1, 32)),)
 
 
+def llama():
+    transformers_module()
+    sizes = {"num_hidden_layers": 2, "hidden_size": 192, "intermediate_size": 512}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
+    model = xnnpack_models.language("Llama", **sizes, **heads).eval()
+    return model, lambda: (torch.randint(xnnpack_models.VOCABULARY, (1, 32)),)
+
+
 def mlp():
     layers = nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024)
     return nn.Sequential(*layers).eval(), lambda: (torch.randn(1, 1024),)
@@ -146,6 +156,11 @@ X86 = {
     "bert": bert,
     "mlp": mlp,
 }
+LANGUAGE = {"MiniLM-L6": bert, "SmolLM2-135M": llama}
+LANGUAGE_CONFIGS = {
+    "xnnpack": ("int8", "int8_dynamic", "int4_dynamic_groups"),
+    "x86": ("int8", "int8_dynamic", "int4_weight_only"),
+}
 # (backend, the name in the table) -> builder of the model and of its inputs
 CASES = {
     **{
@@ -155,6 +170,12 @@ CASES = {
     },
     **{(backend, name): build for backend in BACKENDS.values() for name, build in PEOPLE.items()},
     **{(backend, name): build for backend in ("x86", "openvino") for name, build in X86.items()},
+    **{
+        (backend, f"{name}, {config}"): build
+        for name, build in LANGUAGE.items()
+        for backend, configs in LANGUAGE_CONFIGS.items()
+        for config in configs
+    },
 }
 QUICK = {("xnnpack", "GRU"), ("xnnpack", "kws_dscnn"), ("x86", "kws_dscnn"), ("x86", "mlp"), ("openvino", "mlp")}
 
@@ -168,7 +189,9 @@ def test_every_model_of_a_table_has_a_case():
 )
 def test_a_model_of_a_table_lowers_runs_and_agrees(backend, name):
     model, sample = CASES[backend, name]()
-    config = "int8_dynamic" if name.endswith("dynamic") else "int8"
+    named_config = name.rpartition(", ")[2]
+    config = {"dynamic": "int8_dynamic"}.get(named_config, named_config)
+    config = config if config in quantplug.get_quantizer(backend).backend.configs else "int8"
     data = [sample() for _ in range(4)]
     artefact = quantplug.quantize(model, data[0], backend, data, config, progress=False)
     fresh = [sample() for _ in range(3)]
