@@ -14,7 +14,6 @@ from quantplug.annotators.activation import clamps, known_range, own_range
 from quantplug.annotators.constraints import (
     images_if_dynamic,
     one_group_or_scale,
-    quantizes_input,
     repeats_nothing,
     static_only,
     whole_map,
@@ -31,8 +30,10 @@ from quantplug.annotators.presets import (
     per_row,
 )
 from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
+from quantplug.core.graph import operands, tensor_value
 from quantplug.core.levels import Level
 from quantplug.core.pattern import Match
+from quantplug.lowering.xnnpack.legalize.narrow import patch_objection
 from quantplug.lowering.xnnpack.rewrites import ALL, computes_state
 from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.quantizer import BackendQuantizer
@@ -75,6 +76,17 @@ def outside_of_states(match: Match, config: QuantizationConfig) -> str | None:
     return "it carries the state of a recurrence, where roundings add up" if computes_state(match["op"]) else None
 
 
+def patches_if_float(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds unless the input stays float beside a narrow weight, or where a linear layer over patches computes it."""
+    if config.input_activation is not None:
+        return None
+    weight, image = tensor_value(match["w"]), tensor_value(match["x"])
+    if weight is None or image is None:
+        return "the config quantizes weights only, and the shapes are not known"
+    reason = patch_objection(operands(match["op"]), weight, image)
+    return reason and f"the config quantizes weights only, which only linear layers read, and {reason}"
+
+
 def _dynamic(**options: Any) -> QuantizationConfig:
     return per_row(get_symmetric_quantization_config(True, is_dynamic=True, **options))
 
@@ -86,7 +98,7 @@ XNNPACK = Backend(
     name="xnnpack",
     summary="ExecuTorch programs on XNNPACK kernels (ARM, x86, WebAssembly)",
     annotators=(
-        convolution(dims=(1, 2)).where(groupwise.whole_bytes, quantizes_input, images_if_dynamic),
+        convolution(dims=(1, 2)).where(groupwise.whole_bytes, patches_if_float, images_if_dynamic),
         transposed_convolution(dims=(2,)).where(groupwise.whole_bytes, static_only, one_group_or_scale),
         linear().where(groupwise.whole_groups, groupwise.pairs_of_channels),
         half_table(),

@@ -20,6 +20,9 @@ _DECIBELS = 25.0
 _SHARE = 2.0**-6
 # Decibels by which two such runs of one graph differ from each other.
 _MARGIN = 3.0
+_OF_HALVES = (
+    "float16 holds numbers from 6e-8 to 65504 only: scale the model's inputs or weights, or take another config"
+)
 
 
 def agreement(
@@ -40,11 +43,12 @@ def agreement(
     """
     ratios = _ratios(found, expected)
     limits = [_DECIBELS if minimum_sqnr is None else minimum_sqnr] * len(ratios)
-    if minimum_sqnr is None and not all(ratio >= _DECIBELS for ratio in ratios):
+    rounds = any(is_quantize(node) for node in graph.graph.nodes)
+    if rounds and minimum_sqnr is None and not all(ratio >= _DECIBELS for ratio in ratios):
         own = _ratios(_Unsettled(graph).run(*inputs), expected)
         limits = [min(_DECIBELS, kept - _MARGIN) for kept in own]
     for index, (ratio, limit) in enumerate(zip(ratios, limits, strict=True)):
-        _require(index, ratio, limit)
+        _require(index, ratio, limit, "keep the operators before it float" if rounds else _OF_HALVES)
     return min(ratios, default=float("inf"))
 
 
@@ -63,11 +67,11 @@ def _ratio(index: int, value: Tensor, reference: Tensor) -> float:
     return sqnr(value[finite], reference[finite])
 
 
-def _require(index: int, decibels: float, minimum_sqnr: float) -> None:
+def _require(index: int, decibels: float, minimum_sqnr: float, remedy: str) -> None:
     if not decibels >= minimum_sqnr:  # NaN is refused too
         raise LoweringError(
             f"Output {index} of the program keeps {decibels:.1f} dB of the q/dq graph on the example inputs, "
-            f"less than {minimum_sqnr:.1f} dB; keep the operators before it float."
+            f"less than {minimum_sqnr:.1f} dB; {remedy}."
         )
 
 

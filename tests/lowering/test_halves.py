@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import quantplug
 from quantplug.core.compare import sqnr
-from quantplug.core.errors import ConvertError, ModelError
+from quantplug.core.errors import ConvertError, LoweringError, ModelError
 from quantplug.lowering.openvino import OpenVINOProgram
 from quantplug.lowering.x86 import X86Program
 
@@ -100,10 +100,20 @@ def test_e13_e14_a_file_of_half_the_size_gives_the_models_numbers(case, backend,
     }
 
 
-def test_e13_convolutions_of_xnnpack_stay_float_and_say_why():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
-    with pytest.raises(ModelError, match="takes no narrow weight beside a float input"):
-        quantplug.quantize(model, (torch.randn(1, 3, 8, 8),), "xnnpack", config="float16", progress=False)
+def test_e13_grouped_convolutions_of_xnnpack_stay_float_and_say_why():
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.ReLU()).eval()
+    with pytest.raises(ModelError, match="which only linear layers read, and it has 2 groups"):
+        quantplug.quantize(model, (torch.randn(1, 4, 8, 8),), "xnnpack", config="float16", progress=False)
+
+
+def test_e13_numbers_that_float16_does_not_hold_are_told():
+    """A program of zeros passed: its graph, computed in float16 as well, kept as little."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)).eval()
+    for layer in model:
+        nn.init.normal_(layer.weight, std=1e-5)
+        nn.init.zeros_(layer.bias)
+    with pytest.raises(LoweringError, match=r"keeps .* dB .* float16 holds numbers from 6e-8 to 65504 only"):
+        quantplug.quantize(model, (torch.randn(4, 64),), "xnnpack", config="float16", progress=False)
 
 
 @pytest.mark.parametrize("backend", ["xnnpack", "x86", "openvino"])

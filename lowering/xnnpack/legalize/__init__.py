@@ -31,6 +31,7 @@ from quantplug.lowering.xnnpack.legalize.movement import (
     spell_out_pooling,
     spell_out_slopes,
 )
+from quantplug.lowering.xnnpack.legalize.narrow import narrow_convolutions_are_linear
 from quantplug.lowering.xnnpack.legalize.operators import GEMMS, after_activation, calls, replace_operand
 from quantplug.lowering.xnnpack.legalize.patches import patches_are_linear
 from quantplug.lowering.xnnpack.legalize.products import (
@@ -67,6 +68,7 @@ def legalize(working: fx.GraphModule) -> Legalized:
         convolutions_by_dimension,
         fold_constant_biases,
         patches_are_linear,
+        narrow_convolutions_are_linear,
         aliases_are_clones,
         copies_of_integers_are_views,
         spell_out_pooling,
