@@ -171,6 +171,14 @@ CASES = {
     **{(backend, name): build for backend in BACKENDS.values() for name, build in PEOPLE.items()},
     **{(backend, name): build for backend in ("x86", "openvino") for name, build in X86.items()},
     **{
+        ("xnnpack", f"{name}, {config}"): lambda name=name: of_the_benchmark(name)
+        for name, config in (
+            ("resnet18", "int8_weight_only"),
+            ("resnet18", "float16"),
+            ("mobilenet_v2", "int8_weight_only"),
+        )
+    },
+    **{
         (backend, f"{name}, {config}"): build
         for name, build in LANGUAGE.items()
         for backend, configs in LANGUAGE_CONFIGS.items()
