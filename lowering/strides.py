@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.errors import LoweringError
-from quantplug.core.graph import describe, tensor_value
+from quantplug.core.graph import describe, is_written, tensor_value
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _END = sys.maxsize
@@ -28,7 +28,8 @@ def read_strides_as_exported(graph: fx.Graph) -> None:
         source = node.args[0]
         value = tensor_value(source)
         order = None if value is None else _order(value)
-        if value is None or order is None:
+        # What is read in another order is a copy, into which nothing may write.
+        if value is None or order is None or (order != sorted(order) and is_written(node)):
             raise LoweringError(
                 f"{describe(node)} reads memory whose layout the graph of {describe(source)} does not fix; take the "
                 "part that it reads by slices, `unfold` or `reshape`."

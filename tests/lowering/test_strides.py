@@ -60,6 +60,15 @@ class Sparse(Model):
         return self.linear(self.conv(x)[..., ::2].as_strided((8, 6), (36, 1)))
 
 
+class Written(Model):
+    """Writes into a transposed tensor's memory."""
+
+    def forward(self, x):
+        y = self.conv(self.linear(x)).transpose(2, 3)
+        y.as_strided((2, 8, 6), (288, 36, 1)).mul_(2)
+        return y * 2
+
+
 def quantized(model, backend):
     torch.manual_seed(0)
     module, data = model().eval(), [torch.randn(SHAPE) for _ in range(4)]
@@ -78,7 +87,12 @@ def test_strides_are_those_of_the_exported_program(model, backend):
 
 @pytest.mark.parametrize("backend", ["xnnpack", "x86", "openvino"])
 @pytest.mark.parametrize(
-    ("model", "words"), [(Beyond, "the others are another tensor's"), (Sparse, "does not fix; take the part")]
+    ("model", "words"),
+    [
+        (Beyond, "the others are another tensor's"),
+        (Sparse, "does not fix; take the part"),
+        (Written, "does not fix; take the part"),
+    ],
 )
 def test_memory_of_other_tensors_is_refused(model, words, backend):
     with pytest.raises(LoweringError, match=words):
