@@ -30,10 +30,9 @@ from quantplug.annotators.presets import (
     per_row,
 )
 from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
-from quantplug.core.graph import operands, tensor_value
 from quantplug.core.levels import Level
 from quantplug.core.pattern import Match
-from quantplug.lowering.xnnpack.legalize.narrow import patch_objection
+from quantplug.lowering.xnnpack.legalize.narrow import patches_if_float
 from quantplug.lowering.xnnpack.rewrites import ALL, computes_state
 from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.quantizer import BackendQuantizer
@@ -74,17 +73,6 @@ INTEGER_STATES = (
 def outside_of_states(match: Match, config: QuantizationConfig) -> str | None:
     """Holds outside of what carries the state of a recurrent layer from step to step."""
     return "it carries the state of a recurrence, where roundings add up" if computes_state(match["op"]) else None
-
-
-def patches_if_float(match: Match, config: QuantizationConfig) -> str | None:
-    """Holds unless the input stays float beside a narrow weight, or where a linear layer over patches computes it."""
-    if config.input_activation is not None:
-        return None
-    weight, image = tensor_value(match["w"]), tensor_value(match["x"])
-    if weight is None or image is None:
-        return "the config quantizes weights only, and the shapes are not known"
-    reason = patch_objection(operands(match["op"]), weight, image)
-    return reason and f"the config quantizes weights only, which only linear layers read, and {reason}"
 
 
 def _dynamic(**options: Any) -> QuantizationConfig:

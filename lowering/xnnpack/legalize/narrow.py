@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.core.graph import constant_value, operands, tensor_value
+from quantplug.core.pattern import Match
 from quantplug.lowering.xnnpack.conversions import add_constant, call, is_dequantize
 from quantplug.lowering.xnnpack.legalize.operators import calls, first_input
 
@@ -33,6 +35,17 @@ def narrow_convolutions_are_linear(working: fx.GraphModule) -> None:
         if stored is not None and image is not None and patch_objection(given, stored, image) is None:
             windows = [_Window.of(given, stored, image, axis) for axis in range(stored.dim() - 2)]
             _write_linear(working, node, _patches(working.graph, node, windows, image), stored)
+
+
+def patches_if_float(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds for a convolution unless its input "x" stays float beside a weight "w" whose patches are not written."""
+    if config.input_activation is not None:
+        return None
+    weight, image = tensor_value(match["w"]), tensor_value(match["x"])
+    if weight is None or image is None:
+        return "the config quantizes weights only, and the shapes are not known"
+    reason = patch_objection(operands(match["op"]), weight, image)
+    return reason and f"the config quantizes weights only, which only linear layers read, and {reason}"
 
 
 def patch_objection(given: dict[str, Any], weight: Tensor, image: Tensor) -> str | None:
