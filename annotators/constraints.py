@@ -66,13 +66,6 @@ def unsigned_if_dynamic(match: Match | None, config: QuantizationConfig) -> str 
     return f"the config quantizes activations to {spec.dtype} at run time, the kernel takes torch.uint8"
 
 
-def quantizes_input(match: Match | None, config: QuantizationConfig) -> str | None:
-    """Holds for configs that quantize activations, for kernels that take no integer weight beside a float input."""
-    if config.input_activation is not None:
-        return None
-    return "the config quantizes weights only, and the kernel takes no narrow weight beside a float input"
-
-
 def quantizes_weight(match: Match | None, config: QuantizationConfig) -> str | None:
     """Holds for configs that quantize the weight, to a type that holds its numbers."""
     if config.weight is None:
@@ -194,4 +187,4 @@ def one_group_or_scale(match: Match, config: QuantizationConfig) -> str | None:
 
 
 # Those that look at the config alone: they tell under which configs a rule can apply at all.
-OF_CONFIG = (static_only, not_dynamic, unsigned_if_dynamic, quantizes_weight, quantizes_input, weights_alone)
+OF_CONFIG = (static_only, not_dynamic, unsigned_if_dynamic, quantizes_weight, weights_alone)

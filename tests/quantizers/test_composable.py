@@ -78,6 +78,7 @@ CHILDREN = (
 )
 
 
+@pytest.mark.filterwarnings("ignore:ComposableQuantizer quantizes none")  # as two that leave linears float, for linears
 @settings(max_examples=20, deadline=None)
 @given(
     members=st.lists(st.tuples(st.sampled_from(CHILDREN), st.sampled_from(REGIONS)), min_size=2, max_size=4),
@@ -87,7 +88,7 @@ def test_any_composition_with_declared_precedence_is_the_same_in_any_order(membe
     parts = [(make, region, rank) for rank, (make, region) in enumerate(members)]
     found = []
     for order in (parts, data.draw(st.permutations(parts))):
-        quantizer = ComposableQuantizer()
+        quantizer = ComposableQuantizer(strict=False)
         for make, region, rank in order:
             quantizer.add(make(), region, precedence=rank, name=f"member {rank}")
         prepared = quantplug.prepare_pt2e(exported(Images().eval(), X), quantizer)
