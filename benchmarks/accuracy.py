@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from data_folder import module_of
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -221,11 +222,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    spec = importlib.util.spec_from_file_location("accuracy_models", arguments.data / "models.py")
-    if spec is None or spec.loader is None:
-        parser.error(f"{arguments.data} holds no models.py")
-    folder = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(folder)
+    folder = module_of(arguments.data, "models")
     for name in arguments.models:
         for backend in arguments.backends:
             rows = {row: ours(backend, row) for row in ROWS}

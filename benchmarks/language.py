@@ -11,7 +11,6 @@ through torchao's prepare and convert on the same calibration data, and are not 
 
 import argparse
 import copy
-import importlib.util
 import logging
 import math
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from data_folder import module_of
 from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
 from rich.console import Console
 from rich.table import Table
@@ -157,24 +157,10 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    spec = importlib.util.spec_from_file_location("language_models", arguments.data / "language.py")
-    if spec is None or spec.loader is None:
-        parser.error(f"{arguments.data} holds no language.py")
-    folder = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(folder)
+    folder = module_of(arguments.data, "language")
     for name in arguments.models:
         job = MODELS[name](folder)
-        columns = (
-            "backend",
-            "config",
-            "graph dB",
-            "graph's score",
-            "program dB",
-            "of its graph dB",
-            "score",
-            "lowered s",
-        )
-        table = Table(*columns, title=f"{name}: float's score {job.score(first(job.model)):.2f}")
+        table = Table(*COLUMNS, title=f"{name}: float's score {job.score(first(job.model)):.2f}")
         for backend in arguments.backends:
             configs = CONFIGS[backend] if arguments.configs is None else arguments.configs
             add_rows(table, job, backend, configs, not arguments.no_lowering)

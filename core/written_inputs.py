@@ -29,7 +29,8 @@ def leave_inputs_as_they_are(graph: fx.Graph, stacklevel: int) -> None:
         with graph.inserting_after(last):
             copy = graph.create_node("call_function", torch.ops.aten.clone.default, (node,), name=f"{node.name}_copy")
         node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
-        copy.meta = {key: node.meta[key] for key in ("val",) if key in node.meta}
+        if "val" in node.meta:
+            copy.meta["val"] = node.meta["val"]
 
 
 def _writer(node: fx.Node) -> fx.Node:

@@ -113,7 +113,7 @@ class _Window:
     @property
     def after(self) -> int:
         """Zeros behind the image that make whole groups of it."""
-        return max(0, self.steps * self.stride - self.before - self.size)
+        return max(0, self.held - self.before - self.size)
 
     @property
     def held(self) -> int:
