@@ -1,7 +1,7 @@
 """Constraints that several operator families share: predicates that return None or the reason in words."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import fx
@@ -21,6 +21,30 @@ def not_dynamic(match: Match | None, config: QuantizationConfig) -> str | None:
     """Holds for configs whose activations are float or have scales that calibration fixes."""
     spec = config.input_activation
     return "the config quantizes activations dynamically" if spec is not None and spec.is_dynamic else None
+
+
+def in_integers(
+    activations: Collection[torch.dtype], weights: Collection[torch.dtype] = (torch.int8,)
+) -> Callable[[Match | None, QuantizationConfig], str | None]:
+    """Returns what holds for configs whose integers are of dtypes that the kernels have; what stays float is left out.
+
+    Args:
+        activations: dtypes that the kernels read and write.
+        weights: dtypes of their weights.
+    """
+
+    def check(match: Match | None, config: QuantizationConfig) -> str | None:
+        asked = [("activations", spec, activations) for spec in (config.input_activation, config.output_activation)]
+        if match is None or "w" in match:
+            asked.append(("weights", config.weight, weights))
+        for what, spec, known in asked:
+            dtype = getattr(spec, "dtype", None)
+            if dtype is not None and not dtype.is_floating_point and dtype not in known:
+                choice = " or ".join(map(str, known))
+                return f"the config quantizes {what} to {dtype}, and the kernels have {choice}"
+        return None
+
+    return check
 
 
 def enough_work(products: int) -> Callable[[Match, QuantizationConfig], str | None]:
@@ -117,6 +141,22 @@ def whole_windows(match: Match, config: QuantizationConfig) -> str | None:
     given = operands(match["op"])
     dilation = set(given.get("dilation", (1,)))
     return None if dilation == {1} and not given["ceil_mode"] else "the pooling is dilated or rounds sizes up"
+
+
+def plain_windows(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds for pooling of whole windows whose averages are divided by the size of the window."""
+    divisor = operands(match["op"]).get("divisor_override")
+    given = None if divisor is None else f"the average is divided by {divisor} whatever its window"
+    return whole_windows(match, config) or given
+
+
+def even_sides(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds for convolutions that pad as much before as behind, for kernels that know one width of padding."""
+    given, weight = operands(match["op"]), _shape(match["w"])
+    dilation = list(given["dilation"])
+    reach = zip(dilation * (len(weight[2:]) // len(dilation)), weight[2:], strict=True)
+    uneven = given["padding"] == "same" and any(step * (size - 1) % 2 for step, size in reach)
+    return "padding 'same' is uneven for an even kernel size" if uneven else None
 
 
 def padding_counts(match: Match, config: QuantizationConfig) -> str | None:

@@ -20,6 +20,7 @@ from torchao.quantization.pt2e.quantizer import (
 
 from quantplug.core.dtypes import integer_range
 from quantplug.core.errors import ConfigError
+from quantplug.core.specs import register_for_plans
 
 _PER_TENSOR = (torch.per_tensor_affine, torch.per_tensor_symmetric, None)
 _PER_CHANNEL = (torch.per_channel_symmetric, torch.per_channel_affine)
@@ -162,3 +163,6 @@ def product_of_scales(observers: list[ObserverOrFakeQuantize]) -> tuple[Tensor, 
     first, second = (observer.calculate_qparams()[0] for observer in observers)
     scale = (first.to(torch.float32) * second.to(torch.float32)).reshape(-1)
     return scale, torch.zeros_like(scale, dtype=torch.int32)
+
+
+register_for_plans(product_of_scales)

@@ -6,9 +6,9 @@ recorded them), so that a wrong batch is refused before any observer has seen it
 
 import hashlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -16,6 +16,9 @@ from torch import Tensor, fx
 from quantplug.core.calling import input_names, keyword_names
 from quantplug.core.errors import CalibrationError
 from quantplug.core.graph import tensor_value
+
+Pick: TypeAlias = Callable[[Any], Any]
+"""Makes the model's inputs of what a loader yields."""
 
 PICK = "pass `inputs=` to calibrate to pick the model's inputs out of a batch, e.g. `inputs=lambda batch: batch[0]`"
 
@@ -66,6 +69,19 @@ def loader_iterator(loader: Any) -> Iterator[Any]:
             "The loader is a generator that was used up before calibration; pass a fresh one, or a list of batches."
         )
     return iter(loader)
+
+
+def picked(batch: Any, pick: Pick | None) -> Any:
+    """Returns the model's inputs of what a loader yields.
+
+    Raises:
+        CalibrationError: `pick` is no function.
+    """
+    if pick is None:
+        return batch
+    if not callable(pick):
+        raise CalibrationError(f"inputs is {pick!r}; pass a function of a batch, such as `lambda batch: batch[0]`.")
+    return pick(batch)
 
 
 class BatchReader:
@@ -128,6 +144,8 @@ class BatchReader:
             raise CalibrationError(f"{where} is of type {type(value).__name__}; the model takes a torch.Tensor there.")
         if value.is_meta:
             raise CalibrationError(f"{where} is on the device 'meta', which holds no numbers; yield real data.")
+        if value.layout != torch.strided:
+            raise CalibrationError(f"{where} is sparse ({value.layout}); yield its `to_dense()`.")
         if not _fits(spec.shape, value.shape):
             raise CalibrationError(
                 f"{where} has shape {list(value.shape)}, expected {_shown(spec.shape)}; yield batches of the exported "

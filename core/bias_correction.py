@@ -24,12 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
+from torchao.quantization.pt2e import FakeQuantizeBase
 
-from quantplug.core.batches import BatchReader, loader_iterator, sample_count
+from quantplug.core.batches import BatchReader, loader_iterator, picked, sample_count
 from quantplug.core.compare import sqnr
 from quantplug.core.constants import written_buffers
 from quantplug.core.convert import convert_pt2e
-from quantplug.core.errors import CalibrationError
+from quantplug.core.errors import CalibrationError, ModelError
 from quantplug.core.graph import attribute, operands, tensor_value
 from quantplug.core.observation import is_derived, is_observer
 from quantplug.core.pattern import operator_overloads
@@ -92,11 +93,12 @@ def correct_biases(
         inputs: picks the model's inputs out of a batch, as for `calibrate`.
 
     Raises:
-        ModelError: `prepared` is not a prepared graph module.
+        ModelError: `prepared` is not a prepared graph module, or is prepared for training.
         CalibrationError: it is not calibrated, the loader has fewer than two batches, a batch does not fit the model,
             or `samples` is no positive number.
     """
     model = require_prepared(prepared, "correct_biases")
+    _require_observers(model)
     batches = _batches(BatchReader(model), loader, samples, inputs)
     biases = _own_biases(model)
     if not biases:
@@ -115,6 +117,16 @@ def correct_biases(
     return BiasCorrection({n: float(c.abs().max()) for n, c in tried[best].items()}, levels[0], levels[best])
 
 
+def _require_observers(model: fx.GraphModule) -> None:
+    """Refuses what trains: its means are no longer those of the float model, and its biases learn by themselves."""
+    trained = next((name for name, part in model.named_modules() if isinstance(part, FakeQuantizeBase)), None)
+    if trained is not None:
+        raise ModelError(
+            f"correct_biases takes a model for calibration, found the fake quantize '{trained}', with which biases "
+            "train by themselves; leave the correction out, or prepare the model with prepare_pt2e."
+        )
+
+
 def _starts(count: int) -> list[int]:
     """Returns from which layer on corrections are tried; the first corrects none."""
     return [count, *sorted({0, count // 2, count - 1})]
@@ -128,7 +140,7 @@ def _batches(
     found: list[tuple[Any, ...]] = []
     seen = 0
     for index, batch in enumerate(loader_iterator(loader)):
-        named = reader.arguments(batch if inputs is None else inputs(batch), index)
+        named = reader.arguments(picked(batch, inputs), index)
         found.append(tuple(named.values()))
         seen += sample_count(named)
         if seen >= samples and len(found) > 1:

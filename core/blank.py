@@ -1,9 +1,9 @@
-"""Example inputs without their data: shapes and dtypes are what a program needs, the numbers are its user's."""
+"""What is the user's own, left out of programs: the numbers of example inputs, lines of source code."""
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 
@@ -20,3 +20,11 @@ def shrunk(inputs: Any) -> Any:
 
 def _one_zero(tensor: Tensor) -> Tensor:
     return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+
+
+def forget_source(model: fx.GraphModule) -> None:
+    """Drops where in whose files an exported graph was traced: paths, and lines of code with their comments."""
+    for module in model.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                node.meta.pop("stack_trace", None)

@@ -33,11 +33,18 @@ def apply_boundary_dtypes(model: fx.GraphModule) -> None:
     """Removes the conversions at the ends of a converted graph, in place, as its quantizer asked for.
 
     Raises:
-        ConvertError: an input or output is read or computed in float, or in integers of another dtype.
+        ConvertError: an input or output is read or computed in float, or in integers of another dtype; no input is
+            float.
     """
     asked = model.meta.get(BOUNDARY_KEY, BoundaryDTypes())
     if asked.input is not None:
-        for node in _float_inputs(model.graph):
+        inputs = list(_float_inputs(model.graph))
+        if not inputs:
+            raise ConvertError(
+                f"No input of the model can be {asked.input}: none is float and read by an operator; call `set_io` "
+                "without `input`."
+            )
+        for node in inputs:
             _integer_input(node, asked.input)
     if asked.output is not None:
         _integer_outputs(model.graph, asked.output)

@@ -23,6 +23,7 @@ from quantplug.core.foreign import undone_on_error
 from quantplug.core.merge import Exchange, is_distributed
 from quantplug.core.progress import batch_total, progress_bar
 from quantplug.core.sites import Site, observer_sites, require_prepared
+from quantplug.core.whole_files import require_writable
 
 
 @torch.inference_mode(False)
@@ -110,6 +111,8 @@ def _calibrated(
     started = time.perf_counter()
     with _told_to(exchange):
         options.check()
+        if options.checkpoint is not None:
+            require_writable(options.checkpoint)
         run = Run(model, sites, options)
         with run.recording(), progress_bar(progress, batch_total(loader, options.limit)) as advance:
             run.read(loader, advance)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.batches import BatchReader, batch_digest, loader_iterator, nonfinite_input, sample_count
+from quantplug.core.batches import BatchReader, batch_digest, loader_iterator, nonfinite_input, picked, sample_count
 from quantplug.core.checkpoint import read_checkpoint, write_checkpoint
 from quantplug.core.constants import written_buffers
 from quantplug.core.coverage import ObserverSummary, SkippedBatch, summarize
@@ -200,13 +200,10 @@ class Run:
                 f"{read}; pass the same loader and limit, or resume=False."
             )
 
-    def _picked(self, batch: Any) -> Any:
-        return self.options.inputs(batch) if self.options.inputs else batch
-
     def _take(self, index: int, batch: Any) -> None:
-        self._position, picked = index + 1, self._picked(batch)
+        self._position, taken = index + 1, picked(batch, self.options.inputs)
         try:
-            named = self._reader.arguments(picked, index)
+            named = self._reader.arguments(taken, index)
         except CalibrationError as error:
             if self.options.misfit != "skip":
                 raise
@@ -218,7 +215,7 @@ class Run:
             self._settling.check(self.sites)
             self.converged = self._settling.settled
         if self.options.checkpoint is not None and self._position % self.options.checkpoint_every == 0:
-            self._save(self.options.checkpoint, picked)
+            self._save(self.options.checkpoint, taken)
 
     def _run_batch(self, named: dict[str, Any], index: int) -> None:
         skips = self.options.nonfinite == "skip"
@@ -321,7 +318,7 @@ class Run:
         Raises:
             CalibrationError: the loader yields another one in its place.
         """
-        if batch_digest(self._picked(last)) != self._taken_up["last"]:
+        if batch_digest(picked(last, self.options.inputs)) != self._taken_up["last"]:
             raise CalibrationError(
                 f"Batch {self._position - 1} is not the one that the checkpoint '{self.options.checkpoint}' has seen; "
                 "let the loader yield the same batches again (a shuffling one: pass seed=), or pass resume=False."

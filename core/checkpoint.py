@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from quantplug.core.errors import ArtefactError, CalibrationError
+from quantplug.core.whole_files import beside, kind_at
 
 FORMAT = 3
 
@@ -23,7 +24,7 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
     Raises:
         ArtefactError: the file cannot be written.
     """
-    partial, buffer = _partial(path), io.BytesIO()
+    partial, buffer = beside(path), io.BytesIO()
     torch.save({"format": FORMAT, **content}, buffer)  # its writer of files aborts on a full disk
     try:
         with partial.open("wb") as file:
@@ -40,14 +41,9 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _partial(path: Path) -> Path:
-    """Returns the file that a checkpoint is written to first: one name, so that nothing is left of a killed write."""
-    return path.with_name(f"{path.name}.partial")
-
-
 def remove_checkpoint(path: Path) -> None:
     """Removes a checkpoint, and what a killed process left of writing it."""
-    for file in (path, _partial(path)):
+    for file in (path, beside(path)):
         file.unlink(missing_ok=True)
 
 
@@ -62,8 +58,11 @@ def read_checkpoint(path: Path, fingerprint: list[str]) -> dict[str, Any] | None
         ArtefactError: the file is no checkpoint.
         CalibrationError: it was written for other weights or observers.
     """
-    if not path.exists():
+    found = kind_at(path)
+    if found == "nothing":
         return None
+    if found != "file":
+        raise ArtefactError(f"'{path}' is a {found}, not a calibration checkpoint; pass the path of a file.")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken file can raise anything: pickle's, zip's, struct's and torch's own errors

@@ -8,6 +8,7 @@ prepared model stays as it was and can be calibrated further and converted again
 
 import operator
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any
 
@@ -23,7 +24,7 @@ from quantplug.core.calibrated import enforce_limits
 from quantplug.core.collection import collection_paused
 from quantplug.core.constants import constant_nodes, evaluate_constants
 from quantplug.core.control import run_as_operators
-from quantplug.core.errors import CalibrationError, ConfigError, ConvertError
+from quantplug.core.errors import CalibrationError, ConfigError, ConvertError, QuantplugError, first_line
 from quantplug.core.graph import attribute, erase_dead_code, replace_inputs, require_graph_module
 from quantplug.core.integers import integer_representation
 from quantplug.core.observation import is_deferred, needs_data, observe_constant, observer_of
@@ -142,7 +143,7 @@ class _Conversion:
         self._require_data()
         self._skip_repeated()
         for call, observer in list(self._calls.items()):
-            with self._graph.inserting_before(call):
+            with self._graph.inserting_before(call), _in_words(call, observer):
                 self._replace(call, observer)
         for node in list(self._graph.nodes):
             if node not in self._calls:
@@ -237,7 +238,8 @@ class _Conversion:
     def _quantization(self, call: fx.Node, observer: nn.Module) -> Quantization:
         if observer not in self._quantizations:
             where = f"'{_origin(call).name}' ({call.target})"
-            self._quantizations[observer] = static_quantization(observer, where, self._qparams.get(observer))
+            with _in_words(call, observer):
+                self._quantizations[observer] = static_quantization(observer, where, self._qparams.get(observer))
         return self._quantizations[observer]
 
     def _number(self, number: Any, name: str) -> Any:
@@ -345,10 +347,24 @@ class _Conversion:
         return len(list(islice(readers, 2))) > 1 and _STAYS_SHARED.isdisjoint(n.target for n in _dynamic_chain(result))
 
 
+@contextmanager
+def _in_words(call: fx.Node, observer: nn.Module) -> Iterator[None]:
+    """Says of which observer an error is that its own code, or a function that derives its numbers, raises."""
+    try:
+        yield
+    except QuantplugError:
+        raise
+    except Exception as error:
+        raise ConvertError(
+            f"The {type(observer).__name__} '{call.target}' of '{_origin(call).name}' gives no quantization "
+            f"({first_line(error)}); change its spec or its observer."
+        ) from error
+
+
 def _observe(call: fx.Node, observer: nn.Module, value: Tensor) -> None:
     try:
         observe_constant(observer, value)
-    except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise CalibrationError(
             f"The observer '{call.target}' cannot observe the constant '{_origin(call).name}' of shape "
             f"{tuple(value.shape)} and {value.dtype}: {' '.join(str(error).split())}; annotate it with another one."

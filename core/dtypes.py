@@ -253,7 +253,7 @@ def smallest_scale(spec: QuantizationSpec) -> float:
     inner = getattr(given.get("observer"), "p", None)
     if isinstance(inner, partial):
         given = {**inner.keywords, **given}
-    if "eps" in given:
+    if given.get("eps") is not None:
         return float(given["eps"])
     default = signature(made).parameters.get("eps")
     known = default is not None and isinstance(default.default, float)

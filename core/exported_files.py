@@ -26,8 +26,16 @@ from torch.export.pt2_archive import PT2ArchiveWriter
 
 from quantplug.core.errors import ArtefactError, shown
 from quantplug.core.structures import is_plain_structure
+from quantplug.core.whole_files import kind_at
 
 _REMEDY = "read it with trust (`--trust`, `trust=True`) if you know who wrote it"
+_WRITE_ONE = "write one of the model itself with torch.export.save(torch.export.export(model, inputs), path)"
+# Records that tell what else a zip file is.
+_OTHER_ZIPS = {
+    "constants.pkl": "a TorchScript program",
+    "data.pkl": "a file of torch.save, of weights or of a pickled module",
+    "settings.json": "a program of backend 'openvino'",
+}
 _MODEL, _INPUTS = "models/model.json", "data/sample_inputs/model.pt"
 _PAYLOADS = {
     "data/weights/": ("data/weights/model_weights_config.json", r"weight_\d+"),
@@ -135,7 +143,12 @@ _SIZE_FUNCTIONS = frozenset(
         "Identity",
     ]
 )
-_ATTRIBUTES = frozenset(["size", "stride", "storage_offset", "shape", "dim", "numel", "isnan"])
+_ATTRIBUTES = frozenset(
+    [
+        *("size", "stride", "storage_offset", "shape", "dim", "numel", "isnan"),
+        *("trunc", "floor", "ceil", "sqrt", *_SIZES_OF_TORCH),  # of `math` and `torch`
+    ]
+)
 _KEPT_METADATA = frozenset({"nn_module_stack", "source_fn_stack", "torch_fn"})
 _PLAIN = re.compile(r"[\w .:/@<>|#+*,=$\[\]-]*")
 _DOTTED = re.compile(r"\w+(\.\w+)*")
@@ -164,8 +177,10 @@ def read_exported(
     Raises:
         ArtefactError: the file is missing, holds no exported program, or asks for more than a model needs.
     """
-    if not path.is_file():
+    if kind_at(path) != "file":
         raise ArtefactError(f"There is no model file '{shown(path)}'; check the path.")
+    if kind := _other_kind(path):
+        raise ArtefactError(f"'{shown(path)}' is {kind}, not an exported program; {_WRITE_ONE}.")
     try:
         with _quiet():
             source = path if trust else _clean_archive(path, extra_files)
@@ -174,9 +189,26 @@ def read_exported(
         raise ArtefactError(f"'{shown(path)}' is not read: {error}; {_REMEDY}.") from None
     except Exception as error:
         raise ArtefactError(
-            f"'{shown(path)}' holds no exported program ({type(error).__name__}); write one with "
-            "torch.export.save(torch.export.export(model, inputs), path)."
+            f"'{shown(path)}' holds no exported program ({type(error).__name__}); {_WRITE_ONE}."
         ) from error
+
+
+def _other_kind(path: Path) -> str | None:
+    """Returns what a file is that surely is no exported program, by its names and first bytes alone."""
+    try:
+        if not zipfile.is_zipfile(path):
+            with path.open("rb") as file:
+                first = file.read(8)
+            kinds = {first[4:6] == b"ET": "an ExecuTorch program", first[:1] == b"\x80": "a pickle"}
+            return kinds.get(True, "a file of another kind")
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (OSError, zipfile.BadZipFile):
+        return None
+    if names and all(name.endswith(".npy") for name in names):
+        return "a file of numpy arrays"
+    at_top = {name.rpartition("/")[2] for name in names if name.count("/") < 2}
+    return next((kind for record, kind in _OTHER_ZIPS.items() if record in at_top), None)
 
 
 @contextmanager
@@ -281,7 +313,7 @@ def _checked_model(records: Mapping[str, bytes]) -> bytes:
 def _check(value: Any, key: str) -> None:
     """Checks all text in a model's description by the key that it stands under."""
     if isinstance(value, dict):
-        if key == "metadata":
+        if key == "metadata" and all(isinstance(text, str) for text in value.values()):  # else an input of that name
             for name in [name for name in value if name not in _KEPT_METADATA]:
                 del value[name]
             return
@@ -303,6 +335,11 @@ def _check_text(text: str, key: str) -> None:
 
 def _is_plain(text: str) -> bool:
     return _PLAIN.fullmatch(text) is not None and "__import__" not in text
+
+
+def _is_message(text: str) -> bool:
+    """Tells whether a text may be an operator's argument (an assertion's words) or a path; nothing evaluates these."""
+    return "__" not in text and text.isprintable()
 
 
 def _is_name(text: str) -> bool:
@@ -337,7 +374,7 @@ def _is_size(text: str) -> bool:
 
 
 def _is_guard(text: str) -> bool:
-    return _is_arithmetic(text, _OF_GUARDS, _SIZE_FUNCTIONS | {"len", "int", "float", "isinstance"})
+    return _is_arithmetic(text, _OF_GUARDS, _SIZE_FUNCTIONS | {"len", "int", "float", "isinstance", "max", "min"})
 
 
 def _is_arithmetic(text: str, kinds: tuple[type[ast.AST], ...], functions: frozenset[str]) -> bool:
@@ -363,6 +400,10 @@ def _is_tree(text: str) -> bool:
 
 
 _ACCEPTS = {
+    "as_string": _is_message,
+    "parameter_name": _is_message,
+    "buffer_name": _is_message,
+    "fqn": _is_message,
     "name": _is_name,
     "forward_arg_names": _is_name,
     "target": _is_operator,

@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -26,7 +26,7 @@ from quantplug.core.errors import ModelError
 from quantplug.core.graph import (
     constant_value,
     describe,
-    is_held,
+    is_batch_counter,
     module_path,
     operands,
     rank,
@@ -399,8 +399,3 @@ def remove_batch_counters(graph: fx.Graph) -> None:
             continue
         if str(counter.target).removesuffix("num_batches_tracked") not in normalized:
             erase_unused((node,))
-
-
-def is_batch_counter(node: Any) -> TypeGuard[fx.Node]:
-    """Tells whether a node is the counter that a batch norm keeps of the batches it was trained on."""
-    return is_held(node) and str(node.target).rpartition(".")[2] == "num_batches_tracked"

@@ -3,18 +3,20 @@
 They record by themselves whatever reaches them, so that a batch is taken back from them by their state dicts.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from quantplug.core.coverage import summarize
 from quantplug.core.errors import CalibrationError
 from quantplug.core.observers import DataObserver, NonFiniteError
 from quantplug.core.sites import Site
 
-States = dict[str, dict[str, Tensor]]
+# A fake quantize has the state of the observer within it, which may be a dictionary.
+States = dict[str, dict[str, Any]]
 
 
 def foreign_sites(sites: Sequence[Site]) -> list[Site]:
@@ -24,7 +26,7 @@ def foreign_sites(sites: Sequence[Site]) -> list[Site]:
 
 def foreign_states(sites: Sequence[Site]) -> States:
     """Returns copies of observers' states by their names."""
-    return {s.name: {k: v.clone() for k, v in s.observer.state_dict().items()} for s in sites}
+    return {site.name: copy.deepcopy(dict(site.observer.state_dict())) for site in sites}
 
 
 def restore_foreign(sites: Sequence[Site], states: States) -> None:

@@ -80,6 +80,11 @@ def is_held(node: Any) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and node.op == "get_attr"
 
 
+def is_batch_counter(node: Any) -> TypeGuard[fx.Node]:
+    """Tells whether a node is the counter that a batch norm keeps of the batches it was trained on."""
+    return is_held(node) and str(node.target).rpartition(".")[2] == "num_batches_tracked"
+
+
 def is_constant(node: Any) -> TypeGuard[fx.Node]:
     """Tells whether a node reads a tensor that the graph module holds and that is the same at every call.
 
@@ -251,11 +256,11 @@ _BOOKKEEPING = ("aten::_assert", "aten::sym_", "aten::_guard")
 
 
 def compute_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yields the nodes that compute: operator calls, without guards and assertions."""
+    """Yields the nodes that compute: operator calls, without guards, assertions and the counting of batches."""
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        if not node.target._schema.name.startswith(_BOOKKEEPING):
+        if not node.target._schema.name.startswith(_BOOKKEEPING) and not any(map(is_batch_counter, node.args[:1])):
             yield node
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from quantplug.core.errors import ModelError
-from quantplug.core.fold import is_batch_counter, set_operand
-from quantplug.core.graph import describe, operands
+from quantplug.core.fold import set_operand
+from quantplug.core.graph import describe, is_batch_counter, operands
 from quantplug.core.lazy import LazyGraphModule
 from quantplug.core.pattern import op
 

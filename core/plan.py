@@ -17,14 +17,23 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.confined_transform import transform_without
 from quantplug.core.decision import Decision, decision, record
-from quantplug.core.errors import AnnotationError, ArtefactError, first_line, shown
+from quantplug.core.errors import AnnotationError, ArtefactError, QuantplugError, first_line, shown
 from quantplug.core.fold import BATCH_NORMS, Folding, Permission
 from quantplug.core.graph import module_path, require_graph_module
 from quantplug.core.identity import Names, operand_of, source_of
-from quantplug.core.limits import LIMITS_KEY
+from quantplug.core.limits import LIMITS_KEY, Limits
 from quantplug.core.sharing import annotated_specs, annotation_of, sharing_groups
-from quantplug.core.specs import SpecValue, named_value, plain_value, remembered, spec_of, spec_value
+from quantplug.core.specs import (
+    SpecValue,
+    known_function,
+    named_value,
+    plain_value,
+    remembered,
+    spec_of,
+    spec_value,
+)
 from quantplug.core.stage import FOLDINGS_KEY, FOLDS_KEY, TRANSFORMS_KEY
+from quantplug.core.typed import typed
 
 VERSION = 2
 
@@ -105,20 +114,22 @@ class Plan:
             ArtefactError: the text is no plan of this version.
         """
         try:
-            read = json.loads(text)
+            read = typed(json.loads(text), dict[str, Any], "it")
             if read["version"] != VERSION:
                 raise ArtefactError(
-                    f"The plan has version {read['version']}, this release reads {VERSION}; make it again."
+                    f"The plan has version {shown(read['version'])}, this release reads {VERSION}; make it again."
                 )
-            nodes = tuple(_planned(**node) for node in read["nodes"])
-            groups = tuple(tuple(group) for group in read["groups"])
-            derived = {point: tuple(sources) for point, sources in read["derived"].items()}
-            transforms = tuple(Transforms(*(tuple(part) for part in asked.values())) for asked in read["transforms"])
-            return Plan(nodes, groups, derived, transforms, read["folds_batch_norm"], tuple(read["unfolded"]))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            nodes = typed(read["nodes"], tuple[Any, ...], "'nodes'")
+            others = {name: value for name, value in read.items() if name != "version"}
+            plan: Plan = typed({**others, "nodes": tuple(map(_planned, nodes))}, Plan, "the plan")
+        except (ValueError, KeyError, RecursionError) as error:
             if isinstance(error, ArtefactError):
                 raise
-            raise ArtefactError(f"The text is no plan ({first_line(error)}); write one with Plan.json.") from error
+            raise ArtefactError(f"The text is no plan ({_reason(error)}); write one with Plan.json.") from error
+        for asked in plan.transforms:
+            for name in asked.functions:
+                known_function(name)
+        return plan
 
     def differences(self, other: "Plan") -> list[str]:
         """Returns in words what another plan has differently; empty if both are equal."""
@@ -136,23 +147,28 @@ class Plan:
         return _Replay(self)
 
 
-def _planned(decided: dict[str, Any] | None, **fields: Any) -> PlannedNode:
-    planned = PlannedNode(decided=Decision(**decided) if decided else None, **fields)
-    _require_types(planned)
-    return planned
-
-
-def _require_types(planned: PlannedNode) -> None:
-    """Checks what dataclasses take as it comes.
+def _planned(written: Any) -> PlannedNode:
+    """Returns a node as it was written; what it says is tried here, so that a replay depends on the model alone.
 
     Raises:
-        TypeError: a field has another type than a plan gives it.
+        ArtefactError: it says what no plan says.
     """
-    kinds = {"node": str, "inputs": dict, "output": dict | None, "annotated": bool, "allow_implicit_sharing": bool}
-    wrong = next((name for name, kind in kinds.items() if not isinstance(getattr(planned, name), kind)), None)
-    if wrong is not None or not all(isinstance(spec, dict) for spec in planned.inputs.values()):
-        name = wrong or "inputs"
-        raise TypeError(f"'{name}' of node {shown(planned.node)} is {shown(getattr(planned, name))}")
+    where = f"at node '{shown(written.get('node'))}'" if isinstance(written, dict) else "among its nodes"
+    try:
+        planned: PlannedNode = typed(written, PlannedNode, "it")
+        for port, spec in [*planned.inputs.items(), *([("output", planned.output)] if planned.output else [])]:
+            where = f"at {shown(port)} of node '{shown(planned.node)}'"
+            spec_of(spec, str)
+        where = f"at the limits of node '{shown(planned.node)}'"
+        typed(named_value(planned.limits), Limits | None, "'limits'")
+        return planned
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = str(error) if isinstance(error, QuantplugError) else f"{_reason(error)}; write it with Plan.json."
+        raise ArtefactError(f"The plan cannot be read {where}: {reason}") from error
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".") if isinstance(error, ValueError) else first_line(error)
 
 
 def _node_differences(one: PlannedNode, other: PlannedNode) -> Iterator[str]:
@@ -273,8 +289,16 @@ class _Replay(Quantizer):
 
 
 def _one_by_one(functions: Iterable[str], model: fx.GraphModule) -> fx.GraphModule:
-    for function in functions:
-        model = named_value({"name": function})(model)
+    for name in functions:
+        function = known_function(name)
+        try:
+            model = function(model)
+        except QuantplugError:
+            raise
+        except Exception as error:
+            raise AnnotationError(
+                f"The plan's rewrite '{shown(name)}' fails on this model ({first_line(error)}); plan again."
+            ) from error
     return model
 
 
@@ -296,7 +320,9 @@ class _OnlyFolded:
 def _carried_out(planned: PlannedNode, names: Names) -> QuantizationAnnotation | None:
     try:
         return _annotation(planned, names)
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, QuantplugError):
+            raise
         raise AnnotationError(
             f"The plan has no specs that can be read at node '{shown(planned.node)}' ({first_line(error)}); plan again."
         ) from error

@@ -175,7 +175,7 @@ def _tell_if_all_float(prepared: fx.GraphModule, quantizer: Quantizer) -> None:
     # Where a rule was near, its reason is the answer to what the user asked, and the program is right as it is.
     is_foreign = other is not None or not any(found.nearest for _, found in decided)
     if is_foreign and getattr(quantizer, "strict", False):
-        raise ModelError(f"{said}, or pass strict=False.")
+        raise ModelError(f"{said}.")
     # Of the caller: behind this function, the one that calls it and its decorator.
     warnings.warn(f"{said}.", UserWarning, stacklevel=4)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from quantplug.core.errors import CalibrationError, ConvertError
+from quantplug.core.errors import CalibrationError, ConvertError, QuantplugError, first_line
 from quantplug.core.observation import HALF_DTYPES, PER_CHANNEL, STORAGE_DTYPES, dtype_range
 from quantplug.core.ranges import calculate_qparams
 from quantplug.core.rowwise import CHOOSE_ROWS, DEQUANTIZE_ROWS, QUANTIZE_ROWS, add_rows, by_rows
@@ -160,6 +160,7 @@ def static_quantization(observer: nn.Module, where: str, qparams: tuple[Tensor, 
 
     Raises:
         CalibrationError: a scale is not finite and positive (the data held Inf or NaN).
+        ConvertError: the observer, or what derives its parameters from those of others, fails.
     """
     try:
         scale, zero_point = qparams or calculate_qparams(observer)
@@ -167,6 +168,12 @@ def static_quantization(observer: nn.Module, where: str, qparams: tuple[Tensor, 
         raise CalibrationError(
             f"What was observed of {where} has no range ({error}); remove Inf and NaN from the calibration data or "
             "the weights."
+        ) from error
+    except QuantplugError:
+        raise
+    except Exception as error:  # of a derivation or an observer of the user's own
+        raise ConvertError(
+            f"{type(observer).__name__} gives no scale and zero point of {where} ({first_line(error)}); mend its spec."
         ) from error
     unusable = next((s for s in torch.as_tensor(scale).reshape(-1).tolist() if not 0 < s < math.inf), None)
     if unusable is not None:

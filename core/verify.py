@@ -19,6 +19,7 @@ from torchao.quantization.pt2e.quantizer import (
 )
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
+from quantplug.core.dtypes import group_size
 from quantplug.core.errors import AnnotationError
 from quantplug.core.graph import describe, is_constant, rank, tensor_value
 from quantplug.core.observation import HALF_DTYPES, PER_CHANNEL, STORAGE_DTYPES, dtype_range
@@ -111,6 +112,19 @@ def _check_tensor(point: Point, spec: QuantizationSpecBase) -> None:
             "quantized; remove its spec."
         )
     _check_axis(point, spec)
+    _check_channels_of_groups(point, spec, tensor)
+
+
+def _check_channels_of_groups(point: Point, spec: QuantizationSpecBase, tensor: torch.Tensor | None) -> None:
+    size = group_size(spec)
+    last = tensor.shape[-1] if tensor is not None and tensor.dim() else None
+    if size is None or not isinstance(last, int):
+        return
+    if size < 1 or last % size:
+        raise AnnotationError(
+            f"The {describe_point(point)} has {last} channels and is annotated with a scale for each group of {size}; "
+            "choose a size that divides them."
+        )
 
 
 def _check_axis(point: Point, spec: QuantizationSpecBase) -> None:
@@ -142,8 +156,9 @@ def _check_spec(point: Point, spec: QuantizationSpecBase) -> None:
 
 
 def _check_dtype(point: Point, spec: Any) -> None:
-    # A float32 spec is how quantizers say "observe nothing here", usually of a bias.
-    if spec.dtype not in STORAGE_DTYPES and spec.dtype not in (*HALF_DTYPES, torch.float32):
+    # A float32 spec is how quantizers say "observe nothing here", usually of a bias; it has no numbers of its own.
+    others = (*HALF_DTYPES, torch.float32) if isinstance(spec, QuantizationSpec) else ()
+    if spec.dtype not in STORAGE_DTYPES and spec.dtype not in others:
         raise AnnotationError(
             f"The {describe_point(point)} is annotated with {spec.dtype}, for which there is no quantize "
             f"operator; choose one of {[str(d) for d in STORAGE_DTYPES]}, torch.float16 or torch.bfloat16."
@@ -230,6 +245,11 @@ def _check_group(group: Group) -> None:
     spec = group.spec
     found = [(_channels(producer, spec), point) for producer, point in reversed(producers.items())]
     strange = next(((size, point) for size, point in found if size != found[0][0]), None)
+    if strange is not None and group_size(spec) is not None:
+        raise AnnotationError(
+            f"The {describe_point(strange[1])} shares its quantization with the {describe_point(first)}, whose scales "
+            f"are those of groups of {group_size(spec)} channels in another shape; give it a spec of its own."
+        )
     if strange is not None:
         raise AnnotationError(
             f"The {describe_point(strange[1])} shares its quantization with the {describe_point(first)}, which has a "
@@ -239,8 +259,13 @@ def _check_group(group: Group) -> None:
 
 
 def _channels(producer: fx.Node, spec: Any) -> Any:
-    """Returns the size along the axis of channels, None where there is one scale or the size is not known."""
+    """Returns the size along the axis of channels, None where there is one scale or the size is not known.
+
+    Groups of channels have a scale each in every row, so that their number is that of the whole shape.
+    """
     axis, tensor = getattr(spec, "ch_axis", None), tensor_value(producer)
+    if group_size(spec) is not None and tensor is not None:
+        return tensor.shape
     if getattr(spec, "qscheme", None) not in PER_CHANNEL or axis is None or tensor is None:
         return None
     return tensor.shape[axis]

@@ -1,5 +1,6 @@
 """What every lowering returns: something that runs, saves itself, and tells where each operator went."""
 
+import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quantplug.core.errors import ArtefactError, LoweringError
+from quantplug.core.errors import ArtefactError, LoweringError, first_line
 
 
 @dataclass(frozen=True)
@@ -31,18 +32,6 @@ class LoweredOp:
     reason: str = ""
 
 
-def require_folder(path: str | Path) -> Path:
-    """Returns the path of a file to write.
-
-    Raises:
-        ArtefactError: its folder does not exist.
-    """
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise ArtefactError(f"Cannot write '{path}': folder '{path.parent}' does not exist; create it first.")
-    return path
-
-
 def require_float_dtype(dtype: torch.dtype) -> None:
     """Checks the dtype of products that stay float.
 
@@ -51,6 +40,18 @@ def require_float_dtype(dtype: torch.dtype) -> None:
     """
     if dtype not in (torch.float32, torch.bfloat16):
         raise LoweringError(f"float_dtype is {dtype}; choose torch.float32 or torch.bfloat16.")
+
+
+def refusal(target: str, error: Exception) -> LoweringError:
+    """Returns what a lowering raises where an exporter or a compiler gave up."""
+    if isinstance(error, OSError):
+        return LoweringError(
+            f"Lowering to {target} cannot write to the folder of temporary files '{tempfile.gettempdir()}' "
+            f"({error.strerror or error}); make room there, or set TMPDIR to another folder."
+        )
+    return LoweringError(
+        f"The q/dq graph cannot be lowered to {target}: {first_line(error)}; keep the operator it names float."
+    )
 
 
 class Program(ABC):
@@ -78,6 +79,17 @@ class Program(ABC):
     @abstractmethod
     def save(self, path: str | Path) -> Path:
         """Writes the artefact to a file and returns its path."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises, since kernels, their packed weights and their state live in a runtime that copies neither.
+
+        Raises:
+            ArtefactError: always.
+        """
+        raise ArtefactError(
+            f"'{type(self).__name__}' can be neither copied nor pickled, its kernels belong to this process; write it "
+            "to a file with `save`, and read that with `load` where the class has it, or lower the model again."
+        )
 
     @property
     @abstractmethod

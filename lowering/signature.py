@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from quantplug.core.calling import in_order, input_names
 from quantplug.core.errors import LoweringError, shown
 from quantplug.core.structures import structure_of, structure_text
+from quantplug.core.typed import typed
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,9 @@ class Signature:
             raise LoweringError(
                 f"An input is on the device '{elsewhere.device}', programs run on the CPU; move it there."
             )
+        sparse = next((leaf for leaf in flat if isinstance(leaf, Tensor) and leaf.layout != torch.strided), None)
+        if sparse is not None:
+            raise LoweringError(f"An input is sparse ({sparse.layout}); pass its `to_dense()`.")
         opened: dict[str, int] = {}
         for index, (expected, value) in enumerate(zip(self.inputs, flat, strict=True)):
             if expected is not None and not _fits(expected, value, opened):
@@ -125,9 +129,31 @@ class Signature:
 
     @classmethod
     def from_json(cls, written: dict[str, Any]) -> "Signature":
-        """Returns the signature that `to_json` gave."""
-        structure = structure_of(written["structure"])
-        return cls(tuple(map(_read, written["inputs"])), structure, tuple(written["names"]))
+        """Returns the signature that `to_json` gave.
+
+        Raises:
+            ValueError: a value is none that `to_json` gives.
+        """
+        found: _Written = typed(written, _Written, "the signature")
+        structure = structure_of(found.structure)
+        if len(found.inputs) != structure.num_leaves:
+            raise ValueError(f"the signature has {len(found.inputs)} inputs, its structure {structure.num_leaves}")
+        return cls(tuple(map(_read, found.inputs)), structure, found.names)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A signature as it stands in a file."""
+
+    structure: str
+    inputs: tuple[dict[str, Any] | None, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _WrittenTensor:
+    dtype: str
+    sizes: tuple[int | str, ...]
 
 
 def _described(value: Any) -> TensorInput | FixedInput | None:
@@ -184,5 +210,14 @@ def _read(written: dict[str, Any] | None) -> TensorInput | FixedInput | None:
     if written is None:
         return None
     if "value" in written:
-        return FixedInput(written["value"])
-    return TensorInput(getattr(torch, written["dtype"]), tuple(written["sizes"]))
+        fixed = _described(written["value"])
+        if fixed is None:
+            raise ValueError(f"a fixed input is {shown(written['value'])}, which is no number, no text and not None")
+        return fixed
+    tensor: _WrittenTensor = typed(written, _WrittenTensor, "an input")
+    dtype = getattr(torch, tensor.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"an input has the dtype '{shown(tensor.dtype)}', which is none of torch's")
+    if any(isinstance(size, int) and size < 0 for size in tensor.sizes):
+        raise ValueError(f"an input has the sizes {shown(tensor.sizes)}, of which one is negative")
+    return TensorInput(dtype, tensor.sizes)

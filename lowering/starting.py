@@ -7,6 +7,7 @@ runs changes neither what it is given nor the model that it was lowered from.
 
 import copy
 import warnings
+from typing import Any
 
 import torch
 from torch import fx
@@ -20,10 +21,7 @@ from quantplug.lowering.strides import read_strides_as_exported
 
 def starting(converted: fx.GraphModule) -> fx.GraphModule:
     """Returns the copy of a graph module that a lowering may change."""
-    with warnings.catch_warnings():
-        # Copying a graph's input and output structure reaches a deprecated class of torch's pytree.
-        warnings.simplefilter("ignore", FutureWarning)
-        module = fx.GraphModule(converted, copy.deepcopy(converted.graph))
+    module = _over_same_tensors(converted)
     module.meta = dict(converted.meta)
     for node in reversed(list(module.graph.nodes)):
         if node.op == "call_module" and not node.users:
@@ -34,6 +32,20 @@ def starting(converted: fx.GraphModule) -> fx.GraphModule:
     own_state(module)
     module.recompile()
     return module
+
+
+def twin(module: fx.GraphModule) -> fx.GraphModule:
+    """Returns a graph module of the same graph and tensors that has a state of its own."""
+    other = _over_same_tensors(module)
+    own_state(other)
+    return other
+
+
+def _over_same_tensors(module: fx.GraphModule) -> fx.GraphModule:
+    with warnings.catch_warnings():
+        # Copying a graph's input and output structure reaches a deprecated class of torch's pytree.
+        warnings.simplefilter("ignore", FutureWarning)
+        return fx.GraphModule(module, copy.deepcopy(module.graph))
 
 
 def own_state(module: fx.GraphModule) -> None:
@@ -49,3 +61,14 @@ def own_state(module: fx.GraphModule) -> None:
 def state_of(module: fx.GraphModule) -> dict[str, torch.Tensor]:
     """Returns the buffers that a graph writes to, by their paths."""
     return {path: attribute(module, path) for path in sorted(written_buffers(module.graph))}
+
+
+def starting_from_state(program: torch.export.ExportedProgram) -> Any:
+    """Returns ExecuTorch's config of a program whose buffers begin as the model's; by default as anything."""
+    from executorch.exir import ExecutorchBackendConfig
+    from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
+
+    signature = program.graph_signature
+    written = set(signature.buffers_to_mutate.values())
+    names = [name for name, buffer in signature.inputs_to_buffers.items() if buffer in written]
+    return ExecutorchBackendConfig(passes=[InitializedMutableBufferPass(names)])

@@ -2,6 +2,7 @@
 
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -20,6 +21,7 @@ from quantplug.core.dtypes import DTypeConfig
 from quantplug.core.errors import ConfigError, did_you_mean, first_line
 from quantplug.core.fold import Permission
 from quantplug.core.graph import require_graph_module
+from quantplug.core.plan import function_name
 from quantplug.lowering.program import Program
 from quantplug.lowering.reference import EmulatedProgram, KernelSet, emulate, kernel_set
 
@@ -118,6 +120,7 @@ class Backend:
                 raise ConfigError(
                     f"The transforms of backend '{self.name}' hold {transform!r}; each is a function of a graph module."
                 )
+            function_name(transform)  # plans may name it from now on
         if not isinstance(self.kernels, KernelSet | str | None):
             raise ConfigError(
                 f"Backend '{self.name}' has the kernels {self.kernels!r}; give a KernelSet or its name, or None."
@@ -149,9 +152,9 @@ class Backend:
         try:
             return self.configs[chosen](**options)
         except TypeError as error:
-            raise ConfigError(
-                f"Config '{chosen}' of backend '{self.name}' was given a wrong option: {error}."
-            ) from None
+            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            said = f"has no option '{unknown[1]}'; leave it out" if unknown else f"was given a wrong option: {error}"
+            raise ConfigError(f"Config '{chosen}' of backend '{self.name}' {said}.") from None
 
     @torch.inference_mode(False)
     def lower(

@@ -4,14 +4,18 @@ Activations are int8 with one scale; weights symmetric int8, per channel for con
 linear layers; biases int32. Convolutions and pooling read channels-last tensors, which the lowering arranges.
 """
 
+import torch
+
 from quantplug.annotators.activation import known_range, own_range
 from quantplug.annotators.constraints import (
     depthwise_or_whole,
     equal_shapes,
+    even_sides,
     hardtanh_from_zero,
     images_with_batch,
+    in_integers,
     last_dimension,
-    whole_windows,
+    plain_windows,
 )
 from quantplug.annotators.convolution import convolution
 from quantplug.annotators.elementwise import binary
@@ -26,21 +30,23 @@ from quantplug.lowering.xnnpack.rewrites.products import products_are_linear
 from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.quantizer import BackendQuantizer
 
+_ROWS = (
+    # ExecuTorch's passes compute a hardtanh wrongly that is not fused: one with a lower bound other than 0.
+    convolution(dims=(2,)).where(images_with_batch, depthwise_or_whole, even_sides, hardtanh_from_zero),
+    per_tensor_weight(linear()).where(hardtanh_from_zero),
+    binary("add", activations=("relu", "hardtanh", "clamp")).where(equal_shapes, hardtanh_from_zero),
+    binary("mul", activations=()).where(equal_shapes),
+    matmul("bmm"),
+    pooling("max_pool2d", "avg_pool2d").where(images_with_batch, plain_windows),
+    known_range("softmax").where(last_dimension),
+    own_range("sigmoid", "tanh", "silu"),
+    movement(("view", "reshape", "flatten", "permute", "transpose", "contiguous", "clone", "dropout")),
+)
+
 CORTEX_M = Backend(
     name="cortex_m",
     summary="ExecuTorch programs on CMSIS-NN kernels (Arm Cortex-M)",
-    annotators=(
-        # ExecuTorch's passes compute a hardtanh wrongly that is not fused: one with a lower bound other than 0.
-        convolution(dims=(2,)).where(images_with_batch, depthwise_or_whole, hardtanh_from_zero),
-        per_tensor_weight(linear()).where(hardtanh_from_zero),
-        binary("add", activations=("relu", "hardtanh", "clamp")).where(equal_shapes, hardtanh_from_zero),
-        binary("mul", activations=()).where(equal_shapes),
-        matmul("bmm"),
-        pooling("max_pool2d", "avg_pool2d").where(images_with_batch, whole_windows),
-        known_range("softmax").where(last_dimension),
-        own_range("sigmoid", "tanh", "silu"),
-        movement(("view", "reshape", "flatten", "permute", "transpose", "contiguous", "clone", "dropout")),
-    ),
+    annotators=tuple(row.where(in_integers((torch.int8,))) for row in _ROWS),
     configs={"int8": lambda **options: get_symmetric_quantization_config(True, int32_bias=True, **options)},
     transforms=(products_are_linear, means_are_poolings),
     lowering="quantplug.lowering.cortex_m:lower",

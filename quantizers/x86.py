@@ -7,10 +7,13 @@ activations those of a linear may have four bits, with one scale for a group of 
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from quantplug.annotators.activation import clamps
 from quantplug.annotators.constraints import (
     enough_work,
     equal_windows,
+    in_integers,
     known_number,
     not_dynamic,
     padding_counts,
@@ -49,36 +52,39 @@ CLAMPED_VOLUMES = replace(
 )
 
 
+_INTEGERS = in_integers((torch.uint8, torch.int8))  # both are uint8 there, zero points moved
 _weight_only = partial(get_x86_quantization_config, is_weight_only=True)
+
+_ROWS = (
+    residual(convolution(dims=(2,))).where(no_groups, right_shapes).writing_float(),
+    residual(linear()).where(no_groups).writing_float(),
+    convolution(dims=(1, 2), activations=(*CLAMPS, "hardswish", "silu"))
+    .where(*AT_RUN_TIME, right_shapes)
+    .writing_float()
+    .sparing_ends(SMALL_SHARE),
+    convolution((3,), (), "conv3d").where(*AT_RUN_TIME, right_shapes).writing_float().sparing_ends(SMALL_SHARE),
+    CLAMPED_VOLUMES,
+    linear(activations=(*CLAMPS, "hardswish", "silu", "gelu", "leaky_relu", "tanh"))
+    .where(whole_groups, readable_groups)
+    .writing_float()
+    .sparing_ends(SMALL_SHARE),
+    concatenation("cat").writing_float().within(Level.EXACT),
+    pooling("max_pool2d").within(Level.EXACT),
+    # Averages of float tensors stay float: to quantize the tensor takes longer than to average it.
+    pooling("avg_pool2d", own_output=True, follows=("x",)).where(whole_windows, padding_counts).writing_float(),
+    pooling("adaptive_avg_pool2d", own_output=True, follows=("x",)).where(equal_windows).writing_float(),
+    pooling("mean", own_output=True, follows=("x",)).where(known_number).writing_float(),
+    # A table of integers is a fourth of the memory, not faster, and costs a BERT half a decibel or more.
+    embedding().where(weights_alone, no_groups).within(Level.EXACT),
+    clamps("relu", "relu6", "hardtanh", "clamp").within(Level.EXACT),
+    movement((*VIEWS, *COPIES)).writing_float().within(Level.EXACT),
+    *half_weights(),
+)
 
 X86 = Backend(
     name="x86",
     summary="oneDNN kernels through torch, eager or compiled (VNNI, AMX)",
-    annotators=(
-        residual(convolution(dims=(2,))).where(no_groups, right_shapes).writing_float(),
-        residual(linear()).where(no_groups).writing_float(),
-        convolution(dims=(1, 2), activations=(*CLAMPS, "hardswish", "silu"))
-        .where(*AT_RUN_TIME, right_shapes)
-        .writing_float()
-        .sparing_ends(SMALL_SHARE),
-        convolution((3,), (), "conv3d").where(*AT_RUN_TIME, right_shapes).writing_float().sparing_ends(SMALL_SHARE),
-        CLAMPED_VOLUMES,
-        linear(activations=(*CLAMPS, "hardswish", "silu", "gelu", "leaky_relu", "tanh"))
-        .where(whole_groups, readable_groups)
-        .writing_float()
-        .sparing_ends(SMALL_SHARE),
-        concatenation("cat").writing_float().within(Level.EXACT),
-        pooling("max_pool2d").within(Level.EXACT),
-        # Averages of float tensors stay float: to quantize the tensor takes longer than to average it.
-        pooling("avg_pool2d", own_output=True, follows=("x",)).where(whole_windows, padding_counts).writing_float(),
-        pooling("adaptive_avg_pool2d", own_output=True, follows=("x",)).where(equal_windows).writing_float(),
-        pooling("mean", own_output=True, follows=("x",)).where(known_number).writing_float(),
-        # A table of integers is a fourth of the memory, not faster, and costs a BERT half a decibel or more.
-        embedding().where(weights_alone, no_groups).within(Level.EXACT),
-        clamps("relu", "relu6", "hardtanh", "clamp").within(Level.EXACT),
-        movement((*VIEWS, *COPIES)).writing_float().within(Level.EXACT),
-        *half_weights(),
-    ),
+    annotators=tuple(row.where(_INTEGERS) for row in _ROWS),
     configs={
         "int8": get_x86_quantization_config,
         "int8_per_tensor": lambda **options: get_x86_quantization_config(per_channel=False, **options),

@@ -7,12 +7,14 @@ those of linear may have four bits, with one scale for each output channel or fo
 from functools import partial
 from typing import Any
 
+import torch
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.annotators import groupwise
 from quantplug.annotators.activation import clamps, known_range, own_range
 from quantplug.annotators.constraints import (
     images_if_dynamic,
+    in_integers,
     one_group_or_scale,
     repeats_nothing,
     static_only,
@@ -31,9 +33,8 @@ from quantplug.annotators.presets import (
 )
 from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
 from quantplug.core.levels import Level
-from quantplug.core.pattern import Match
-from quantplug.lowering.xnnpack.legalize.narrow import patches_if_float
-from quantplug.lowering.xnnpack.rewrites import ALL, computes_state
+from quantplug.lowering.xnnpack.legalize import adds_less_than_a_step, patches_if_float, resizes_by_ratios
+from quantplug.lowering.xnnpack.rewrites import ALL, outside_of_states
 from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.quantizer import BackendQuantizer
 
@@ -60,7 +61,7 @@ INTEGER_STATES = (
     concatenation("cat").needing_company().within(Level.EXACT),
     # The max-pool kernel compares integers in one scale; the mean kernel rescales.
     pooling("max_pool2d").within(Level.EXACT),
-    resize().within(Level.APPROXIMATE),
+    resize().where(resizes_by_ratios).within(Level.APPROXIMATE),
     pooling("adaptive_avg_pool2d", "mean", own_output=True).where(whole_map),
     known_range("sigmoid"),
     # The kernel of tanh takes any scale, and of small numbers that of -1..1 would leave little.
@@ -70,28 +71,28 @@ INTEGER_STATES = (
 )
 
 
-def outside_of_states(match: Match, config: QuantizationConfig) -> str | None:
-    """Holds outside of what carries the state of a recurrent layer from step to step."""
-    return "it carries the state of a recurrence, where roundings add up" if computes_state(match["op"]) else None
-
-
 def _dynamic(**options: Any) -> QuantizationConfig:
     return per_row(get_symmetric_quantization_config(True, is_dynamic=True, **options))
 
 
+_INTEGERS = in_integers((torch.int8, torch.uint8))  # both are int8 there, zero points moved
 _weight_only = partial(get_symmetric_quantization_config, True, is_weight_only=True)
 _four_bits = {"weight_qmin": groupwise.FOUR_BITS[0], "weight_qmax": groupwise.FOUR_BITS[1]}
+
+_ROWS = (
+    convolution(dims=(1, 2)).where(groupwise.whole_bytes, patches_if_float, images_if_dynamic),
+    transposed_convolution(dims=(2,)).where(
+        groupwise.whole_bytes, static_only, one_group_or_scale, adds_less_than_a_step
+    ),
+    linear().where(groupwise.whole_groups, groupwise.pairs_of_channels),
+    half_table(),
+    *(row.where(outside_of_states) for row in INTEGER_STATES),
+)
 
 XNNPACK = Backend(
     name="xnnpack",
     summary="ExecuTorch programs on XNNPACK kernels (ARM, x86, WebAssembly)",
-    annotators=(
-        convolution(dims=(1, 2)).where(groupwise.whole_bytes, patches_if_float, images_if_dynamic),
-        transposed_convolution(dims=(2,)).where(groupwise.whole_bytes, static_only, one_group_or_scale),
-        linear().where(groupwise.whole_groups, groupwise.pairs_of_channels),
-        half_table(),
-        *(row.where(outside_of_states) for row in INTEGER_STATES),
-    ),
+    annotators=tuple(row.where(_INTEGERS) for row in _ROWS),
     configs={
         "int8": get_xnnpack_quantization_config,
         "int8_per_tensor": lambda **options: get_xnnpack_quantization_config(False, **options),

@@ -148,7 +148,20 @@ class Recurrent(nn.Module):
         return hidden
 
 
-MODELS = (Cache, Average, Counter, Slots, Sliced, Nested, Masked, Delayed, Recurrent)
+class Gated(nn.Module):
+    """A cell of gates, which export takes apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(FEATURES, 12), nn.Linear(12, 8)
+        self.register_buffer("hidden", torch.zeros(1, 12))
+
+    def forward(self, x):
+        self.hidden.copy_(self.cell(x, self.hidden))
+        return self.head(self.hidden)
+
+
+MODELS = (Cache, Average, Counter, Slots, Sliced, Nested, Masked, Delayed, Recurrent, Gated)
 
 
 def build(kind):

@@ -1,6 +1,8 @@
 """The command line, end to end: files in, files out, one sentence and exit code 2 for everything wrong."""
 
 import json
+import resource
+import signal
 import subprocess
 import sys
 
@@ -171,7 +173,7 @@ def test_backends_lists_names_and_configs(run, monkeypatch):
 QUANTIZE = "quantize model.pt2 --calibration data.npz --out never.pte "
 BAD = {
     "quantize gone.pt2 -o never.pte": "There is no model file 'gone.pt2'; check the path.",
-    "quantize text.pt2 -o never.pte": "'text.pt2' holds no exported program",
+    "quantize text.pt2 -o never.pte": "'text.pt2' is a file of another kind, not an exported program",
     "quantize model.pt2 -o never.pte": "needs data; pass calibration=loader",
     "quantize model.pt2 -o never.pte --calibration gone.npz": "There is no calibration file 'gone.npz'",
     "quantize model.pt2 -o never.pte --calibration text.npz": "'text.npz' is no .npz file",
@@ -180,6 +182,7 @@ BAD = {
     "quantize model.pt2 -o never.pte --calibration two.npz": "holds 2 arrays ['arr_0', 'arr_1'], the model has inputs",
     "quantize model.pt2 -o nowhere/never.pte --calibration data.npz": "There is no folder",
     QUANTIZE + "--backend xnpack": "There is no backend 'xnpack' (did you mean 'xnnpack'?)",
+    QUANTIZE + "--weight-bits 7": "Config 'int8' of backend 'xnnpack' has no option 'weight_bits'; leave it out.",
     QUANTIZE + "--config int9": "Backend 'xnnpack' has no config 'int9'; choose one of ['int8'",
     QUANTIZE + "--report report.txt": "The report 'report.txt' has no known kind; end its name in .html or .json.",
     QUANTIZE + "--report nowhere/report.html": "There is no folder",
@@ -210,6 +213,36 @@ def test_wrong_usage_is_exit_code_2(run, line):
     code, _, err = run(line)
     assert code == 2
     assert "Traceback" not in err
+
+
+def command(line, **options):
+    code = f"from quantplug.cli import main; import sys; sys.argv = {['quantplug', *line.split()]!r}; main()"
+    return subprocess.run([sys.executable, "-c", code], text=True, timeout=300, check=False, **options)
+
+
+def test_an_output_that_is_full_is_one_sentence(files):
+    with open("/dev/full", "w") as full:
+        done = command("explain model.pt2", cwd=files, stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 1
+    assert "error: the output fails (No space left on device)" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("backend", ["xnnpack", "cortex_m", "openvino", "x86"])
+def test_a_full_disk_is_no_fault_of_the_model(backend, files):
+    def no_large_files():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+    line = f"quantize model.pt2 --calibration data.npz --out never.pte --backend {backend}"
+    before = sorted(path.name for path in files.iterdir())
+    done = command(line, cwd=files, capture_output=True, preexec_fn=no_large_files)
+    assert done.returncode == 2
+    (said,) = (text for text in done.stderr.splitlines() if text.startswith("error:"))
+    assert "File too large" in said
+    assert "keep the operator" not in said
+    assert sorted(path.name for path in files.iterdir()) == before
 
 
 def test_ctrl_c_leaves_no_half_written_file(run, files, monkeypatch):

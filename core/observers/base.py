@@ -176,7 +176,7 @@ class DataObserver(UniformQuantizationObserverBase):
                 f"{self.where()} has channel axis {self.ch_axis} but was given a tensor of shape {list(tensor.shape)}; "
                 "set the spec's ch_axis."
             )
-        return tensor.movedim(self.ch_axis, 0).flatten(1).to(torch.float32).contiguous()
+        return tensor.movedim(self.ch_axis, 0).unsqueeze(-1).flatten(1).to(torch.float32).contiguous()
 
     def where(self) -> str:
         """Returns how errors and reports name this observer."""

@@ -18,13 +18,13 @@ from torch.utils import _pytree as pytree
 from quantplug.core.compare import sqnr
 from quantplug.core.decision import decision
 from quantplug.core.errors import ConfigError, LoweringError, first_line
-from quantplug.core.graph import compute_nodes, is_float, module_path, require_graph_module
+from quantplug.core.graph import compute_nodes, is_constant, is_float, module_path, require_graph_module
 from quantplug.lowering.cortex_m.biases import quantize_biases
 from quantplug.lowering.cortex_m.program import CortexMProgram, channels_last
 from quantplug.lowering.placement import is_quantization
-from quantplug.lowering.program import LoweredOp
+from quantplug.lowering.program import LoweredOp, refusal
 from quantplug.lowering.sizes import write_sizes_out
-from quantplug.lowering.starting import starting
+from quantplug.lowering.starting import starting, starting_from_state
 
 _ATEN = torch.ops.aten
 # Operators that the passes want whole.
@@ -55,15 +55,15 @@ def lower(
     target = _target(cpu)
     inputs = channels_last(example_inputs)
     try:
-        with _quiet():
+        with _quiet(), torch.no_grad():
             exported, buffer = _through_passes(_marked(graph_module), inputs, target)
+            program = CortexMProgram(exported, buffer, tuple(_ops(graph_module.graph, exported.graph)))
+            found = program(*example_inputs)
     except Exception as error:
-        raise LoweringError(
-            f"The q/dq graph cannot be lowered to Cortex-M: {first_line(error.__cause__ or error)}; keep the operator "
-            "it names float."
-        ) from error
-    program = CortexMProgram(exported, buffer, tuple(_ops(graph_module.graph, exported.graph)))
-    _compare(program, graph_module, example_inputs)
+        cause = error.__cause__
+        raise refusal("Cortex-M", cause if isinstance(cause, Exception) else error) from error
+    program.restart()
+    _compare(found, graph_module, example_inputs)
     return program
 
 
@@ -98,9 +98,20 @@ def _marked(converted: fx.GraphModule) -> fx.GraphModule:
 
 
 def _quantized(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yields the operators of our rules, without those that read a state which stays float while it is written."""
+    integers: set[fx.Node] = set()
     for node in compute_nodes(graph):
         decided = decision(node)
-        if decided is not None and decided.quantized and not is_quantization(node):
+        if is_quantization(node):
+            integers.add(node)
+        elif (
+            decided is not None
+            and decided.quantized
+            and all(
+                operand in integers or is_constant(operand) or not is_float(operand) for operand in node.all_input_nodes
+            )
+        ):
+            integers.add(node)
             yield node
 
 
@@ -115,8 +126,8 @@ def _through_passes(
     edge = to_edge(torch.export.export(model, inputs), compile_config=unchecked)
     exported = CortexMPassManager(edge.exported_program(), target_config=target).transform()
     # Emission plans the memory of the program that it is given, which then does not run in Python any more.
-    emitted = EdgeProgramManager(copy.deepcopy(exported), compile_config=unchecked).to_executorch()
-    return exported, emitted.buffer
+    emitted = EdgeProgramManager(copy.deepcopy(exported), compile_config=unchecked)
+    return exported, emitted.to_executorch(starting_from_state(exported)).buffer
 
 
 @contextmanager
@@ -152,10 +163,11 @@ def _sources(node: fx.Node) -> Iterator[str]:
         pending += source.from_node
 
 
-def _compare(program: CortexMProgram, reference: fx.GraphModule, inputs: tuple[Any, ...]) -> None:
+def _compare(found: Any, reference: fx.GraphModule, inputs: tuple[Any, ...]) -> None:
     with torch.no_grad():
-        found, wanted = (pytree.tree_leaves(run(*inputs)) for run in (program, reference))
-    for index, (value, expected) in enumerate(zip(found, wanted, strict=True)):
+        wanted = starting(reference)(*inputs)
+    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(wanted), strict=True)
+    for index, (value, expected) in enumerate(pairs):
         decibels = sqnr(value, expected)
         if not decibels >= _MINIMUM_SQNR:
             raise LoweringError(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.boundaries import is_dequantize
-from quantplug.core.errors import LoweringError, first_line
+from quantplug.core.errors import LoweringError
 from quantplug.core.graph import (
     constant_value,
     describe,
@@ -27,18 +27,20 @@ from quantplug.core.graph import (
     tensor_value,
 )
 from quantplug.core.pattern import Match, op, value
+from quantplug.lowering.agreement import agreement
 from quantplug.lowering.halves import spell_out_halves
 from quantplug.lowering.open_sizes import open_sizes
+from quantplug.lowering.openvino.geometry import step_aside
 from quantplug.lowering.openvino.outputs import make_distinct
-from quantplug.lowering.openvino.program import OpenVINOProgram, runtime
+from quantplug.lowering.openvino.program import OpenVINOProgram, runtime, said
 from quantplug.lowering.openvino.state import Variable, expose
 from quantplug.lowering.placement import record
-from quantplug.lowering.program import require_float_dtype
+from quantplug.lowering.program import refusal, require_float_dtype
 from quantplug.lowering.qparams import FULL_RANGE, QD, dequantize, qparams, quantize
 from quantplug.lowering.rewriting import Rule, absorb, apply, call, constant, erase_unused, finish, replace
 from quantplug.lowering.scopes import require_no_autocast
 from quantplug.lowering.signature import FixedInput, Signature
-from quantplug.lowering.starting import starting
+from quantplug.lowering.starting import starting, twin
 from quantplug.lowering.x86.processor import as_unsigned, largest_pair, pair_objection
 
 _ATEN = torch.ops.aten
@@ -65,12 +67,13 @@ def lower(
             processors with AMX.
         options: properties for OpenVINO's CPU plugin; by default the least latency on as many threads as torch
             has, and no activation quantized that the graph does not quantize ("DYNAMIC_QUANTIZATION_GROUP_SIZE": 32
-            lets OpenVINO do that for weight-only layers, at about 40 dB). The program keeps them when it is saved.
+            lets OpenVINO do that for weight-only layers, at about 40 dB). The program keeps them when it is saved;
+            those beyond precision, hint, threads and that size have to be given to `OpenVINOProgram.load` again.
 
     Raises:
         ModelError: `converted` is no graph module.
-        LoweringError: openvino is not installed, the graph is quantized dynamically, the front end refuses it, or
-            `float_dtype` is another dtype.
+        LoweringError: openvino is not installed, the graph is quantized dynamically, the front end refuses it, the
+            program does not compute what the graph computes, or `float_dtype` is another dtype.
     """
     source = require_graph_module(converted, "lower")
     openvino = runtime()
@@ -79,9 +82,10 @@ def lower(
     _require_static(source.graph)
     module = starting(source)
     require_no_autocast(module.graph, "OpenVINO's front end does")
-    recorded = record(module.graph)
+    reference, recorded = twin(module), record(module.graph)
     pair = _require_pairs(module.graph)
     halves = spell_out_halves(module.graph)
+    step_aside(module.graph)
     apply(module.graph, GIVEN)
     apply(module.graph, OUTPUTS)
     apply(module.graph, NARROW)
@@ -95,15 +99,19 @@ def lower(
         model, signature = openvino.convert_model(decoder), Signature.of_exported(exported)
         _drop_fixed(model, signature)
         program = OpenVINOProgram(model, signature, outputs, options, pair, variables)
-        program(*example_inputs)
+        found = program(*example_inputs)
         program.restart()
     except LoweringError:
         raise
+    except OSError as error:
+        raise refusal("OpenVINO", error) from error
     except Exception as error:
         raise LoweringError(
             f"OpenVINO does not take the q/dq graph ({_reason(error)}); keep the operator it names float, "
             "or use backend 'x86'."
         ) from error
+    if float_dtype is torch.float32:
+        agreement(found, twin(reference)(*example_inputs), reference, example_inputs)
     program.place(recorded, _sources(decoder.pt_module.graph, {operator.node for operator in recorded}))
     program.ops = tuple(
         dataclasses.replace(operator, reason=halves.get(operator.node, operator.reason)) for operator in program.ops
@@ -176,14 +184,9 @@ def _drop_fixed(model: Any, signature: Signature) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the first operator that the front end could not convert, or what another error says.
-
-    OpenVINO's errors begin with lines that say where in its sources they were raised.
-    """
+    """Returns the first operator that the front end could not convert, or what another error says."""
     lines = [line.strip() for line in str(error).splitlines()]
-    named = [line.removeprefix("-- ") for line in lines if line.startswith("-- ")]
-    said = [line for line in lines if line and not line.startswith(("Exception from ", "Check '"))]
-    return named[0] if named else said[0] if said else first_line(error)
+    return next((line.removeprefix("-- ") for line in lines if line.startswith("-- ")), said(error))
 
 
 def _sources(graph: fx.Graph, operators: Set[str]) -> dict[str, str]:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from quantplug.core.calling import return_flat
 from quantplug.core.errors import ArtefactError, shown
 from quantplug.core.structures import structure_of, structure_text
+from quantplug.core.typed import typed
 
 _ATEN = torch.ops.aten
 _COPIES = (_ATEN.clone.default, _ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh_copy.default)
@@ -63,8 +64,29 @@ class Outputs:
 
     @classmethod
     def from_json(cls, written: dict[str, Any]) -> "Outputs":
-        """Returns the outputs that `to_json` gave."""
-        return cls(structure_of(written["structure"]), written["computed"], dict(written["fixed"]))
+        """Returns the outputs that `to_json` gave.
+
+        Raises:
+            ValueError: a value is none that `to_json` gives.
+        """
+        found: _Written = typed(written, _Written, "the outputs")
+        structure, fixed = structure_of(found.structure), dict(found.fixed)
+        places = {place for place, index in enumerate(found.computed) if index is None}
+        if len(found.computed) != structure.num_leaves or not places <= fixed.keys():
+            raise ValueError(
+                f"the outputs say of {len(found.computed)} leaves where they come from, out of "
+                f"{structure.num_leaves}, and hold the fixed ones of {sorted(map(str, fixed))}"
+            )
+        return cls(structure, found.computed, fixed)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """Outputs as they stand in a file."""
+
+    structure: str
+    computed: tuple[int | None, ...]
+    fixed: tuple[tuple[Any, ...], ...]
 
 
 def make_distinct(module: fx.GraphModule) -> Outputs:

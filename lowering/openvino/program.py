@@ -3,10 +3,11 @@
 import io
 import json
 import tempfile
+import threading
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantplug.core.errors import ArtefactError, LoweringError, first_line
-from quantplug.core.whole_files import write_content
+from quantplug.core.errors import ArtefactError, LoweringError, first_line, shown
+from quantplug.core.typed import typed
+from quantplug.core.whole_files import kind_at, require_writable, write_content
 from quantplug.lowering.openvino.outputs import Outputs
 from quantplug.lowering.openvino.state import Variable
-from quantplug.lowering.program import LoweredOp, Program, require_folder
-from quantplug.lowering.signature import Signature
+from quantplug.lowering.program import LoweredOp, Program
+from quantplug.lowering.signature import Signature, TensorInput
 from quantplug.lowering.x86.processor import pair_objection
 
 _GRAPH, _WEIGHTS, _SETTINGS, _STATE = "model.xml", "model.bin", "settings.json", "state.npz"
 _INTEGER = {"u8", "i8"}
+_TYPES = {
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+    "f64": torch.float64,
+    "i8": torch.int8,
+    "i16": torch.int16,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "u8": torch.uint8,
+    "boolean": torch.bool,
+}
 _NOT_COMPUTED = ("Const", "Input", "Output")
 
 
@@ -41,6 +55,23 @@ def runtime() -> Any:
             "run pip install 'quantplug[openvino]', or use backend 'x86'."
         ) from error
     return openvino
+
+
+# What a file may ask of OpenVINO: other options write files or load libraries.
+_HARMLESS = frozenset(
+    ["DYNAMIC_QUANTIZATION_GROUP_SIZE", "INFERENCE_NUM_THREADS", "INFERENCE_PRECISION_HINT", "PERFORMANCE_HINT"]
+)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What a file says beside the model."""
+
+    signature: dict[str, Any]
+    outputs: dict[str, Any]
+    options: dict[str, str | int | float | bool]
+    pair: int
+    variables: dict[str, int]
 
 
 class OpenVINOProgram(Program):
@@ -71,8 +102,9 @@ class OpenVINOProgram(Program):
         self.compiled = runtime().compile_model(model, "CPU", {**defaults, **self.options})
         self.ops: tuple[LoweredOp, ...] = ()
         self._request = self.compiled.create_infer_request()
+        self._turn = threading.Lock()  # a request that several threads use mixes their inputs up
         self.variables = tuple(variables)
-        self._state: list[Any] = []
+        self._state: list[Tensor] = []
         self.restart()
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
@@ -81,15 +113,24 @@ class OpenVINOProgram(Program):
         Raises:
             LoweringError: the inputs have another structure, dtype or size than the model was exported for.
         """
-        arrays = [_array(leaf) for leaf in self._signature.flatten(inputs, keywords) if isinstance(leaf, Tensor)]
-        results = self._request.infer([*arrays, *self._state], share_inputs=True)
-        values = [torch.from_numpy(results[port]) for port in self.compiled.outputs]
-        self._state = [values[variable.output].numpy().copy() for variable in self.variables]
+        tensors = [leaf for leaf in self._signature.flatten(inputs, keywords) if isinstance(leaf, Tensor)]
+        with self._turn:
+            results = self._infer([_given(tensor) for tensor in (*tensors, *self._state)])
+            values = [_tensor(results[port], port) for port in self.compiled.outputs]
+            self._state = [values[variable.output].clone() for variable in self.variables]
         return self._outputs.of(values)
+
+    def _infer(self, given: list[Any]) -> Any:
+        try:
+            return self._request.infer(given, share_inputs=True)
+        except RuntimeError as error:
+            raise LoweringError(
+                f"OpenVINO fails on the inputs ({first_line(error)}); pass them as exported."
+            ) from error
 
     def restart(self) -> None:
         """Puts the buffers that the program writes (a cache, a counter) back to what the model began with."""
-        self._state = [_array(variable.begin).copy() for variable in self.variables]
+        self._state = [variable.begin.detach().clone() for variable in self.variables]
 
     def place(self, recorded: tuple[LoweredOp, ...], sources: Mapping[str, str]) -> None:
         """Fills `ops` from the kernels that OpenVINO chose.
@@ -109,7 +150,8 @@ class OpenVINOProgram(Program):
         Raises:
             ArtefactError: the folder does not exist, or the file cannot be written.
         """
-        path = require_folder(path)
+        path = Path(path)
+        require_writable(path)
         try:
             content = self._archive()
         except (OSError, RuntimeError) as error:  # OpenVINO writes to files, here to temporary ones
@@ -129,25 +171,29 @@ class OpenVINOProgram(Program):
             ArtefactError: the file is missing or is no saved program, or it needs VNNI, which this processor lacks.
             LoweringError: openvino is not installed.
         """
-        openvino = runtime()
+        path = Path(path)
+        if kind_at(path) != "file":
+            raise ArtefactError(f"There is no file '{path}'; pass a program that `OpenVINOProgram.save` wrote.")
         try:
-            with zipfile.ZipFile(path) as archive:
-                model = openvino.Core().read_model(archive.read(_GRAPH), archive.read(_WEIGHTS))
-                settings = json.loads(archive.read(_SETTINGS))
-                signature = Signature.from_json(settings["signature"])
-                outputs = Outputs.from_json(settings["outputs"])
-                with np.load(io.BytesIO(archive.read(_STATE)), allow_pickle=False) as state:
-                    places = settings["variables"].items()
-                    variables = [Variable(name, torch.from_numpy(state[name]), place) for name, place in places]
+            model, settings, parts = _read(path)
+            asked = dict(options or {})
+            refused = next((name for name in settings.options if name not in (*_HARMLESS, *asked)), None)
+            if refused is not None:
+                raise ArtefactError(
+                    f"'{path}' sets OpenVINO's option '{shown(refused)}', which a file may not; pass it to "
+                    f"`OpenVINOProgram.load` as one of the options if you want it. A file may set {sorted(_HARMLESS)}."
+                )
+            reason = pair_objection(settings.pair)
+            if reason is not None:
+                raise ArtefactError(f"'{path}' would give wrong numbers here: {reason}.")
+            return cls(model, parts[0], parts[1], {**settings.options, **asked}, settings.pair, parts[2])
+        except (ArtefactError, LoweringError):
+            raise
         except Exception as error:
             raise ArtefactError(
-                f"'{path}' is no program of the openvino lowering ({type(error).__name__}: {error}); "
-                "pass a file that `OpenVINOProgram.save` wrote."
+                f"'{path}' is no program of the openvino lowering, or has options that OpenVINO does not take "
+                f"({said(error)}); pass a file that `OpenVINOProgram.save` wrote."
             ) from error
-        reason = pair_objection(settings["pair"])
-        if reason is not None:
-            raise ArtefactError(f"'{path}' would give wrong numbers here: {reason}.")
-        return cls(model, signature, outputs, {**settings["options"], **(options or {})}, settings["pair"], variables)
 
     @property
     def nbytes(self) -> int:
@@ -164,7 +210,7 @@ class OpenVINOProgram(Program):
             settings = {
                 "signature": self._signature.to_json(),
                 "outputs": self._outputs.to_json(),
-                "options": self.options,
+                "options": {name: value for name, value in self.options.items() if name in _HARMLESS},
                 "pair": self.pair,
                 "variables": {variable.name: variable.output for variable in self.variables},
             }
@@ -175,8 +221,77 @@ class OpenVINOProgram(Program):
         return buffer.getvalue()
 
 
+def _read(path: str | Path) -> tuple[Any, _Settings, tuple[Signature, Outputs, list[Variable]]]:
+    """Returns what a file holds.
+
+    Raises:
+        LoweringError: openvino is not installed.
+        Exception: the file is missing, or none that `save` wrote.
+    """
+    openvino = runtime()
+    with zipfile.ZipFile(path) as archive:
+        model = openvino.Core().read_model(archive.read(_GRAPH), archive.read(_WEIGHTS))
+        settings: _Settings = typed(json.loads(archive.read(_SETTINGS)), _Settings, f"'{_SETTINGS}'")
+        signature, outputs = Signature.from_json(settings.signature), Outputs.from_json(settings.outputs)
+        places = [*settings.variables.values(), *(place for place in outputs.computed if place is not None)]
+        wrong = next((place for place in places if place not in range(len(model.outputs))), None)
+        if wrong is not None:
+            raise ValueError(f"the model has {len(model.outputs)} outputs, and the settings read output {wrong}")
+        with np.load(io.BytesIO(archive.read(_STATE)), allow_pickle=False) as state:
+            variables = [
+                Variable(name, _tensor(state[name], model.output(place)), place)
+                for name, place in settings.variables.items()
+            ]
+    begins = [TensorInput(variable.begin.dtype, tuple(variable.begin.shape)) for variable in variables]
+    given = [each for each in signature.inputs if isinstance(each, TensorInput)]
+    _require_ports(model.inputs, [*given, *begins])
+    return model, settings, (signature, outputs, variables)
+
+
+def _require_ports(ports: Sequence[Any], given: Sequence[TensorInput]) -> None:
+    """Makes sure that a model takes whatever its signature lets pass.
+
+    Raises:
+        ValueError: another number of inputs, another dtype or another size.
+    """
+    if len(ports) != len(given):
+        raise ValueError(f"the model has {len(ports)} inputs, the signature and the state {len(given)}")
+    shape = runtime().PartialShape
+    for place, (port, each) in enumerate(zip(ports, given, strict=True)):
+        sizes = shape([size if isinstance(size, int) else -1 for size in each.sizes])
+        kind = port.get_element_type().get_type_name()
+        if not sizes.refines(port.get_partial_shape()) or _TYPES.get(kind) != each.dtype:
+            raise ValueError(
+                f"input {place} of the model is {kind} {port.get_partial_shape()}, the settings say {each}"
+            )
+
+
+def said(error: Exception) -> str:
+    """Returns what an error says, without the lines in which OpenVINO tells where in its sources it was raised."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    told = [line for line in lines if line and not line.startswith(("Exception from ", "Check '"))]
+    return shown(told[0]) if told else first_line(error)
+
+
 def _array(tensor: Tensor) -> Any:
-    return tensor.detach().contiguous().numpy()
+    """Returns a tensor as an array; numpy knows no bfloat16, whose bits stand for it."""
+    own = tensor.detach().contiguous()
+    return (own.view(torch.int16) if own.dtype is torch.bfloat16 else own).numpy()
+
+
+def _given(tensor: Tensor) -> Any:
+    """Returns a tensor as OpenVINO takes it."""
+    if tensor.dtype is not torch.bfloat16:
+        return _array(tensor)
+    openvino = runtime()
+    return openvino.Tensor(_array(tensor), list(tensor.shape), openvino.Type.bf16)
+
+
+def _tensor(array: Any, port: Any) -> Tensor:
+    """Returns an array of a port as a tensor; OpenVINO says float16 of arrays with the bits of bfloat16."""
+    if port.get_element_type().get_type_name() != "bf16":
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
 
 
 def _kernels(compiled: Any) -> Iterator[tuple[str, str]]:

@@ -16,6 +16,7 @@ from torch import fx
 
 from quantplug.core.calling import in_order
 from quantplug.core.errors import ArtefactError, LoweringError
+from quantplug.core.whole_files import kind_at
 from quantplug.lowering.signature import Signature
 from quantplug.lowering.x86.inductor import FuseSums, Shield
 
@@ -91,7 +92,7 @@ def package(exported: torch.export.ExportedProgram, path: Path) -> Path:
         ArtefactError: the folder does not exist or the name does not end in .pt2.
         LoweringError: there is no C++ compiler.
     """
-    if path.suffix != ".pt2" or not path.parent.is_dir():
+    if path.suffix != ".pt2" or kind_at(path.parent) != "folder":
         raise ArtefactError(
             f"Cannot write a package to '{path}'; pass a name that ends in '.pt2' in an existing folder."
         )

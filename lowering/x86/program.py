@@ -16,12 +16,13 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from quantplug.core.blank import blank, shrunk
-from quantplug.core.errors import ArtefactError, LoweringError
+from quantplug.core.blank import blank, forget_source, shrunk
+from quantplug.core.errors import ArtefactError, LoweringError, first_line, shown
 from quantplug.core.exported_files import read_exported
-from quantplug.core.whole_files import exported_content, write_content
+from quantplug.core.typed import typed
+from quantplug.core.whole_files import exported_content, kind_at, require_writable, write_content
 from quantplug.lowering.open_sizes import open_sizes
-from quantplug.lowering.program import LoweredOp, Program, require_folder
+from quantplug.lowering.program import LoweredOp, Program
 from quantplug.lowering.signature import Signature
 from quantplug.lowering.starting import starting, state_of
 from quantplug.lowering.x86.compiled import compiled, package
@@ -31,6 +32,14 @@ from quantplug.lowering.x86.processor import pair_objection
 from quantplug.lowering.x86.straight import straight
 
 OPS_FILE = "quantplug_x86.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Described:
+    """What a file says beside the graph."""
+
+    ops: tuple[LoweredOp, ...]
+    pair: int
 
 
 class X86Program(Program):
@@ -63,6 +72,9 @@ class X86Program(Program):
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """Runs the program without autograd; takes and returns what the exported model does.
+
+        The tensors that it returns are those of `torch.inference_mode`: `clone()` gives ones to train behind or to
+        write into.
 
         Raises:
             LoweringError: the inputs have another structure, dtype or size than the model was exported for.
@@ -120,6 +132,7 @@ class X86Program(Program):
         with torch.no_grad():
             exported = torch.export.export(module, self.example_inputs, dynamic_shapes=shapes, strict=False)
         exported.example_inputs = (shrunk(self.example_inputs), {})
+        forget_source(exported.graph_module)  # AOTInductor writes it into comments
         return exported
 
     def save(self, path: str | Path) -> Path:
@@ -128,7 +141,8 @@ class X86Program(Program):
         Raises:
             ArtefactError: the folder does not exist, or the file cannot be written.
         """
-        return write_content(require_folder(path), self._archive())
+        require_writable(Path(path))
+        return write_content(path, self._archive())
 
     def _archive(self) -> bytes:
         described = json.dumps({"ops": [dataclasses.asdict(operator) for operator in self.ops], "pair": self.pair})
@@ -146,34 +160,46 @@ class X86Program(Program):
             ArtefactError: the file is missing, is no saved program, or needs VNNI, which this processor lacks.
         """
         path = Path(path)
-        if not path.is_file():
+        if kind_at(path) != "file":
             raise ArtefactError(f"There is no file '{path}'; pass a program that `X86Program.save` wrote.")
         register_fakes()
         extra = {OPS_FILE: ""}
         try:
             exported = read_exported(path, trust=trust, extra_files=extra)
-            described = json.loads(extra[OPS_FILE])
-            ops = tuple(LoweredOp(**fields) for fields in described["ops"])
+            described: _Described = typed(json.loads(extra[OPS_FILE]), _Described, f"'{OPS_FILE}'")
+            reason = pair_objection(described.pair)
+            if reason:
+                raise ArtefactError(
+                    f"'{path}' would give wrong numbers here: {reason}, or lower the model on this machine."
+                )
+            args = _sample_inputs(exported)
+            return cls(starting(exported.module()), args, None, described.ops, described.pair)
         except ArtefactError:
             raise
         except Exception as error:
             raise ArtefactError(
-                f"'{path}' is no program of the x86 lowering ({type(error).__name__}: {error}); "
+                f"'{shown(path)}' is no program of the x86 lowering ({first_line(error)}); "
                 "pass a file that `X86Program.save` wrote."
             ) from error
-        reason = pair_objection(described["pair"])
-        if reason:
-            raise ArtefactError(
-                f"'{path}' would give wrong numbers here: {reason}, or lower the model on this machine."
-            )
-        module = exported.module()
-        args = exported.example_inputs[0] if exported.example_inputs else ()
-        return cls(starting(module), args, None, ops, described["pair"])
 
     @property
     def nbytes(self) -> int:
         """Size of the saved program in bytes."""
         return len(self._archive())
+
+
+def _sample_inputs(exported: torch.export.ExportedProgram) -> tuple[Any, ...]:
+    """Returns the sample inputs of a file.
+
+    Raises:
+        LoweringError: they are none that its graph takes.
+    """
+    given: Any = exported.example_inputs or ((), {})
+    if pytree.tree_structure(given) != exported.call_spec.in_spec:
+        raise LoweringError("its sample inputs have another structure than its graph takes")
+    args: tuple[Any, ...] = given[0]
+    Signature.of_exported(exported).flatten(args)
+    return args
 
 
 def _of_nothing(module: fx.GraphModule, inputs: Iterable[Any]) -> Any:

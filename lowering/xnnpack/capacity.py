@@ -1,13 +1,16 @@
 """Open sizes in a program keep the ranges that they were exported with.
 
-Before: an exported program and what ExecuTorch made of it. After: the same, whose memory is planned for the whole
-range of every open size. ExecuTorch's passes trace the graph again and note conditions of the example's sizes as if
-they held for all: oneDNN's way to convolve fewer than 16 images makes 15 of a limit of 64.
+Before: an exported program and what ExecuTorch makes of it. After: a program whose memory is planned for the whole
+range of every open size, or an error: ExecuTorch's passes trace the graph again and note conditions of the example's
+sizes as if they held for all.
 """
 
+import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
@@ -31,13 +34,17 @@ def require_limits(graph: fx.Graph) -> None:
                 )
 
 
-def keep_ranges(exported: ExportedProgram, edge: ExportedProgram) -> None:
-    """Gives the symbols of an edge program the ranges back that they had when they were exported."""
-    for node in edge.graph.nodes:
-        value = node.meta.get("val") if node.op == "placeholder" else None
-        for size in _symbols(value):
-            known = size.node.shape_env.var_to_range
-            known.update((symbol, given) for symbol, given in exported.range_constraints.items() if symbol in known)
+@contextlib.contextmanager
+def one_way_to_convolve() -> Iterator[None]:
+    """Lets tracing convolve in one way, whatever the sizes.
+
+    oneDNN and NNPACK have ways of their own for fewer than 16 images. Where torch may choose, it compares the sizes,
+    and each pass of ExecuTorch that traces the graph makes 15 of a limit of 64.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the flags of oneDNN warn of a processor without TF32
+        with torch.backends.mkldnn.flags(enabled=False), torch.backends.nnpack.flags(enabled=False):
+            yield
 
 
 Sizes = dict[str, list[int | None]]
@@ -95,8 +102,3 @@ def _limits(value: Any) -> Iterator[int | None]:
         else:
             upper = size.node.shape_env.bound_sympy(size.node.expr).upper
             yield int(upper) if upper.is_Integer else None  # torch's own infinity calls itself finite
-
-
-def _symbols(value: Any) -> Iterator[Any]:
-    if isinstance(value, Tensor):
-        yield from (size for size in value.shape if not isinstance(size, int))

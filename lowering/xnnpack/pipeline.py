@@ -20,14 +20,14 @@ from quantplug.core.decision import decision
 from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.graph import compute_nodes, require_graph_module
 from quantplug.core.structures import without_unnamed
+from quantplug.lowering.agreement import agreement
 from quantplug.lowering.open_sizes import open_sizes
-from quantplug.lowering.program import LoweredOp
+from quantplug.lowering.program import LoweredOp, refusal
 from quantplug.lowering.scopes import require_no_autocast
 from quantplug.lowering.signature import Signature
 from quantplug.lowering.sizes import write_sizes_out
-from quantplug.lowering.starting import starting
-from quantplug.lowering.xnnpack.capacity import keep_ranges, largest_sizes, require_capacity, require_limits
-from quantplug.lowering.xnnpack.comparison import agreement
+from quantplug.lowering.starting import starting, starting_from_state
+from quantplug.lowering.xnnpack.capacity import largest_sizes, one_way_to_convolve, require_capacity, require_limits
 from quantplug.lowering.xnnpack.conversions import is_conversion, is_dequantize, operator_name
 from quantplug.lowering.xnnpack.copies import copies_of_dequantized_are_dropped
 from quantplug.lowering.xnnpack.half import compute_in_float16, compute_in_float32
@@ -40,7 +40,7 @@ from quantplug.lowering.xnnpack.run_time import as_kernels_choose, as_serializer
 from quantplug.lowering.xnnpack.runtime import Method, check_threads, quiet
 from quantplug.lowering.xnnpack.tables import read_tables_by_row
 
-_MIXED_UP = "in float, ExecuTorch's delegates compute it wrongly here"
+_MIXED_UP = "in float, ExecuTorch's delegates refuse it or compute it wrongly here"
 
 
 def lower(
@@ -142,9 +142,7 @@ def _proved_or_next_best(task: _Task, legal: Legalized) -> XNNPACKProgram:
     try:
         return _proved(task, legal)
     except LoweringError:
-        outside = dict.fromkeys(
-            _float_operators(task.working), "in float, ExecuTorch's delegates compute it wrongly here"
-        )
+        outside = dict.fromkeys(_float_operators(task.working), _MIXED_UP)
         apart = replace(legal, portable=legal.portable | outside)
         found = (_attempt(task, apart) if outside else None) or _fewest_floats(task, apart)
         if found is None:
@@ -233,11 +231,12 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
     from executorch.exir import to_edge_transform_and_lower
 
     graph = task.working.graph
-    with recorded_kernel_calls() as calls:
+    with recorded_kernel_calls() as calls, one_way_to_convolve():
         try:
             exported = torch.export.export(task.working, task.inputs, dynamic_shapes=task.dynamic_shapes)
-            structure, largest = exported.call_spec.out_spec, largest_sizes(exported)
-            _returned_by_file(exported, without_unnamed(structure))
+            signature, structure = Signature.of_exported(exported), exported.call_spec.out_spec
+            largest = largest_sizes(exported)
+            _structured_for_file(exported)
             edge = to_edge_transform_and_lower(
                 exported,
                 # The stock ones drop the no-op expands around every matmul.
@@ -245,37 +244,22 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
                 partitioner=keeping_whole([partitioner(graph, legal), *task.partitioners]),
                 compile_config=get_xnnpack_edge_compile_config(),  # the runtime has the last word, not the verifier
             )
-            keep_ranges(exported, edge.exported_program())
-            emitted = edge.to_executorch(_starting_from_state(edge.exported_program()))
+            emitted = edge.to_executorch(starting_from_state(edge.exported_program()))
         except Exception as error:
-            raise LoweringError(
-                f"The q/dq graph cannot be lowered to XNNPACK: {first_line(error)}; keep the operator it names float."
-            ) from error
+            raise refusal("XNNPACK", error) from error
     ops, counts = place(task.working, edge.exported_program(), calls, legal.floats)
     others = taken_by_others(edge.exported_program(), graph)
     ops = [_noted(_outside(op, legal.portable, others), legal.notes) for op in ops]
     ops = [replace(op, reason=task.halves.get(op.node, op.reason)) if op.placement == "float" else op for op in ops]
     require_capacity(largest, emitted.executorch_program)
-    method, signature = Method(emitted.buffer, task.threads), Signature.of_exported(exported)
-    return XNNPACKProgram(method, ops, counts, signature, structure, largest)
+    return XNNPACKProgram(Method(emitted.buffer, task.threads), ops, counts, signature, structure, largest)
 
 
-def _returned_by_file(exported: torch.export.ExportedProgram, structure: pytree.TreeSpec) -> None:
-    """A `.pte` returns its outputs flat, but ExecuTorch writes their structure down beside them."""
+def _structured_for_file(exported: torch.export.ExportedProgram) -> None:
+    """A `.pte` takes and returns tensors flat, but ExecuTorch writes their structures down beside them."""
     signature = exported.module_call_graph[0].signature
     assert signature is not None  # that of the whole program
-    signature.out_spec = structure
-
-
-def _starting_from_state(program: torch.export.ExportedProgram) -> Any:
-    """Returns the config of a program whose buffers begin as the model's; by default they begin as anything."""
-    from executorch.exir import ExecutorchBackendConfig
-    from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
-
-    signature = program.graph_signature
-    written = set(signature.buffers_to_mutate.values())
-    names = [name for name, buffer in signature.inputs_to_buffers.items() if buffer in written]
-    return ExecutorchBackendConfig(passes=[InitializedMutableBufferPass(names)])
+    signature.in_spec, signature.out_spec = without_unnamed(signature.in_spec), without_unnamed(signature.out_spec)
 
 
 def _noted(placed: LoweredOp, notes: Mapping[str, str]) -> LoweredOp:

@@ -3,7 +3,9 @@
 Errors on what the user passed are one sentence on the error stream and exit code 2.
 """
 
+import errno
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -212,3 +214,11 @@ def main() -> None:
     except QuantplugError as error:
         Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
+    except OSError as error:
+        # What is left in the buffer of a full disk or a closed pipe would fail once more at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if error.errno != errno.EPIPE:
+            where = f"'{error.filename}'" if error.filename else "the output"
+            said = f"{where} fails ({error.strerror or error}); free or change its place."
+            Console(stderr=True).print(f"[bold red]error:[/] {escape(said)}", highlight=False, soft_wrap=True)
+        sys.exit(1)

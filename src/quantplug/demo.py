@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 
 from quantplug.core.compare import compare_layers, sqnr
 from quantplug.core.errors import ArtefactError
+from quantplug.core.whole_files import kind_at
 from quantplug.flow import Artefact, export, quantize
 
 BATCH = 64
@@ -120,11 +121,14 @@ def run(out: Path, console: Console) -> dict[str, Artefact]:
         The artefacts by backend.
 
     Raises:
-        ArtefactError: `out` is a file.
+        ArtefactError: `out` is a file, or cannot be made.
     """
-    if out.exists() and not out.is_dir():
+    if kind_at(out) not in ("nothing", "folder"):
         raise ArtefactError(f"'{out}' is a file; give a folder to write to.")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArtefactError(f"Folder '{out}' cannot be made ({error.strerror}); give another.") from error
     digits = load_digits()
     with console.status("Training a CNN on 1,413 handwritten digits ..."):
         model = train(digits)

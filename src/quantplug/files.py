@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from quantplug.core.calling import input_names
 from quantplug.core.errors import ArtefactError, CalibrationError, shown
 from quantplug.core.exported_files import read_exported
+from quantplug.core.whole_files import kind_at
 
 
 def load_exported(path: Path, *, trust: bool = False) -> torch.export.ExportedProgram:
@@ -34,7 +35,7 @@ def load_exported(path: Path, *, trust: bool = False) -> torch.export.ExportedPr
 
 
 def _require_file(path: Path, what: str) -> None:
-    if not path.is_file():
+    if kind_at(path) != "file":
         raise ArtefactError(f"There is no {what} file '{path}'; check the path.")
 
 
@@ -42,10 +43,13 @@ def require_apart(reads: Iterable[Path | None], writes: Iterable[Path | None]) -
     """Makes sure that no file to write is one that is read, or is written twice.
 
     Raises:
-        ArtefactError: one is.
+        ArtefactError: one is, or is no path.
     """
-    taken = {path.resolve() for path in reads if path is not None}
-    for path in filter(None, writes):
+    given, written = list(filter(None, reads)), list(filter(None, writes))
+    for path in (*given, *written):
+        kind_at(path)
+    taken = {path.resolve() for path in given}
+    for path in written:
         if path.resolve() in taken:
             raise ArtefactError(f"'{path}' would be written over an input or another output; give it another name.")
         taken.add(path.resolve())

@@ -216,9 +216,13 @@ def _ordinary(inputs: Any) -> Any:
     """Returns inputs that export can trace: tensors made in inference mode are copied.
 
     Raises:
-        ConfigError: a tensor has no numbers.
+        ConfigError: a tensor is sparse or has no numbers.
     """
-    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(inputs)):
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    sparse = next((tensor for tensor in tensors if tensor.layout != torch.strided), None)
+    if sparse is not None:
+        raise ConfigError(f"An example input is sparse ({sparse.layout}); pass its `to_dense()`.")
+    if any(tensor.is_meta for tensor in tensors):
         raise ConfigError("An example input is on the device 'meta', which holds no numbers; pass real tensors.")
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor.is_inference() else tensor, inputs)
 

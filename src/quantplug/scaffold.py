@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from quantplug.core.errors import ArtefactError, ConfigError
+from quantplug.core.whole_files import kind_at
 
 # Template -> place in the package.
 _FILES = {
@@ -38,9 +39,9 @@ def new_backend(name: str, out: Path) -> Path:
     """
     _require_free_name(name)
     target = out / name.replace("_", "-")
-    if target.exists():
+    if kind_at(target) != "nothing":
         raise ArtefactError(f"'{target}' exists already; choose another name, or another folder with --out.")
-    if not out.is_dir():
+    if kind_at(out) != "folder":
         raise ArtefactError(f"There is no folder '{out}' to write '{target.name}' to; create it first.")
     unfinished = None
     try:

@@ -17,11 +17,12 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantization
 import quantplug
 from quantplug import XNNPACKQuantizer, convert_pt2e, get_symmetric_quantization_config, prepare_qat_pt2e
 from quantplug.annotators.activation import known_range
+from quantplug.annotators.linear import linear as rows_of_linear
 from quantplug.annotators.presets import activation_spec, int32_bias_spec, weight_spec
 from quantplug.annotators.qspecs import fixed_qspec, on_axis
 from quantplug.core.compare import sqnr
 from quantplug.core.errors import ConfigError
-from quantplug.quantizers.backend import derive
+from quantplug.quantizers.backend import Backend, derive
 from quantplug.quantizers.quantizer import BackendQuantizer
 from quantplug.quantizers.x86_config import get_x86_quantization_config
 from quantplug.quantizers.xnnpack import XNNPACK
@@ -36,6 +37,14 @@ def linear(bias=True):
 
 def calls(model, target):
     return [n for n in model.graph.nodes if n.target is target]
+
+
+# Rows that ask nothing of the dtypes, as a backend with every kernel has them.
+ANY = Backend("any", (rows_of_linear(),), configs=XNNPACK.configs, lowering="quantplug.lowering.reference:lower")
+
+
+class AnyQuantizer(BackendQuantizer):
+    backend = ANY
 
 
 RANGES = {torch.int8: (-128, 127), torch.uint8: (0, 255), torch.int16: (-32768, 32767)}
@@ -54,7 +63,7 @@ def test_q03_what_a_spec_says_is_what_the_graph_carries(dtype, narrow, symmetric
     spec = activation_spec(dtype, low, high, symmetric=symmetric, observer=observer)
     weight = weight_spec(-127 + narrow // 2, 127 - narrow // 2, per_channel=per_channel)
     config = QuantizationConfig(spec, spec, weight, None)
-    converted = reference(linear(), XNNPACKQuantizer().set_global(config), LINEAR_INPUT)
+    converted = reference(linear(), AnyQuantizer().set_global(config), LINEAR_INPUT)
     pairs = calls(converted, QDQ.quantize_per_tensor.default)
     assert len(pairs) == 2
     for quantize in pairs:

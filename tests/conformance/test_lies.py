@@ -68,7 +68,8 @@ def test_b26_a_wrong_kind_of_output_fails_the_output():
         annotations[match.root].output_qspec = SharedQuantizationSpec((match["a"], match["op"]))
         return annotations
 
-    assert set(failed(with_row(deciding(shared)))) == {"output"}
+    # A sum in the scale of its smaller operand is cut off, by two ways of calibrating at two places.
+    assert set(failed(with_row(deciding(shared)))) == {"output", "parity"}
     assert set(failed(with_row(replace(HONEST, output="fixed")))) == {"output"}
 
 

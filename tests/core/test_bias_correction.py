@@ -16,7 +16,7 @@ import quantplug
 from quantplug.core import bias_correction
 from quantplug.core.bias_correction import correct_biases
 from quantplug.core.compare import node_values, sqnr
-from quantplug.core.errors import CalibrationError, ConfigError
+from quantplug.core.errors import CalibrationError, ConfigError, ModelError
 from quantplug.core.observers import observer
 
 
@@ -258,3 +258,12 @@ def test_layers_without_a_bias_of_their_own_are_left_alone():
     prepared = quantplug.prepare_pt2e(exported, quantplug.get_quantizer("x86").set_global(low_bit_config()))
     quantplug.calibrate(prepared, data, progress=False)
     assert correct_biases(prepared, data) == {}
+
+
+def test_a_model_that_trains_is_refused_in_a_sentence():
+    """Its biases learn by themselves, and its batch norms go when it is converted."""
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train(), torch.randn(2, 3, 8, 8)
+    prepared = quantplug.prepare_qat_pt2e(torch.export.export(model, (x,)).module(), quantplug.get_quantizer("x86"))
+    prepared(x)
+    with pytest.raises(ModelError, match=r"fake quantize '.*', with which biases train by themselves; leave"):
+        correct_biases(prepared, [x, x])

@@ -11,11 +11,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
+import quantplug
 from quantplug.core.calibrate import calibrate
 from quantplug.core.coverage import coverage, coverage_table
 from quantplug.core.errors import ArtefactError, CalibrationError, ModelError
 from quantplug.core.observers import OBSERVERS, observer
 from quantplug.core.observers import session as session_module
+from quantplug.core.whole_files import beside
 
 
 def by_plain_forward(name, data, **options):
@@ -345,7 +347,7 @@ def test_checkpoints_of_other_models_and_broken_ones_are_refused(tmp_path):
     path.write_bytes(b"junk")
     with pytest.raises(ArtefactError, match="is no calibration checkpoint"):
         calibrate(prepared("mse"), batches(2), checkpoint=path)
-    with pytest.raises(ArtefactError, match="cannot be written"):
+    with pytest.raises(ArtefactError, match="There is no folder"):
         calibrate(prepared("mse"), batches(2), checkpoint=tmp_path / "no" / "run", checkpoint_every=1)
 
 
@@ -377,7 +379,7 @@ def test_a_checkpoint_of_other_weights_options_or_batches_is_refused(tmp_path):
 
 def test_what_a_killed_write_left_is_removed(tmp_path):
     path = tmp_path / "run.ckpt"
-    (tmp_path / "run.ckpt.partial").write_bytes(b"half")
+    beside(path).write_bytes(b"half")
     calibrate(prepared(), batches(2), checkpoint=path)
     assert not list(tmp_path.iterdir())
 
@@ -434,6 +436,22 @@ def test_calibrated_models_convert_and_agree_with_float():
         converted = convert_pt2e(model)
         expected, found = floating(data[0]), converted(data[0])
         assert 10 * torch.log10(expected.var() / (expected - found).var()) > 30
+
+
+@pytest.mark.parametrize("backend", ["xnnpack", "x86"])
+def test_a_model_for_training_is_calibrated_as_by_its_own_calls(backend):
+    """Ranges may begin with those of data; a fake quantize keeps the state of an observer of ours as a dictionary."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).train()
+    batches = [torch.randn(2, 3, 8, 8) for _ in range(3)]
+    graph = torch.export.export(model, (batches[0],)).module()
+    one, other = (quantplug.prepare_qat_pt2e(graph, quantplug.get_quantizer(backend)).eval() for _ in range(2))
+    assert quantplug.calibrate(one, [*batches, torch.full((2, 3, 8, 8), torch.nan)], nonfinite="skip", progress=False)
+    with torch.no_grad():
+        for x in batches:
+            other(x)
+    scales = [{n: v for n, v in each.state_dict().items() if n.endswith("scale")} for each in (one, other)]
+    assert scales[0]
+    assert all(torch.equal(scales[0][name], scales[1][name]) for name in scales[1])
 
 
 def test_coverage_says_how_the_integers_are_used():

@@ -282,6 +282,78 @@ def test_no_artefact_holds_the_data_of_example_inputs(tmp_path, backend):
         assert marked[0, 0, 0, :2].numpy().tobytes() not in file.read_bytes()
 
 
+class Selecting(nn.Module):
+    """How many rows it selects is asserted in words."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y[y[:, 0] > 0]
+
+
+class Described(Selecting):
+    """Takes an input with the name that a node's own has in the file."""
+
+    def forward(self, metadata):
+        return self.layer(metadata)
+
+
+class Paired(Selecting):
+    """Sizes that export compares by `max`, and rounds with `math`; a layer whose name is no word."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({"linear (8x8)": nn.Linear(8, 8)})
+
+    def forward(self, x):
+        y = self.parts["linear (8x8)"](self.layer(x))
+        return y.reshape(x.shape[0] // 2, -1) + x.shape[0] ** 2, y.new_ones(max(x.shape[0], 4))
+
+
+def test_guards_of_open_sizes_are_read(tmp_path):
+    net, x = Paired().eval(), torch.randn(6, 8)
+    sizes = {"x": {0: 2 * torch.export.Dim("half", min=2, max=16)}}
+    torch.export.save(torch.export.export(net, (x,), dynamic_shapes=sizes), tmp_path / "model.pt2")
+    read = read_exported(tmp_path / "model.pt2").module()
+    for given in (x, torch.randn(10, 8)):
+        assert all(map(torch.equal, read(given), net(given)))
+
+
+@pytest.mark.parametrize("model", [Selecting, Described])
+def test_assertions_and_inputs_of_any_name_are_read(model, tmp_path):
+    net, x = model().eval(), torch.randn(6, 8)
+    torch.export.save(torch.export.export(net, (x,)), tmp_path / "model.pt2")
+    read = read_exported(tmp_path / "model.pt2").module()
+    artefact = quantplug.quantize(net, (x,), "x86", [x], progress=False)
+    loaded = X86Program.load(artefact.save(tmp_path / "quantized.pt2"))
+    for given in (x, torch.randn(6, 8)):
+        assert torch.equal(read(given), net(given))
+        assert torch.equal(loaded(given), artefact(given))
+
+
+class Commented(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.relu(self.layer(x)) * 0.123  # found in the secret experiments
+
+
+@pytest.mark.parametrize("backend", ["x86", "tensorrt", "openvino", "xnnpack", "cortex_m"])
+def test_no_artefact_holds_lines_of_the_models_source(tmp_path, backend):
+    """Export keeps a stack trace with each operator: paths of the author's machine and lines with their comments."""
+    x = torch.randn(4, 8)
+    content = (
+        quantplug.quantize(Commented().eval(), (x,), backend, [x], progress=False).save(tmp_path / "m").read_bytes()
+    )
+    assert b"secret experiments" not in content
+    assert str(Path(__file__).parent).encode() not in content
+
+
 @contextlib.contextmanager
 def nothing_fits():
     """Files may have a thousand bytes, as on a disk that is full."""

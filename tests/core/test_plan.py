@@ -12,6 +12,7 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 import quantplug
 from quantplug.core.errors import AnnotationError, ArtefactError
 from quantplug.core.plan import Plan, plan_of
+from quantplug.quantizers.x86 import X86
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 
@@ -190,3 +191,14 @@ def test_what_is_registered_may_be_named_by_a_plan_of_another_process(net, tmp_p
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False", "True"]
+
+
+def test_a_rewrite_of_a_function_is_found_in_the_process_that_named_it(net):
+    def nothing(model):
+        return model
+
+    kind = type("Own", (quantplug.BackendQuantizer,), {"backend": quantplug.derive(X86, "own", transforms=(nothing,))})
+    plan = plan_of(quantplug.prepare_pt2e(torch.export.export(net, (X,)).module(), kind()))
+    assert "<locals>" in plan.transforms[0].functions[0]
+    replayed = quantplug.prepare_pt2e(torch.export.export(net, (X,)).module(), Plan.from_json(plan.json()).quantizer())
+    assert plan_of(replayed) == plan

@@ -1,5 +1,6 @@
 """What is asked of a random model: that it runs, thrice, and computes what its graph and its float form compute."""
 
+import contextlib
 import copy
 import re
 import tempfile
@@ -240,16 +241,19 @@ def _mean(decibels: list[float]) -> float:
 
 
 def _torchao(model: Model, exported: fx.GraphModule, backend: str, batches: list[Any]) -> list[Any] | None:
-    """Returns what torchao's flow computes with its quantizer of the same kernels, None where it fails."""
+    """Returns what the peer's quantizer of the same kernels computes, by torchao's flow, or by ours where that fails.
+
+    None where ours fails too: the quantizer itself does.
+    """
     from torchao.quantization.pt2e import quantize_pt2e as peer
 
-    try:
-        prepared = peer.prepare_pt2e(copy.deepcopy(exported), _peer(backend, "dynamic" in model.config))
-        for number in range(3):
-            prepared(*model.batch(number))
-        return _called(peer.convert_pt2e(prepared), batches)
-    except Exception:
-        return None
+    for flow in (peer, quantplug):
+        with contextlib.suppress(Exception):
+            prepared = flow.prepare_pt2e(copy.deepcopy(exported), _peer(backend, "dynamic" in model.config))
+            for number in range(3):
+                prepared(*model.batch(number))
+            return _called(flow.convert_pt2e(prepared), batches)
+    return None
 
 
 def _peer(backend: str, is_dynamic: bool) -> Any:

@@ -99,6 +99,34 @@ def test_an_image_without_a_batch_stays_float_with_the_reason(after):
     assert sqnr(artefact(x), artefact.reference(x)) > 40
 
 
+DILATED = {
+    "whole": nn.Conv2d(4, 8, 3, padding=2, dilation=(2, 3)),
+    "depthwise": nn.Conv2d(4, 8, (3, 2), stride=(1, 2), dilation=2, groups=4),
+}
+
+
+@pytest.mark.parametrize("name", DILATED)
+def test_dilated_convolutions_run_in_integers(name):
+    artefact = lowered(nn.Sequential(DILATED[name], nn.ReLU()), MAP)
+    assert {op.placement for op in artefact.program.ops} == {"int8"}
+    for x in (MAP, torch.randn_like(MAP)):
+        assert (artefact(x) - artefact.reference(x)).abs().max() <= step(artefact) * 1.01
+
+
+FLOATS = {
+    "divided by 3 whatever its window": nn.AvgPool2d((2, 1), (1, 2), divisor_override=3),
+    "uneven for an even kernel size": nn.Conv2d(4, 4, (1, 2), padding="same", groups=4),
+}
+
+
+@pytest.mark.parametrize("reason", FLOATS)
+def test_windows_that_the_kernels_do_not_have_stay_float_with_the_reason(reason):
+    artefact = lowered(nn.Sequential(nn.Conv2d(4, 4, 1), FLOATS[reason], nn.Sigmoid()), MAP)
+    assert reason in artefact.report.rows[1].reason
+    assert [op.placement for op in artefact.program.ops] == ["int8", "portable", "int8"]
+    assert sqnr(artefact(MAP), artefact.reference(MAP)) > 40
+
+
 def test_linear_weights_are_per_tensor_and_convolutions_per_channel():
     artefact = lowered(nn.Sequential(nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(600, 3)), MAP)
     targets = [str(node.target) for node in artefact.reference.graph.nodes]

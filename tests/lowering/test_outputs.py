@@ -66,6 +66,28 @@ def test_what_a_model_returns_is_what_its_program_returns(make, backend):
         require_same(artefact(x), artefact.reference(x))
 
 
+class Cell(nn.Module):
+    """A recurrent cell whose state is a named tuple, taken and returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 8)
+
+    def forward(self, x, state):
+        hidden = torch.tanh(self.linear(torch.cat([x, state.logits], 1)))
+        return Pair(hidden, state.features + hidden)
+
+
+@pytest.mark.parametrize("backend", ["x86", "xnnpack", "openvino"])
+def test_a_named_tuple_is_taken(backend):
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    calls = [(torch.randn(2, 8), Pair(torch.randn(2, 8), torch.randn(2, 8))) for _ in range(3)]
+    artefact = quantplug.quantize(Cell().eval(), calls[0], backend, calls, progress=False)
+    for call in calls[1:]:
+        require_same(artefact(*call), artefact.reference(*call))
+
+
 def test_a_tensor_that_is_returned_twice_is_two_tensors_of_an_openvino_program():
     pytest.importorskip("openvino")
     one, other = quantized(RETURNS["a copy"], "openvino")(torch.ones(4, 8)).values()

@@ -5,13 +5,15 @@ import copy
 import pytest
 import torch
 from stateful_models import MODELS, build, calls
+from torch import nn
 from torch.utils import _pytree as pytree
 
 import quantplug
 from quantplug.core.compare import sqnr
+from quantplug.lowering.cortex_m import lower
+from quantplug.lowering.xnnpack.runtime import Method
 
-BACKENDS = ("xnnpack", "x86", "openvino", "cortex_m", "tensorrt")
-STATEFUL = ("xnnpack", "x86", "openvino", "tensorrt")
+STATEFUL = ("xnnpack", "x86", "openvino", "cortex_m", "tensorrt")
 IDS = [kind.__name__ for kind in MODELS]
 
 
@@ -85,3 +87,22 @@ def test_a_compiled_program_keeps_the_state(kind, tmp_path):
         agree(run(x), reference(x), 35)
     artefact.program.restart()
     agree(artefact(calls(1)[0]), copy.deepcopy(artefact.reference)(calls(1)[0]), 35)
+
+
+class FromThree(nn.Module):
+    """Adds how often it was called, counted from three; no kernel of CMSIS-NN, so that it runs here."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.full((1,), 3.0))
+
+    def forward(self, x):
+        self.count += 1
+        return x + self.count
+
+
+def test_a_cortex_m_file_begins_with_the_models_state(tmp_path):
+    x = torch.zeros(2)
+    program = lower(torch.export.export(FromThree(), (x,)).module(), (x,))
+    method = Method(program.save(tmp_path / "model.pte").read_bytes())
+    assert [method([x])[0].tolist() for _ in range(2)] == [[4, 4], [5, 5]]

@@ -42,7 +42,16 @@ class Scope(Whole):
         return self.layer(x)
 
 
-MODELS = (Whole, View, Scope)
+class Twice(Whole):
+    """Read under its own name after a write through another, which non-strict export calls `alias`."""
+
+    def forward(self, x):
+        whole = x[:, 0::1]
+        halved = whole.mul_(0.5)
+        return self.layer(torch.cat([x, halved], 1)), torch.cat([x, halved], 1)
+
+
+MODELS = (Whole, View, Scope, Twice)
 
 
 def batches():

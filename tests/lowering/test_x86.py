@@ -247,7 +247,7 @@ def test_loading_what_is_no_program_names_the_file(tmp_path):
 
 
 def test_saving_into_a_missing_folder_is_refused(network, tmp_path):
-    with pytest.raises(ArtefactError, match="does not exist"):
+    with pytest.raises(ArtefactError, match="There is no folder"):
         network[2].save(tmp_path / "missing" / "model.pt2")
 
 

@@ -198,6 +198,24 @@ def test_e03_an_input_that_is_read_in_float_cannot_be_integer():
         quantizer.set_io(output=torch.float16)
 
 
+def test_attention_under_a_mask_of_run_time_before_a_reshape_and_a_product():
+    """As GPT-2 has it; tracing took the reshape for a view, which ExecuTorch's products have no strides for."""
+
+    def attend(s, x, mask):
+        query, key, value = (t.view(2, 8, 2, 16).transpose(1, 2) for t in s.all(x).split(32, 2))
+        found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None, :].bool())
+        found = found.transpose(1, 2).contiguous().reshape(2, 8, -1).contiguous()
+        return s.last(torch.addmm(s.bias, found.view(-1, 32), s.weight).view(2, 8, 32))
+
+    net = Net(attend, all=nn.Linear(32, 96), last=nn.Linear(32, 8)).eval()
+    net.weight, net.bias = nn.Parameter(torch.randn(32, 32) * 0.1), nn.Parameter(torch.randn(32))
+    data = [(torch.randn(2, 8, 32), torch.tensor([[1.0] * 8, [1.0] * keep + [0.0] * (8 - keep)])) for keep in (8, 5, 2)]
+    artefact = quantplug.quantize(net, data[0], "xnnpack", data, progress=False)
+    for x, mask in data:
+        assert decibels(artefact(x, mask), artefact.reference(x, mask)) > 40
+        assert decibels(artefact(x, mask), net(x, mask)) > 20
+
+
 def test_masks_and_positions_are_constants_and_attention_is_products():
     def attend(s, x):
         positions = torch.arange(x.shape[1], device=x.device)

@@ -32,6 +32,30 @@ def test_a_program_of_convolutions_takes_every_batch_that_was_exported():
     require_agreement(artefact, *(torch.randn(size, 3, 8, 8) for size in (1, 15, 16, 64, 2)))
 
 
+def test_convolutions_outside_of_delegates_take_every_batch_that_was_exported():
+    """Memory is planned last, by a pass that traces what no delegate took once more."""
+
+    def forward(net, x):
+        rows = F.max_pool2d(x, 3, 3, 1).reshape(x.shape[0], 2, 4)
+        mixed = net.mix(net.padded(rows))
+        image = torch.stack([mixed, mixed], -1)
+        gate = net.out(F.relu(net.into(F.adaptive_avg_pool2d(image, 1))))
+        return image * torch.sigmoid(gate), mixed, net.norm(rows)
+
+    layers = {
+        "norm": nn.BatchNorm1d(2),  # ExecuTorch refuses it here in a delegate, so that all float operators leave them
+        "padded": nn.Conv1d(2, 4, 3, 3, 3, 2, padding_mode="reflect"),
+        "mix": nn.Linear(2, 4),
+        "into": nn.Conv2d(4, 2, 1),
+        "out": nn.Conv2d(2, 4, 1),
+    }
+    artefact = quantized(Net(forward, **layers), torch.randn(3, 2, 6, 6), (({0: BATCH},),))
+    for size in (1, 15, 16, 64, 2):
+        x = torch.randn(size, 2, 6, 6)
+        pairs = zip(artefact(x), artefact.reference(x), strict=True)
+        assert min(decibels(found, expected) for found, expected in pairs) >= 40
+
+
 def test_more_than_was_exported_is_told_with_the_limit():
     """The runtime's own error advised to export with dynamic shapes, which is what was done."""
     model, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU()).eval(), torch.randn(4, 6, 8)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import Function, exported
 from torch import nn
-from torchao.quantization.pt2e.quantizer import Quantizer
+from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec, Quantizer
 
 import quantplug
 from quantplug import (
@@ -26,7 +26,8 @@ from quantplug import (
 from quantplug.annotators.linear import linear
 from quantplug.annotators.presets import get_symmetric_quantization_config
 from quantplug.core.dtypes import DTypeConfig
-from quantplug.core.errors import ConfigError
+from quantplug.core.errors import ConfigError, ModelError
+from quantplug.core.observers import observer
 from quantplug.quantizers import registry, x86, xnnpack
 
 TOY = Backend("toy", (linear(),), {"int8": get_symmetric_quantization_config}, "quantplug.lowering.x86:lower")
@@ -188,3 +189,35 @@ def test_weights_of_fewer_bits_than_a_file_stores_are_told_before_calibration(ba
             quantplug.prepare_pt2e(exported, quantplug.get_quantizer("x86").set_global(whole))
         linear = torch.export.export(nn.Linear(64, 64).eval(), (torch.randn(2, 64),)).module()
         quantplug.prepare_pt2e(linear, quantplug.get_quantizer("xnnpack").set_global("int4_dynamic"))
+
+
+def asked_for(activation, low, weight=torch.int8):
+    high = low + 2 ** (8 * activation.itemsize) - 1
+    ends = (-127, 127) if weight is torch.int8 else (0, 255)
+    own, of_channels = observer("moving_average"), observer("minmax", per_channel=True)
+    acts = QuantizationSpec(activation, own, low, high, torch.per_tensor_affine)
+    weights = QuantizationSpec(weight, of_channels, *ends, torch.per_channel_symmetric, 0)
+    return QuantizationConfig(acts, acts, weights, None)
+
+
+@pytest.mark.parametrize(
+    ("backend", "config", "reason"),
+    [
+        ("xnnpack", asked_for(torch.int16, -(2**15)), "activations to torch.int16, and the kernels have torch.int8 or"),
+        ("x86", asked_for(torch.int16, -(2**15)), "activations to torch.int16"),
+        ("openvino", asked_for(torch.int16, -(2**15)), "activations to torch.int16"),
+        ("cortex_m", asked_for(torch.int16, -(2**15)), "activations to torch.int16"),
+        ("cortex_m", asked_for(torch.uint8, 0), "activations to torch.uint8, and the kernels have torch.int8"),
+        (
+            "xnnpack",
+            asked_for(torch.int8, -128, torch.uint8),
+            "weights to torch.uint8, and the kernels have",
+        ),
+        ("x86", asked_for(torch.uint8, 0, torch.uint8), "weights to torch.uint8"),
+    ],
+)
+def test_integers_that_no_kernel_has_stay_float_with_the_reason(backend, config, reason):
+    """The report called them quantized, and the program computed in float."""
+    quantizer, net, x = get_quantizer(backend).set_global(config), nn.Conv2d(8, 8, 3).eval(), torch.randn(1, 8, 8, 8)
+    with pytest.raises(ModelError, match=reason):
+        quantplug.quantize(net, (x,), quantizer, [x], progress=False)

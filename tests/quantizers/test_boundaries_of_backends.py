@@ -6,6 +6,7 @@ from torch import nn
 
 import quantplug
 from quantplug.core.boundary_dtypes import boundary_qparams, quantized_inputs
+from quantplug.core.errors import ConvertError
 
 DTYPES = {"xnnpack": torch.int8, "x86": torch.uint8, "openvino": torch.uint8, "cortex_m": torch.int8}
 
@@ -42,6 +43,14 @@ def test_the_dtype_of_another_backend_is_one_sentence(backend):
     with pytest.raises(quantplug.QuantplugError, match=r"cannot be torch.int8: it is torch.uint8") as error:
         quantplug.quantize(model, (x,), quantizer, [x], progress=False)
     assert "\n" not in str(error.value)
+
+
+def test_a_model_without_float_inputs_has_none_to_change():
+    torch.manual_seed(0)
+    words, model = torch.randint(0, 9, (2, 5)), nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8)).eval()
+    quantizer = quantplug.get_quantizer("x86").set_io(input=torch.uint8)
+    with pytest.raises(ConvertError, match=r"^No input .* torch.uint8: none is float .* `set_io`"):
+        quantplug.quantize(model, (words,), quantizer, [words], progress=False)
 
 
 @pytest.mark.parametrize(("older", "name"), [("fbgemm", "x86"), ("qnnpack", "xnnpack"), ("onednn", "x86")])

@@ -107,3 +107,11 @@ def test_a_mixed_program_runs(tmp_path) -> None:
     program = quantizer.backend.lower(converted, (X,))
     for x in (X, torch.flip(X, (0,)) / 2):
         torch.testing.assert_close(program(x), converted(x), rtol=0, atol=0.05)
+
+
+def test_the_counting_of_batches_is_no_operator_of_the_report() -> None:
+    quantizer = get_quantizer("xnnpack").set_global("int8")
+    prepared = quantplug.prepare_qat_pt2e(exported(training=True), quantizer)
+    rows = quantplug.explain(prepared).rows
+    assert [row.node for row in rows if "relu" in row.node] == ["relu"]
+    assert not any("add_.Tensor" in str(row) for row in rows)

@@ -199,7 +199,7 @@ def test_unknown_names_fail_when_they_are_set():
     with pytest.raises(PatternError, match=r"no operator 'liner' in 'aten'.*aten::linear"):
         quantizer.set_operator_type("liner", "int8")
     assert quantizer.scopes.settings == []
-    with pytest.raises(ConfigError, match="Config 'int8' of backend 'xnnpack' was given a wrong option"):
+    with pytest.raises(ConfigError, match="Config 'int8' of backend 'xnnpack' has no option 'bits'; leave it out"):
         quantizer.backend.config("int8", bits=4)
 
 

@@ -26,16 +26,20 @@ from quantplug.lowering.xnnpack.legalize.movement import (
     concatenations_share_qparams,
     contiguous_constants,
     copies_of_integers_are_views,
+    find_resizing_by_other_factors,
     moves_keep_qparams,
     pads_stay_quantized,
+    resizes_by_ratios,
     spell_out_pooling,
     spell_out_slopes,
 )
-from quantplug.lowering.xnnpack.legalize.narrow import narrow_convolutions_are_linear
+from quantplug.lowering.xnnpack.legalize.narrow import narrow_convolutions_are_linear, patches_if_float
 from quantplug.lowering.xnnpack.legalize.operators import GEMMS, after_activation, calls, replace_operand
 from quantplug.lowering.xnnpack.legalize.patches import patches_are_linear
 from quantplug.lowering.xnnpack.legalize.products import (
+    adds_less_than_a_step,
     convolutions_by_dimension,
+    find_wide_output_paddings,
     fold_constant_biases,
     fold_weights_without_integer_kernel,
     own_constants_per_use,
@@ -45,7 +49,14 @@ from quantplug.lowering.xnnpack.legalize.ratios import find_scale_ratios_out_of_
 from quantplug.lowering.xnnpack.legalize.rows import dynamic_linears_over_rows, softmax_over_rows
 from quantplug.lowering.xnnpack.rewrites import AT_LOWERING
 
-__all__ = ["Legalized", "legalize", "runs_alone"]
+__all__ = [
+    "Legalized",
+    "adds_less_than_a_step",
+    "legalize",
+    "patches_if_float",
+    "resizes_by_ratios",
+    "runs_alone",
+]
 
 
 def legalize(working: fx.GraphModule) -> Legalized:
@@ -93,6 +104,8 @@ def legalize(working: fx.GraphModule) -> Legalized:
     find_scale_ratios_out_of_range(working, found)
     find_means_that_grow(working, found)
     find_slopes_of_other_ranks(working, found)
+    find_wide_output_paddings(working, found)
+    find_resizing_by_other_factors(working, found)
     working.graph.eliminate_dead_code()
     _drop_unread_constants(working)
     working.graph.lint()

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
+from quantplug.core.aliases import changed_under_other_names
 from quantplug.core.graph import constant_value, operands, tensor_value
+from quantplug.core.pattern import Match
 from quantplug.lowering.xnnpack.conversions import (
     QParams,
     add_constant,
@@ -19,6 +22,7 @@ from quantplug.lowering.xnnpack.conversions import (
     requantize,
 )
 from quantplug.lowering.xnnpack.legalize.integers import one_dequantize_per_use
+from quantplug.lowering.xnnpack.legalize.legalized import Legalized
 from quantplug.lowering.xnnpack.legalize.operators import calls, first_input
 
 # Kernels that move or mix integers of one scale: their output has the quantization parameters of their input.
@@ -43,6 +47,29 @@ def contiguous_constants(working: fx.GraphModule) -> None:
             working.graph.erase_node(node)
 
 
+def find_resizing_by_other_factors(working: fx.GraphModule, found: Legalized) -> None:
+    """Finds resizing by rounded factors: ExecuTorch hands it to XNNPACK, which takes the ratios of sizes."""
+    for node in calls(working, ("aten::upsample_bilinear2d",)):
+        reason = _rounded_factors(node)
+        if reason is not None:
+            found.portable[node.name] = reason
+
+
+def resizes_by_ratios(match: Match, config: QuantizationConfig | None) -> str | None:
+    """Holds for resizing by the ratios of its sizes, as XNNPACK takes every factor to be."""
+    return _rounded_factors(match["op"])
+
+
+def _rounded_factors(node: fx.Node) -> str | None:
+    given = operands(node)
+    factors, image = given["scale_factors"] or (), tensor_value(given["input"])
+    sizes = () if image is None else tuple(image.shape[2:])
+    rounds = any(isinstance(size, int) and size * factor % 1 for size, factor in zip(sizes, factors, strict=False))
+    if given["align_corners"] or not rounds:
+        return None
+    return f"its factors {list(factors)} of {list(sizes)} are rounded, and XNNPACK's are ratios of sizes"
+
+
 def spell_out_pooling(working: fx.GraphModule) -> None:
     """The partitioner reads stride and kernel by position and as pairs: an omitted stride crashes it."""
     for node in calls(working, ("aten::max_pool2d", "aten::avg_pool2d")):
@@ -56,9 +83,15 @@ def spell_out_pooling(working: fx.GraphModule) -> None:
 
 
 def aliases_are_clones(working: fx.GraphModule) -> None:
-    """A second name for a tensor has no kernel there, a copy has one; names are kept."""
+    """A second name for a tensor has no kernel there, a copy has one; names are kept.
+
+    Where an operator writes the tensor under one name and another reads it under the other, it stays: ExecuTorch
+    makes the operator one that writes nothing, and knows who reads what.
+    """
+    tied = changed_under_other_names(working.graph)
     for node in calls(working, ("aten::alias", "aten::detach")):
-        node.target = torch.ops.aten.clone.default
+        if node not in tied:
+            node.target = torch.ops.aten.clone.default
 
 
 def copies_of_integers_are_views(working: fx.GraphModule) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.core.graph import constant_value, operands, tensor_value
+from quantplug.core.pattern import Match
 from quantplug.lowering.xnnpack.conversions import (
     add_constant,
     call,
@@ -120,7 +122,7 @@ def _why_no_integer_gemm(working: fx.GraphModule, node: fx.Node, weight: fx.Node
         return "its weight is computed at run time"
     if _has_zero_points(weight):
         return "its weights have zero points other than 0"
-    reason = _why_not_by_axis(node, weight)
+    reason = _why_not_by_axis(node, weight) or _wide_output_padding(node)
     source = first_input(node)
     if reason is not None:
         return reason
@@ -158,6 +160,25 @@ def _why_not_by_axis(node: fx.Node, weight: fx.Node) -> str | None:
     if transposed and operands(node).get("groups", 1) != 1:
         return "XNNPACK has no per-channel transposed convolution with groups"
     return None
+
+
+def adds_less_than_a_step(match: Match, config: QuantizationConfig | None) -> str | None:
+    """Holds for transposed convolutions that add less to their result than one step of their stride."""
+    return _wide_output_padding(match["op"])
+
+
+def _wide_output_padding(node: fx.Node) -> str | None:
+    added, stride = (operands(node).get(name, ()) for name in ("output_padding", "stride"))
+    wide = any(more >= step for more, step in zip(added, stride, strict=False))
+    return f"its output padding {list(added)} is not less than its stride {list(stride)}" if wide else None
+
+
+def find_wide_output_paddings(working: fx.GraphModule, found: Legalized) -> None:
+    """Finds transposed convolutions that XNNPACK's float kernel does not take either."""
+    for node in calls(working, TRANSPOSED):
+        reason = _wide_output_padding(node)
+        if reason is not None:
+            found.portable[node.name] = reason
 
 
 def _widen_weight_range(weight: fx.Node) -> None:

@@ -20,7 +20,7 @@ from quantplug.lowering.xnnpack.rewrites.activations import (
     silu_is_product,
     single_slope_is_leaky_relu,
 )
-from quantplug.lowering.xnnpack.rewrites.attention import attention_is_products
+from quantplug.lowering.xnnpack.rewrites.attention import attention_is_contiguous, attention_is_products
 from quantplug.lowering.xnnpack.rewrites.constants import (
     batch_norm_is_depthwise,
     numbers_are_constants,
@@ -58,10 +58,10 @@ from quantplug.lowering.xnnpack.rewrites.pooling import (
     spatial_mean_keeps_dims,
 )
 from quantplug.lowering.xnnpack.rewrites.products import products_are_linear
-from quantplug.lowering.xnnpack.rewrites.recurrence import cells_are_layers, computes_state, recurrence_is_unrolled
+from quantplug.lowering.xnnpack.rewrites.recurrence import cells_are_layers, outside_of_states, recurrence_is_unrolled
 from quantplug.lowering.xnnpack.rewrites.selection import unread_rows_are_not_computed
 
-__all__ = ["ALL", "AT_LOWERING", "Rewrite", "computes_state", "rewrite_for_xnnpack"]
+__all__ = ["ALL", "AT_LOWERING", "Rewrite", "outside_of_states", "rewrite_for_xnnpack"]
 
 Rewrite = Callable[[fx.GraphModule], fx.GraphModule]
 
@@ -81,6 +81,7 @@ AT_LOWERING: tuple[Rewrite, ...] = (
     submodels_are_inlined,
     all_constant_expressions_are_folded,
     single_slope_is_leaky_relu,
+    attention_is_contiguous,
     *_RUNNABLE,
 )
 

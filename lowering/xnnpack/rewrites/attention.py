@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.graph import tensor_value
+from quantplug.lowering.xnnpack.conversions import like
 from quantplug.lowering.xnnpack.rewrites.writing import Writer, constant_operand, done, matching
 
 _ATEN = torch.ops.aten
@@ -37,6 +38,21 @@ def attention_is_products(model: fx.GraphModule) -> fx.GraphModule:
         scores = scores if mask is None else write.call(_ATEN.add.Tensor, scores, mask)
         weights = write.call(_ATEN.softmax.int, scores, -1)
         write.replace(write.call(_ATEN.matmul.default, weights, values["value"]))
+    return done(model)
+
+
+def attention_is_contiguous(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes a copy behind attention that stays as it is.
+
+    Tracing gives its result the strides of a kernel for CPUs, turned already, and takes a reshape behind a transpose
+    for a view. ExecuTorch writes it as products later, whose result has other strides.
+    """
+    for node, _ in matching(model, "scaled_dot_product_attention"):
+        with model.graph.inserting_after(node):
+            copy = like(model.graph.call_function(_ATEN.clone.default), node)
+        copy.meta["val"] = node.meta.get("val")
+        node.replace_all_uses_with(copy)
+        copy.args, copy.kwargs = (node,), {"memory_format": torch.contiguous_format}
     return done(model)
 
 

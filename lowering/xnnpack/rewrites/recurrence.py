@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.core.graph import tensor_value
+from quantplug.core.pattern import Match
 from quantplug.lowering.xnnpack.conversions import operator_name
 from quantplug.lowering.xnnpack.rewrites.writing import Writer, done, index_of, is_getitem, matching, value_of
 
@@ -14,12 +16,13 @@ _ATEN = torch.ops.aten
 _STATE_KEY = "quantplug_state"
 
 
-def computes_state(node: fx.Node) -> bool:
-    """Tells whether a node is part of an unrolled recurrence, other than its linear layers and its input.
+def outside_of_states(match: Match, config: QuantizationConfig | None) -> str | None:
+    """Holds outside of an unrolled recurrence, and for its linear layers and its input.
 
-    These carry the state from step to step, so that the roundings of all steps add up in them.
+    The others carry the state from step to step, so that the roundings of all steps add up in them.
     """
-    return bool(node.meta.get(_STATE_KEY))
+    is_state = bool(match["op"].meta.get(_STATE_KEY))
+    return "it carries the state of a recurrence, where roundings add up" if is_state else None
 
 
 class _StateWriter(Writer):

@@ -152,7 +152,11 @@ class Flow:
         prepared = prepare(self.side.exported(), self.quantizer)
         prepared.eval()
         with torch.no_grad():
-            prepared(*self.side.inputs)
+            results = prepared(*self.side.inputs)
+            for placed, result in zip(self.side.placed, results, strict=True):
+                observer = self.output(prepared, placed)
+                if placed.is_wide and observer.op == "call_module":
+                    prepared.get_submodule(str(observer.target))(-pytree.tree_leaves(result)[0])
         return prepared
 
     @stage

@@ -133,7 +133,9 @@ def _written(row: Annotator, label: str, config: str, turn: Turn, choose: Neighb
         for number, sample in turn.choose(len(calls)):
             call = calls[number]
             try:
-                placed = _place(row, config, Piece(call, SAMPLES[sample]), choose)
+                placed = _place(
+                    row, config, Piece(call, SAMPLES[sample]), choose, is_wide=_ends_behind(call) and sample > 0
+                )
             except PieceError as error:
                 yield Form(operator_name(call), None, str(error).rstrip("."))
             else:
@@ -166,7 +168,12 @@ def _calls(call: Call) -> Iterator[Call]:
             yield from _calls(part)
 
 
-def _place(row: Annotator, config: str, piece: Piece, choose: Neighbours) -> Placed:
+def _ends_behind(call: Call) -> bool:
+    """Tells whether a pattern ends in another operator than the one that it is about: an activation."""
+    return call.name != "op" and any(inner.name == "op" for inner in _calls(call))
+
+
+def _place(row: Annotator, config: str, piece: Piece, choose: Neighbours, *, is_wide: bool) -> Placed:
     """Puts a piece between the neighbours that its rule asks for."""
     followed = frozenset(piece.captures[name] for name in row.follows if name in piece.captures)
     inputs = tuple(piece.inputs)
@@ -174,4 +181,4 @@ def _place(row: Annotator, config: str, piece: Piece, choose: Neighbours) -> Pla
     with torch.no_grad():
         result = piece(*(x.clone() for x in inputs))
     after = choose(config, result) if row.writes_float else None
-    return Placed(piece, inputs, followed, before, after)
+    return Placed(piece, inputs, followed, before, after, is_wide=is_wide)

@@ -225,13 +225,16 @@ class Placed(nn.Module):
         before: a quantized producer for the inputs that the rule follows, or None.
         piece: a piece, or the module of an example.
         after: a quantized reader of the result, or None.
+        is_wide: whether its result is one of several tensors in one scale, whose range reaches to its negative. What
+            an activation cuts off is seen there; in a range of its own, saturation cuts it off too.
     """
 
     def __init__(
         self, piece: nn.Module, inputs: tuple[Any, ...], followed: frozenset[int],
-        before: nn.Module | None = None, after: nn.Module | None = None,
+        before: nn.Module | None = None, after: nn.Module | None = None, *, is_wide: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.is_wide = is_wide
         self.piece, self.inputs, self.followed, self.before, self.after = piece, inputs, followed, before, after
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:

@@ -93,6 +93,13 @@ def _elementwise(sample: Sample, known: Known) -> Operands:
     return {"*": Shape(sample.image if like is None else tuple(like.shape))}
 
 
+def _pair(sample: Sample, known: Known) -> Operands:
+    """Two tensors of one shape, and each with one number for a channel beside the other whole."""
+    whole = _elementwise(sample, known)["*"]
+    narrow = Shape(tuple(size if axis == 1 else 1 for axis, size in enumerate(whole.sizes)))
+    return {"*": whole, **{1: {"other": narrow}, 2: {"self": narrow}}.get(sample.number, {})}
+
+
 def _hardtanh(sample: Sample, known: Known) -> Operands:
     """A relu with an upper bound, which is all that some kernels have, and one that begins below zero."""
     return {**_elementwise(sample, known), "min_val": 0.0 if sample.number == 0 else -0.5, "max_val": 0.75}
@@ -178,10 +185,19 @@ def _layer_norm(sample: Sample, known: Known) -> Operands:
 
 
 def _pooling(dims: int) -> Recipe:
+    """Whole windows; windows over padding, of numbers on either side of zero; dilated; and sizes rounded up."""
+
     def recipe(sample: Sample, known: Known) -> Operands:
-        kernel, stride = ([3] * dims, [2] * dims) if sample.number == 1 else ([2] * dims, [2] * dims)
-        shape = Shape((sample.batch, sample.channels, *[sample.size] * dims))
-        return {"self": shape, "kernel_size": kernel, "stride": stride}
+        padded = sample.number in (1, 2)
+        return {
+            "self": Shape((sample.batch, sample.channels, *[sample.size] * dims)),
+            "kernel_size": [3 if padded else 2] * dims,
+            "stride": [1 if sample.number == 2 else 2] * dims,
+            "padding": [int(padded)] * dims,
+            "dilation": [2 if sample.number == 2 else 1] * dims,
+            "ceil_mode": sample.number == 3,
+            "count_include_pad": sample.number != 2,
+        }
 
     return recipe
 
@@ -240,6 +256,7 @@ _RECIPES: Mapping[str, Recipe] = {
     "matmul": _products,
     "bmm": _products,
     "baddbmm": _products,
+    **dict.fromkeys(("add", "sub", "mul", "div", "maximum", "minimum"), _pair),
     "embedding": _embedding,
     "batch_norm": _batch_norm,
     "_native_batch_norm_legit": _batch_norm,

@@ -5,8 +5,8 @@ import torch
 from qdq_graphs import Net, decibels, fake, graph_of
 
 from quantplug.core.errors import LoweringError
+from quantplug.lowering.agreement import agreement
 from quantplug.lowering.xnnpack import lower
-from quantplug.lowering.xnnpack.comparison import agreement
 
 
 def test_a_graph_that_one_step_changes_beyond_recognition_is_no_yardstick():

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from quantplug.core.boundaries import is_quantize
 from quantplug.core.compare import sqnr
 from quantplug.core.errors import LoweringError
-from quantplug.lowering.xnnpack.conversions import is_quantize
 
 _DECIBELS = 25.0
 # Sums and leaky relu differ from the graph in more of their elements than this, products in far fewer.

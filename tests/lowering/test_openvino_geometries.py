@@ -1,0 +1,96 @@
+"""Convolutions and averages of any geometry on OpenVINO against their graphs."""
+
+import random
+
+import pytest
+import torch
+from test_x86_geometries import KINDS, ONE_COLUMN, geometry
+from torch import nn
+
+import quantplug
+from quantplug.core.errors import LoweringError, ModelError
+from quantplug.lowering.openvino import OpenVINOProgram
+
+pytest.importorskip("openvino")
+
+
+def quantized(model, *calls, **options):
+    return quantplug.quantize(model.eval(), calls[:1], "openvino", list(calls), progress=False, **options)
+
+
+def require_agreement(artefact, program, calls):
+    for x in calls:
+        wanted, found = artefact.reference(x), program(x)
+        assert wanted.shape == found.shape
+        assert (wanted - found).norm() <= 10 ** (-55 / 20) * wanted.norm()  # of a result that is zero too
+
+
+@pytest.mark.parametrize("name", ONE_COLUMN)
+def test_a_result_of_one_column_is_computed_rightly_in_integers(name, tmp_path):
+    model, shape = ONE_COLUMN[name]
+    calls = [torch.randn(*shape) for _ in range(2)]
+    artefact = quantized(nn.Sequential(model, nn.ReLU()), *calls)
+    assert artefact.program.ops[0].placement == "int8"
+    require_agreement(artefact, OpenVINOProgram.load(artefact.save(tmp_path / "program.zip")), calls)
+
+
+def test_open_sizes_that_may_be_one_column_wide():
+    """torch leaves a result of one column open where the module has no convolution that it traced otherwise."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, (3, 4), stride=(1, 4), groups=4), nn.ReLU())
+    sizes = ({2: torch.export.Dim("height", min=4, max=64), 3: torch.export.Dim("width", min=8, max=64)},)
+    calls = [torch.randn(1, 4, 16, width) for width in (16, 8, 21)]
+    artefact = quantized(model, *calls, dynamic_shapes=sizes)
+    require_agreement(artefact, artefact.program, calls)
+
+
+AVERAGES = {
+    "a line": (nn.Conv1d(4, 4, 1), nn.AvgPool1d(3, 2, 1, ceil_mode=True), (2, 4, 8)),
+    "an image": (nn.Conv2d(4, 4, 1), nn.AvgPool2d((5, 3), (2, 2), 1, ceil_mode=True), (2, 4, 12, 9)),
+    "a window that would begin in the padding": (
+        *(nn.Conv2d(4, 4, 1), nn.AvgPool2d(2, 3, 1, ceil_mode=True)),
+        (2, 4, 10, 10),
+    ),
+    "a volume": (nn.Conv3d(4, 4, 1), nn.AvgPool3d(3, 2, 1, ceil_mode=True), (1, 4, 8, 6, 7)),
+}
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_averages_that_count_padding_and_round_sizes_up(name):
+    torch.manual_seed(0)
+    layer, pool, shape = AVERAGES[name]
+    calls = [torch.randn(*shape) + 3 for _ in range(2)]
+    artefact = quantized(nn.Sequential(layer, pool), *calls)
+    require_agreement(artefact, artefact.program, calls)
+
+
+def test_averages_of_open_sizes_that_round_up_are_refused():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.AvgPool2d(3, 2, 1, ceil_mode=True))
+    sizes = ({2: 2 * torch.export.Dim("half", min=2, max=32)},)
+    with pytest.raises(LoweringError, match=r"^OpenVINO computes 'avg_pool2d' .* wrongly, .* rounds open sizes up"):
+        quantized(model, torch.randn(1, 4, 16, 16), dynamic_shapes=sizes)
+
+
+def test_a_program_that_does_not_compute_what_its_graph_does_is_refused():
+    """OpenVINO takes the stride of a padded kernel of one pixel away, and writes more pixels than there are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.Conv1d(4, 4, 1, stride=3, padding=1), nn.Sigmoid())
+    with pytest.raises(LoweringError, match=r"^Output 0 of the program "):
+        quantized(model, torch.randn(1, 4, 1))
+
+
+@pytest.mark.slow
+def test_every_geometry_is_right_or_refused():
+    r, tried = random.Random(5), 0
+    torch.manual_seed(5)
+    while tried < 300:
+        size, weight, given = geometry(r)
+        model = nn.Sequential(KINDS[len(weight) - 3](size[1], weight[0], weight[2:], *given), nn.ReLU())
+        calls = [torch.randn(*size) for _ in range(2)]
+        try:
+            artefact = quantized(model, *calls)
+        except (LoweringError, ModelError):
+            continue
+        tried += 1
+        require_agreement(artefact, artefact.program, calls)
