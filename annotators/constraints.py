@@ -191,12 +191,6 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
     return () if found is None else tuple(found.shape)
 
 
-def hardtanh_from_zero(match: Match, config: QuantizationConfig | None) -> str | None:
-    """A hardtanh at the end of a piece is a relu with an upper bound, such as relu6."""
-    low = operands(match.root).get("min_val", 0)
-    return None if low == 0 else f"its hardtanh begins at {low:g}, the kernel's begins at 0"
-
-
 def whole_map(match: Match, config: QuantizationConfig | None) -> str | None:
     """Holds for averages over height and width of four dimensions that keep both, for kernels of global pooling."""
     given, dimensions = operands(match["op"]), len(_shape(match["x"]))

@@ -11,7 +11,6 @@ from quantplug.annotators.constraints import (
     depthwise_or_whole,
     equal_shapes,
     even_sides,
-    hardtanh_from_zero,
     images_with_batch,
     in_integers,
     last_dimension,
@@ -31,10 +30,9 @@ from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.quantizer import BackendQuantizer
 
 _ROWS = (
-    # ExecuTorch's passes compute a hardtanh wrongly that is not fused: one with a lower bound other than 0.
-    convolution(dims=(2,)).where(images_with_batch, depthwise_or_whole, even_sides, hardtanh_from_zero),
-    per_tensor_weight(linear()).where(hardtanh_from_zero),
-    binary("add", activations=("relu", "hardtanh", "clamp")).where(equal_shapes, hardtanh_from_zero),
+    convolution(dims=(2,)).where(images_with_batch, depthwise_or_whole, even_sides),
+    per_tensor_weight(linear()),
+    binary("add", activations=("relu", "hardtanh", "clamp")).where(equal_shapes),
     binary("mul", activations=()).where(equal_shapes),
     matmul("bmm"),
     pooling("max_pool2d", "avg_pool2d").where(images_with_batch, plain_windows),

@@ -19,16 +19,21 @@ from quantplug.core.compare import sqnr
 from quantplug.core.decision import decision
 from quantplug.core.errors import ConfigError, LoweringError, first_line
 from quantplug.core.graph import compute_nodes, is_constant, is_float, module_path, require_graph_module
+from quantplug.core.pattern import op, single_use
+from quantplug.lowering.clamps import clamp_rules
 from quantplug.lowering.cortex_m.biases import quantize_biases
 from quantplug.lowering.cortex_m.program import CortexMProgram, channels_last
 from quantplug.lowering.placement import is_quantization
 from quantplug.lowering.program import LoweredOp, refusal
+from quantplug.lowering.rewriting import apply
 from quantplug.lowering.sizes import write_sizes_out
 from quantplug.lowering.starting import starting, starting_from_state
 
 _ATEN = torch.ops.aten
 # Operators that the passes want whole.
 _PRESERVED = (_ATEN.linear.default, _ATEN.silu.default)
+# ExecuTorch's passes lose the quantization of what a clamp that is not fused stands behind.
+_CLAMPS = clamp_rules(single_use(op("conv2d", "convolution", "linear", "add")))
 _PORTABLE = "no cortex_m kernel takes it in this place"
 _MINIMUM_SQNR = 20.0
 
@@ -92,6 +97,7 @@ def _marked(converted: fx.GraphModule) -> fx.GraphModule:
     for node in marked.graph.find_nodes(op="call_function", target=_ATEN.view.default):
         node.target = _ATEN.reshape.default  # maps are channels-last there, of which not every view exists
     write_sizes_out(marked.graph)
+    apply(marked.graph, _CLAMPS)
     quantize_biases(marked.graph)
     marked.recompile()
     return marked

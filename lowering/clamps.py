@@ -21,7 +21,7 @@ _BOUNDS: dict[str, tuple[float | str | None, float | str | None]] = {
     "relu": (0.0, None),
     "relu6": (0.0, 6.0),
     "hardtanh": ("min_val", "max_val"),
-    "clamp.default": ("min", "max"),
+    "clamp": ("min", "max"),
 }
 
 
