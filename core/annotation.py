@@ -44,6 +44,7 @@ from quantplug.core.limits import (
 )
 from quantplug.core.matching import Findings, Found, NearMiss, PatternIndex
 from quantplug.core.pattern import Match
+from quantplug.core.positions import angles, positions
 from quantplug.core.scaling import finds_range
 from quantplug.core.specs import spec_value
 from quantplug.core.stage import CLAIM_KEY
@@ -141,6 +142,7 @@ class _Decisions:
         return (
             self._disagreement(found.match, choice)
             or self._mutation(found.match)
+            or (None if choice.is_named else self._position(found.match))
             or next(filter(None, checks), None)
             or self._select_dtypes(found, config)
         )
@@ -221,6 +223,24 @@ class _Decisions:
                         "which is read afterwards"
                     )
         return None
+
+    def _position(self, match: Match) -> str | None:
+        """Positions and angles stay float, unless layers with weights take them for ordinary inputs or outputs."""
+        reads = next((n for node in match.nodes for n in node.all_input_nodes if n in self._positions), None)
+        turns = next((node for node in match.nodes if node in self._angles), None)
+        if turns is not None and ("w" not in match or reads is not None):
+            return f"{describe(turns)} is an angle of sin or cos, which 8 bits do not hold"
+        if reads is not None and "w" not in match:
+            return f"operand {describe(reads)} counts positions, which 8 bits do not hold"
+        return None
+
+    @cached_property
+    def _positions(self) -> set[fx.Node]:
+        return positions(self.graph)
+
+    @cached_property
+    def _angles(self) -> set[fx.Node]:
+        return angles(self.graph)
 
     def carry_out(self, found: Found[Annotator]) -> bool:
         """Merges the annotations of an accepted match; false if there is still a reason against it."""

@@ -13,9 +13,9 @@ from torch import fx
 
 from quantplug.core.graph import operands, tensor_value
 from quantplug.core.pattern import Match, Op, Pattern, either, op, single_use, value
+from quantplug.lowering.clamps import clamp_rules
 from quantplug.lowering.qparams import QD, QParams, dequantize, qparams, quantize
 from quantplug.lowering.rewriting import Rule, absorb, apply, call, replace
-from quantplug.lowering.clamps import clamp_rules
 from quantplug.lowering.x86.images import as_images
 from quantplug.lowering.x86.products import NO_SCALARS
 

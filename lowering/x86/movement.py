@@ -12,9 +12,9 @@ from torch import fx
 
 from quantplug.core.graph import operands, rank, tensor_value
 from quantplug.core.pattern import Match, each, item, op, single_use, value
+from quantplug.lowering.clamps import clamp_rules
 from quantplug.lowering.qparams import QD, QParams, dequantize, is_static, qparams, quantize
 from quantplug.lowering.rewriting import Rule, absorb, apply, call, replace, viewed
-from quantplug.lowering.clamps import clamp_rules
 
 aten = torch.ops.aten
 MOVES = (
