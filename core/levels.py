@@ -13,8 +13,9 @@ from torch import Tensor
 from quantplug.core.compare import sqnr
 from quantplug.core.errors import ConfigError
 
-# A dequantized integer is (q - zero_point) * scale rounded to float32: at most 2^16 steps, each 2^-24 off.
-_STEP_ROUNDING = 2.0**-8
+# A dequantized integer is (q - zero_point) * scale rounded to float32: two of them, of at most 2^16 steps each, are
+# off by 2^-24 of that.
+STEP_ROUNDING = 2.0**-7
 _DECIBELS = 25.0
 
 
@@ -75,7 +76,7 @@ class Deviation:
         """The tightest level that this deviation keeps."""
         if not self.differing:
             return Level.EXACT
-        return Level.ONE_STEP if self.steps <= 1 + _STEP_ROUNDING else Level.APPROXIMATE
+        return Level.ONE_STEP if self.steps <= 1 + STEP_ROUNDING else Level.APPROXIMATE
 
     def __str__(self) -> str:
         return (

@@ -2,7 +2,8 @@
 
 Before: what both return for the example inputs. After: decibels between them, or the error that tells where the
 program is wrong. A graph that one step of a few integers changes beyond recognition, as deep networks of random
-weights are, is no yardstick: its program may differ from it as much as the graph differs from itself.
+weights are, is no yardstick: its program may differ from it as much as the graph differs from itself. Of an output that
+takes few of its integers, one step is many decibels: there the step counts.
 """
 
 from typing import Any
@@ -14,8 +15,12 @@ from torch.utils import _pytree as pytree
 from quantplug.core.boundaries import is_quantize
 from quantplug.core.compare import sqnr
 from quantplug.core.errors import LoweringError
+from quantplug.core.levels import STEP_ROUNDING, Deviation
+from quantplug.lowering.qparams import DEQUANTIZE_PER_TENSOR, qparams
 
 _DECIBELS = 25.0
+# Fewest decibels of an output that is nowhere more than one step of its own quantization away.
+_COARSE = 12.0
 # Sums and leaky relu differ from the graph in more of their elements than this, products in far fewer.
 _SHARE = 2.0**-6
 # Decibels by which two such runs of one graph differ from each other.
@@ -47,6 +52,9 @@ def agreement(
     if rounds and minimum_sqnr is None and not all(ratio >= _DECIBELS for ratio in ratios):
         own = _ratios(_Unsettled(graph).run(*inputs), expected)
         limits = [min(_DECIBELS, kept - _MARGIN) for kept in own]
+    if minimum_sqnr is None:
+        near = (step <= 1 + STEP_ROUNDING for step in _steps(found, expected, graph.graph))
+        limits = [min(limit, _COARSE) if one else limit for one, limit in zip(near, limits, strict=True)]
     for index, (ratio, limit) in enumerate(zip(ratios, limits, strict=True)):
         _require(index, ratio, limit, "keep the operators before it float" if rounds else _OF_HALVES)
     return min(ratios, default=float("inf"))
@@ -55,6 +63,20 @@ def agreement(
 def _ratios(found: Any, expected: Any) -> list[float]:
     pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
     return [_ratio(i, *pair) for i, pair in enumerate(pairs) if isinstance(pair[1], Tensor)]
+
+
+def _steps(found: Any, expected: Any, graph: fx.Graph) -> list[float]:
+    """Returns how far each tensor is off, in steps of its quantization; infinite where it has none."""
+    sources = pytree.tree_leaves(graph.output_node().args)
+    values = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
+    return [_step(*pair, source) for pair, source in zip(values, sources, strict=True) if isinstance(pair[1], Tensor)]
+
+
+def _step(value: Tensor, reference: Tensor, source: Any) -> float:
+    params = qparams(source) if getattr(source, "target", None) in DEQUANTIZE_PER_TENSOR else None
+    if params is None or isinstance(params.scale, fx.Node) or value.dtype != reference.dtype:
+        return float("inf")
+    return Deviation.between(value, reference, params.scale).steps
 
 
 def _ratio(index: int, value: Tensor, reference: Tensor) -> float:

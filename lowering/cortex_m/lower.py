@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
-from quantplug.core.compare import sqnr
 from quantplug.core.decision import decision
 from quantplug.core.errors import ConfigError, LoweringError, first_line
 from quantplug.core.graph import compute_nodes, is_constant, is_float, module_path, require_graph_module
 from quantplug.core.pattern import op, single_use
+from quantplug.lowering.agreement import agreement
 from quantplug.lowering.clamps import clamp_rules
 from quantplug.lowering.cortex_m.biases import quantize_biases
 from quantplug.lowering.cortex_m.program import CortexMProgram, channels_last
@@ -27,7 +26,7 @@ from quantplug.lowering.placement import is_quantization
 from quantplug.lowering.program import LoweredOp, refusal
 from quantplug.lowering.rewriting import apply
 from quantplug.lowering.sizes import write_sizes_out
-from quantplug.lowering.starting import starting, starting_from_state
+from quantplug.lowering.starting import starting, starting_from_state, twin
 
 _ATEN = torch.ops.aten
 # Operators that the passes want whole.
@@ -35,7 +34,6 @@ _PRESERVED = (_ATEN.linear.default, _ATEN.silu.default)
 # ExecuTorch's passes lose the quantization of what a clamp that is not fused stands behind.
 _CLAMPS = clamp_rules(single_use(op("conv2d", "convolution", "linear", "add")))
 _PORTABLE = "no cortex_m kernel takes it in this place"
-_MINIMUM_SQNR = 20.0
 
 
 def lower(
@@ -57,18 +55,20 @@ def lower(
     graph_module = require_graph_module(converted, "lower")
     if dynamic_shapes is not None:
         raise ConfigError("Programs for Cortex-M have one shape, found dynamic_shapes; leave it out.")
-    target = _target(cpu)
-    inputs = channels_last(example_inputs)
+    target, inputs = _target(cpu), channels_last(example_inputs)
+    module = starting(graph_module)
+    reference = twin(module)
     try:
         with _quiet(), torch.no_grad():
-            exported, buffer = _through_passes(_marked(graph_module), inputs, target)
+            exported, buffer = _through_passes(_marked(module), inputs, target)
             program = CortexMProgram(exported, buffer, tuple(_ops(graph_module.graph, exported.graph)))
             found = program(*example_inputs)
     except Exception as error:
         cause = error.__cause__
         raise refusal("Cortex-M", cause if isinstance(cause, Exception) else error) from error
     program.restart()
-    _compare(found, graph_module, example_inputs)
+    with torch.no_grad():
+        agreement(found, twin(reference)(*example_inputs), reference, example_inputs)
     return program
 
 
@@ -87,20 +87,19 @@ def _target(cpu: str) -> Any:
         raise ConfigError(f"There is no core '{cpu}': {first_line(error)}") from error
 
 
-def _marked(converted: fx.GraphModule) -> fx.GraphModule:
+def _marked(module: fx.GraphModule) -> fx.GraphModule:
     from executorch.backends.arm.common.annotation_meta import ArmAnnotationInfo
 
-    marked = starting(converted)
-    for node in _quantized(marked.graph):
+    for node in _quantized(module.graph):
         custom = {**node.meta.get("custom", {}), ArmAnnotationInfo.CUSTOM_META_KEY: {"quantized": True}}
         node.meta["custom"] = custom
-    for node in marked.graph.find_nodes(op="call_function", target=_ATEN.view.default):
+    for node in module.graph.find_nodes(op="call_function", target=_ATEN.view.default):
         node.target = _ATEN.reshape.default  # maps are channels-last there, of which not every view exists
-    write_sizes_out(marked.graph)
-    apply(marked.graph, _CLAMPS)
-    quantize_biases(marked.graph)
-    marked.recompile()
-    return marked
+    write_sizes_out(module.graph)
+    apply(module.graph, _CLAMPS)
+    quantize_biases(module.graph)
+    module.recompile()
+    return module
 
 
 def _quantized(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -167,16 +166,3 @@ def _sources(node: fx.Node) -> Iterator[str]:
         source = pending.pop()
         yield source.name
         pending += source.from_node
-
-
-def _compare(found: Any, reference: fx.GraphModule, inputs: tuple[Any, ...]) -> None:
-    with torch.no_grad():
-        wanted = starting(reference)(*inputs)
-    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(wanted), strict=True)
-    for index, (value, expected) in enumerate(pairs):
-        decibels = sqnr(value, expected)
-        if not decibels >= _MINIMUM_SQNR:
-            raise LoweringError(
-                f"Output {index} of the program keeps {decibels:.1f} dB of the q/dq graph on the example inputs, less "
-                f"than {_MINIMUM_SQNR:.0f} dB; keep the operators before it float."
-            )

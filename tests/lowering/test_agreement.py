@@ -35,3 +35,19 @@ def test_a_steady_graph_keeps_its_minimum():
     with pytest.raises(LoweringError, match="keeps nan dB"):
         agreement(expected * float("nan"), expected, steady, (x,))
     assert lower(steady, (x,)).sqnr > 40
+
+
+def test_an_output_of_few_integers_may_be_one_step_away():
+    torch.manual_seed(0)
+    x = torch.randn(4, 512)
+    coarse = graph_of(Net(lambda s, x: fake(x, (0.5, 0))), x)
+    expected = coarse(x)
+    moved = torch.rand(expected.shape) < 0.05
+    assert decibels(expected + moved * 0.5, expected) < 25
+    assert 12 < agreement(expected + moved * 0.5, expected, coarse, (x,)) < 25
+    with pytest.raises(LoweringError, match=r"less than 2\d\.\d dB"):
+        agreement(expected + moved * 1.0, expected, coarse, (x,))
+    with pytest.raises(LoweringError, match=r"less than 25\.0 dB"):
+        agreement(expected + moved * 0.5, expected, coarse, (x,), 25.0)
+    with pytest.raises(LoweringError, match=r"less than 12\.0 dB"):
+        agreement(expected + 0.5, expected, coarse, (x,))
