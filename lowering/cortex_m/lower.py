@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from quantplug.core.decision import decision
 from quantplug.core.errors import ConfigError, LoweringError, first_line
-from quantplug.core.graph import compute_nodes, is_constant, is_float, module_path, require_graph_module
+from quantplug.core.graph import compute_nodes, is_constant, is_float, is_written, module_path, require_graph_module
 from quantplug.core.pattern import op, single_use
 from quantplug.lowering.agreement import agreement
 from quantplug.lowering.clamps import clamp_rules
@@ -24,7 +25,7 @@ from quantplug.lowering.cortex_m.biases import quantize_biases
 from quantplug.lowering.cortex_m.program import CortexMProgram, channels_last
 from quantplug.lowering.placement import is_quantization
 from quantplug.lowering.program import LoweredOp, refusal
-from quantplug.lowering.rewriting import apply
+from quantplug.lowering.rewriting import apply, constant, replace
 from quantplug.lowering.sizes import write_sizes_out
 from quantplug.lowering.starting import starting, starting_from_state, twin
 
@@ -33,6 +34,8 @@ _ATEN = torch.ops.aten
 _PRESERVED = (_ATEN.linear.default, _ATEN.silu.default)
 # ExecuTorch's passes lose the quantization of what a clamp that is not fused stands behind.
 _CLAMPS = clamp_rules(single_use(op("conv2d", "convolution", "linear", "add")))
+# Tensors of one number, into which the passes fold quantization whether or not their readers are of integers.
+_FILLED = op("full", "ones", "zeros", "full_like", "ones_like", "zeros_like", "new_full", "new_ones", "new_zeros")
 _PORTABLE = "no cortex_m kernel takes it in this place"
 
 
@@ -97,9 +100,23 @@ def _marked(module: fx.GraphModule) -> fx.GraphModule:
         node.target = _ATEN.reshape.default  # maps are channels-last there, of which not every view exists
     write_sizes_out(module.graph)
     apply(module.graph, _CLAMPS)
+    _hold_filled(module.graph)
     quantize_biases(module.graph)
     module.recompile()
     return module
+
+
+def _hold_filled(graph: fx.Graph) -> None:
+    """Replaces tensors of one number by constants, but for those that the graph writes into."""
+    for node in list(graph.nodes):
+        if node.target in _FILLED.overloads and not is_written(node):
+            args, kwargs = map_arg((node.args, node.kwargs), _of_its_shape)
+            replace(node, constant(node, node.name, node.target(*args, **kwargs)))
+
+
+def _of_its_shape(node: fx.Node) -> Tensor:
+    value = node.meta["val"]
+    return torch.zeros((), dtype=value.dtype).expand(tuple(value.shape))
 
 
 def _quantized(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -126,10 +143,12 @@ def _through_passes(
     from executorch.backends.cortex_m.passes.cortex_m_pass_manager import CortexMPassManager
     from executorch.exir import EdgeCompileConfig, EdgeProgramManager, to_edge
 
+    from quantplug.lowering.cortex_m.passes import passes
+
     # The dialect's operators on int8 are none of the edge dialect's.
     unchecked = EdgeCompileConfig(_check_ir_validity=False, preserve_ops=list(_PRESERVED))
     edge = to_edge(torch.export.export(model, inputs), compile_config=unchecked)
-    exported = CortexMPassManager(edge.exported_program(), target_config=target).transform()
+    exported = CortexMPassManager(edge.exported_program(), passes(), target).transform()
     # Emission plans the memory of the program that it is given, which then does not run in Python any more.
     emitted = EdgeProgramManager(copy.deepcopy(exported), compile_config=unchecked)
     return exported, emitted.to_executorch(starting_from_state(exported)).buffer
@@ -137,9 +156,9 @@ def _through_passes(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The passes log a warning for every operator that they leave to others."""
+    """The passes log a warning for every operator that they leave to others, and traces of what they raise."""
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     try:
         yield
     finally:

@@ -29,6 +29,8 @@ CALLS = 3
 _KEPT = {"x86": 35.0, "xnnpack": 25.0, "openvino": 25.0, "cortex_m": 25.0}
 # Backends whose compilers fold operators into others, so that what runs in integers is not known of each.
 _FOLDING = ("openvino",)
+# Backends whose averages have the scale of what they read, which is coarse for the mean of numbers of both signs.
+_SHARING = ("cortex_m",)
 _SHARE = 2.0**-6
 _MARGIN = 3.0
 # A graph this far from torchao's of the same model is worse, not only another, unless the float model loses as much
@@ -224,9 +226,13 @@ def _against_float(
     theirs = _torchao(model, exported, backend, batches)
     other = shaken if theirs is None else _mean(_qualities(theirs, floats))
     told = f"{quality:.1f} dB from float, of {_BATCHES} batches {ours:.1f}, shaken {shaken:.1f}, torchao {other:.1f}"
-    if min(other, shaken) - ours > _WORSE:
+    if min(other, shaken) - ours > _WORSE and not (backend in _SHARING and _averages(reference)):
         raise SuspicionError(told)
     return Verdict(model.seed, "hard", told, steps, kept, quality)
+
+
+def _averages(graph: fx.GraphModule) -> bool:
+    return any("avg_pool" in str(node.target) for node in graph.graph.nodes)
 
 
 def _qualities(found: list[Any], floats: list[Any]) -> list[float]:

@@ -185,6 +185,41 @@ def test_clamps_whose_bounds_lie_within_the_integers(case):
         assert Level.ONE_STEP.objection(artefact(*given), artefact.reference(*given), step=step(artefact)) is None
 
 
+IN_A_ROW = {
+    "a product of a layer": (Function(lambda m, a, b: torch.bmm(m.c(a), b), c=nn.Linear(5, 5)), BATCHED),
+    "a product of a curve": (Function(lambda m, a, b: torch.bmm(a.tanh(), b.sigmoid())), BATCHED),
+    "a product of a product": (Function(lambda m, a, b: torch.bmm(a, torch.bmm(b, b.transpose(1, 2)))), BATCHED),
+    "a layer over the rows of a map": (
+        *(Function(lambda m, a: m.d(m.c(a).tanh()), c=nn.Conv2d(4, 4, 3), d=nn.Linear(10, 6)), (MAP,)),
+    ),
+    "a sum with ones": (Function(lambda m, a: m.c(a) + torch.ones(3, 6), c=nn.Linear(10, 6)), (ROWS,)),
+    "a product with one number": (
+        *(Function(lambda m, a: m.c(a) * torch.full_like(a, 3.0), c=nn.Linear(10, 10)), (ROWS,)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IN_A_ROW)
+def test_operators_in_a_row(case):
+    """ExecuTorch's passes trace operators of float on integers, and fold quantization into what yields one number."""
+    model, inputs = IN_A_ROW[case]
+    artefact = lowered(model, *inputs)
+    assert "portable" not in {op.placement for op in artefact.program.ops if "transpose" not in op.target}
+    for given in (inputs, [0.7 * x.flip(0) for x in inputs]):
+        assert Level.ONE_STEP.objection(artefact(*given), artefact.reference(*given), step=step(artefact)) is None
+
+
+def test_what_the_graph_fills_and_writes_into_is_no_constant():
+    def fill(m, a):
+        filled = torch.zeros(3, 10)
+        filled[:, :2] = a[:, :2]
+        return m.c(a) + filled
+
+    artefact = lowered(Function(fill, c=nn.Linear(10, 10)), ROWS)
+    for x in (ROWS, ROWS.flip(0), ROWS):
+        assert sqnr(artefact(x), artefact.reference(x)) > 40
+
+
 def test_what_was_trained_has_integer_biases():
     model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(600, 3))
     with torch.no_grad():
