@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import networkx
 from torch import fx
 
 from quantplug.lowering.xnnpack.conversions import operator_name
@@ -38,10 +39,54 @@ def partitioner(graph: fx.Graph, legal: Legalized) -> Any:
     from executorch.backends.xnnpack.partition.config import ALL_PARTITIONER_CONFIGS
     from executorch.backends.xnnpack.partition.config.generic_node_configs import EluConfig
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from torch.fx.passes.infra.partitioner import Partition
 
     stock = [*ALL_PARTITIONER_CONFIGS]
     stock += [EluConfig] if EluConfig not in stock else []  # its kernel is in the runtime, the list omits it
-    return XnnpackPartitioner(configs=[_guarded(config, graph, legal) for config in stock])
+
+    class WithoutCycles(XnnpackPartitioner):
+        def generate_partitions(self, ep: Any) -> list[Any]:
+            found = super().generate_partitions(ep)
+            if networkx.is_directed_acyclic_graph(_units(ep.graph, [list(one.nodes) for one in found])):
+                return list(found)
+            stages = in_stages(ep.graph, self.get_matched_nodes_from_configs(ep))
+            return [Partition(id=index, nodes=stage) for index, stage in enumerate(stages)]
+
+    return WithoutCycles(configs=[_guarded(config, graph, legal) for config in stock])
+
+
+def in_stages(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
+    """Returns groups of nodes joined to partitions none of which reads its own results by way of others.
+
+    The stage of a group is how often the longest way to it changes between groups and nodes of none; what is in one
+    stage runs together. torch's partitioner joins some groups that depend on each other both ways.
+
+    Args:
+        graph: an edge program's.
+        groups: what has to run in one delegate; they do not depend on each other both ways.
+    """
+    units = _units(graph, groups)
+    inside = {group[0] for group in groups}
+    stage: dict[fx.Node, int] = {}
+    for unit in networkx.topological_sort(units):
+        before = units.predecessors(unit)
+        stage[unit] = max((stage[one] + ((one in inside) != (unit in inside)) for one in before), default=0)
+    joined: dict[int, list[fx.Node]] = {}
+    for group in groups:
+        joined.setdefault(stage[group[0]], []).extend(group)
+    return list(joined.values())
+
+
+def _units(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> Any:
+    """Returns which groups and nodes of none read each other, a group by its first node."""
+    unit = {node: group[0] for group in groups for node in group}
+    reads = networkx.DiGraph()
+    for node in graph.nodes:
+        into = unit.get(node, node)
+        reads.add_node(into)
+        sources = (unit.get(source, source) for source in node.all_input_nodes)
+        reads.add_edges_from((source, into) for source in sources if source is not into)
+    return reads
 
 
 def keeping_whole(partitioners: Sequence[Any]) -> list[Any]:
