@@ -6,6 +6,11 @@ import pytest
 import torch
 
 
+def pytest_collectstart():
+    """Models that a module of tests builds as it is imported have the same weights whatever is collected beside it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def _same_random_numbers():
     torch.manual_seed(0)

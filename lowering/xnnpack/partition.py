@@ -78,13 +78,16 @@ def in_stages(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> list[list
 
 
 def _units(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> Any:
-    """Returns which groups and nodes of none read each other, a group by its first node."""
+    """Returns which groups and operators of none read each other, a group by its first node.
+
+    Constants are no results: each delegate has its own, though one of them counts the constant's node among its own.
+    """
     unit = {node: group[0] for group in groups for node in group}
     reads = networkx.DiGraph()
+    reads.add_nodes_from(group[0] for group in groups)
     for node in graph.nodes:
         into = unit.get(node, node)
-        reads.add_node(into)
-        sources = (unit.get(source, source) for source in node.all_input_nodes)
+        sources = (unit.get(source, source) for source in node.all_input_nodes if source.op != "placeholder")
         reads.add_edges_from((source, into) for source in sources if source is not into)
     return reads
 
