@@ -64,6 +64,43 @@ def test_averages_that_count_padding_and_round_sizes_up(name):
     require_agreement(artefact, artefact.program, calls)
 
 
+class Then(nn.Module):
+    def __init__(self, layer, function):
+        super().__init__()
+        self.layer, self.function = layer, function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+def biased(layer, number):
+    nn.init.constant_(layer.bias, number)
+    return layer
+
+
+LAYERS = {
+    "without a bias": lambda: nn.Conv1d(4, 8, 3, bias=False),
+    "of biases 0": lambda: biased(nn.Conv1d(4, 8, 3), 0.0),
+    "of biases 0.3": lambda: biased(nn.Conv1d(4, 8, 3), 0.3),
+}
+READERS = {
+    "maxima": lambda y: y.amax(-1),
+    "sums": lambda y: y.sum(-1),
+    "maxima over samples": lambda y: y.amax(0),
+    "a gate": lambda y: y.clamp(-0.2, 0.3) * y,
+}
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_scales_of_channels_stay_with_their_channels(layer, read):
+    torch.manual_seed(0)
+    calls = [torch.randn(3, 4, 13) for _ in range(2)]
+    artefact = quantized(Then(LAYERS[layer](), READERS[read]), *calls)
+    assert artefact.program.ops[0].placement == "int8"
+    require_agreement(artefact, artefact.program, calls)
+
+
 def test_averages_of_open_sizes_that_round_up_are_refused():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.AvgPool2d(3, 2, 1, ceil_mode=True))
