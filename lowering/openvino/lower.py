@@ -30,7 +30,7 @@ from quantplug.core.pattern import Match, op, value
 from quantplug.lowering.agreement import agreement
 from quantplug.lowering.halves import spell_out_halves
 from quantplug.lowering.open_sizes import open_sizes
-from quantplug.lowering.openvino.geometry import step_aside
+from quantplug.lowering.openvino.defects import step_aside
 from quantplug.lowering.openvino.outputs import make_distinct
 from quantplug.lowering.openvino.program import OpenVINOProgram, runtime, said
 from quantplug.lowering.openvino.state import Variable, expose

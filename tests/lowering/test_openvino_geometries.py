@@ -1,4 +1,4 @@
-"""Convolutions and averages of any geometry on OpenVINO against their graphs."""
+"""Layers, averages and clamps of any geometry on OpenVINO against their graphs."""
 
 import random
 
@@ -87,7 +87,6 @@ READERS = {
     "maxima": lambda y: y.amax(-1),
     "sums": lambda y: y.sum(-1),
     "maxima over samples": lambda y: y.amax(0),
-    "a gate": lambda y: y.clamp(-0.2, 0.3) * y,
 }
 
 
@@ -98,6 +97,31 @@ def test_scales_of_channels_stay_with_their_channels(layer, read):
     calls = [torch.randn(3, 4, 13) for _ in range(2)]
     artefact = quantized(Then(LAYERS[layer](), READERS[read]), *calls)
     assert artefact.program.ops[0].placement == "int8"
+    require_agreement(artefact, artefact.program, calls)
+
+
+CLAMPS = {
+    "clamp": lambda y: y.clamp(-0.2, 0.3),
+    "relu6": nn.functional.relu6,
+    "hardtanh": nn.functional.hardtanh,
+    "one bound": lambda y: y.clamp(max=0.3),
+    "rows": lambda y: y.flatten(1).clamp(-0.2, 0.3).reshape(y.shape),
+}
+
+
+@pytest.mark.parametrize("clamp", CLAMPS)
+def test_clamps_of_integers_that_others_read_round_their_bounds(clamp):
+    torch.manual_seed(0)
+    calls = [torch.randn(2, 4, 9, 11) for _ in range(2)]
+    artefact = quantized(Then(nn.Conv2d(4, 8, 3), lambda y: CLAMPS[clamp](y) + 2 * y), *calls)
+    require_agreement(artefact, artefact.program, calls)
+
+
+def test_averages_of_integers_count_zeros_as_padding():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.AvgPool2d(3, 2, 1), nn.Conv2d(8, 4, 1))
+    calls = [torch.randn(2, 4, 9, 11) + 1 for _ in range(2)]
+    artefact = quantized(model, *calls)
     require_agreement(artefact, artefact.program, calls)
 
 

@@ -1,4 +1,4 @@
-"""Layers and averages that OpenVINO computes wrongly, in terms of others that it computes rightly.
+"""Layers, averages and clamps that OpenVINO computes wrongly, in terms of others that it computes rightly.
 
 Found by comparing programs with their graphs over random geometries (`tests/lowering/test_openvino_geometries.py`), and
 seen with OpenVINO 2026.4 on processors with AVX512 and AMX.
@@ -11,9 +11,11 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from quantplug.core.boundaries import is_dequantize
 from quantplug.core.errors import LoweringError
 from quantplug.core.graph import constant_value, describe, operands, tensor_value
 from quantplug.core.pattern import Match, op, value
+from quantplug.lowering.qparams import dequantize
 from quantplug.lowering.rewriting import Rule, absorb, apply, call, constant, replace, viewed
 
 aten = torch.ops.aten
@@ -30,6 +32,7 @@ def step_aside(graph: fx.Graph) -> None:
     """
     apply(graph, BIASES)
     apply(graph, GEOMETRIES)
+    apply(graph, CLAMPS)
 
 
 def _uneven(match: Match) -> str | None:
@@ -95,10 +98,15 @@ def _column_by_column(match: Match) -> str | None:
 
 
 def _padded_before(match: Match) -> str | None:
-    """What stands over the image where sizes are rounded up counts as padding in OpenVINO, and not in torch."""
+    """What stands over the image where sizes are rounded up counts as padding in OpenVINO, and not in torch.
+
+    Padding that counts around integers is the integer zero there, not that of the number zero.
+    """
     node, given = match.root, operands(match.root)
-    if not (given["ceil_mode"] and given["count_include_pad"] and any(given["padding"])):
-        return "it rounds its size down or counts no padding"
+    if not (given["count_include_pad"] and any(given["padding"])):
+        return "it counts no padding"
+    if not given["ceil_mode"] and not is_dequantize(match["x"]):
+        return "it rounds its size down"
     spatial = len(given["kernel_size"])
     sizes = node.meta["val"].shape[-spatial:]
     if not all(isinstance(size, int) for size in sizes):
@@ -117,11 +125,38 @@ def _padded_before(match: Match) -> str | None:
     return None
 
 
+def _selected(match: Match) -> str | None:
+    """Clamps of integers that others read too are computed on the integers, by bounds whose fractions are cut off."""
+    node = match.root
+    found: Any = match["x"]
+    for name, compare in (("min", aten.lt.Scalar), ("max", aten.gt.Scalar)):
+        bound = _bound(node, name)
+        if bound is None:
+            continue
+        beyond = call(node, compare, (found, bound), node, torch.bool)
+        limit = constant(node, f"{node.name}_{name}", torch.tensor(bound, dtype=node.meta["val"].dtype))
+        found = call(node, aten.where.self, (beyond, limit, found), node)
+    absorb(found, node)
+    replace(node, found)
+    return None
+
+
+def _bound(node: fx.Node, name: str) -> float | None:
+    given = operands(node)
+    number = given[name] if name in given else given.get(f"{name}_val", {"min": 0.0, "max": 6.0}[name])
+    return None if number is None else float(number)
+
+
 _CONVOLUTIONS = op("conv1d.default", "conv2d.default", "conv3d.default")
 BIASES = (
     Rule(op("linear.default"), _uneven),
     Rule(_CONVOLUTIONS, _uneven),
     Rule(op("mm.default", "addmm.default"), _uneven_product),
+)
+CLAMPS = (
+    Rule(
+        op("clamp.default", "hardtanh.default", "relu6.default", self=dequantize(input=value("q"), name="x")), _selected
+    ),
 )
 GEOMETRIES = (
     Rule(_CONVOLUTIONS, _column_by_column),
