@@ -70,7 +70,7 @@ def _uneven_product(match: Match) -> str | None:
 def _uneven_bias(node: fx.Node, bias: Any, channels: int) -> fx.Node | None:
     """Returns biases that differ, by less than any rounding; None where they do already or are no constant."""
     held = constant_value(bias) if isinstance(bias, fx.Node) else torch.zeros(1, dtype=node.meta["val"].dtype)
-    if held is None or held.dim() > 1 or len(held.unique()) > 1:
+    if held is None or held.dim() > 1 or held.min() != held.max():
         return None
     numbers, least = held.detach().broadcast_to(channels).clone(), torch.finfo(held.dtype)
     numbers[0] += max(abs(numbers[0].item()) * least.eps, least.tiny, _LEAST)
