@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.calling import input_names, keyword_names
-from quantplug.core.errors import CalibrationError
+from quantplug.core.errors import CalibrationError, QuantplugError, first_line
 from quantplug.core.graph import tensor_value
 
 Pick: TypeAlias = Callable[[Any], Any]
@@ -116,10 +116,22 @@ class BatchReader:
                 self._check(self.specs[name], value, index)
         return {name: _moved(value, self.device) for name, value in named.items()}
 
-    def call(self, model: fx.GraphModule, named: Mapping[str, Any]) -> Any:
-        """Runs the model on checked arguments."""
+    def call(self, model: fx.GraphModule, named: Mapping[str, Any], index: int) -> Any:
+        """Runs the model on checked arguments.
+
+        Raises:
+            CalibrationError: it does not take their values, or sizes that are outside of the exported ranges.
+        """
         positional = [value for name, value in named.items() if name not in self.keywords]
-        return model(*positional, **{name: named[name] for name in self.keywords})
+        try:
+            return model(*positional, **{name: named[name] for name in self.keywords})
+        except QuantplugError:
+            raise
+        except Exception as error:
+            raise CalibrationError(
+                f"The model does not take batch {index} ({first_line(error)}); yield batches whose sizes are in the "
+                "exported ranges and whose values the model knows."
+            ) from error
 
     def _by_name(self, batch: Any, index: int) -> dict[str, Any]:
         if isinstance(batch, Mapping):

@@ -223,7 +223,7 @@ class Run:
         model_state = self._model_state()
         try:
             self._check_finite(named, index)
-            self._reader.call(self.model, named)
+            self._reader.call(self.model, named, index)
             self._session.commit()
             if skips:
                 require_finite(self._foreign)

@@ -136,7 +136,13 @@ def get_quantizer(name: str, *, strict: bool = True) -> BackendQuantizer:
             f"Backend '{name}' of package '{known[name].distribution}' is broken: {known[name].problem}; "
             "update or uninstall that package."
         )
-    return quantizer(strict=strict)
+    try:
+        return quantizer(strict=strict)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"Backend '{name}' of package '{known[name].distribution}' makes no quantizer ({first_line(error)}); "
+            "update or uninstall that package."
+        ) from error
 
 
 def capabilities(name: str) -> list[Capability]:

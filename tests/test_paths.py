@@ -1,5 +1,8 @@
 """Paths that the system does not take, files of other kinds and inputs that are none: one sentence each."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -61,6 +64,34 @@ def test_the_longest_name_that_the_system_takes_is_written(tmp_path):
     longest = tmp_path / ("n" * 251 + ".pte")
     assert write_content(longest, b"content").read_bytes() == b"content"
     assert list(tmp_path.iterdir()) == [longest]
+
+
+@pytest.mark.parametrize("name", ["[red]m.pte", "[/b].pte", "\udcff\udcfe.pte"])
+def test_names_of_odd_characters_are_written_and_printed(name, tmp_path, monkeypatch):
+    """The work was done when printing or writing the name failed."""
+    torch.export.save(torch.export.export(model(), (X,)), tmp_path / "model.pt2")
+    np.savez(tmp_path / "data.npz", X.numpy())
+    (tmp_path / "[").mkdir()
+    line = [
+        "quantize",
+        "model.pt2",
+        "--calibration",
+        "data.npz",
+        "--out",
+        name,
+        "--report",
+        f"{name}.html",
+        "-b",
+        "x86",
+    ]
+    code = "import sys; from quantplug.cli import main; sys.argv = ['quantplug', *sys.argv[1:]]; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *line], cwd=tmp_path, capture_output=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert f"Wrote {name.encode('utf-8', 'backslashreplace').decode()} (".encode() in done.stdout
+    assert (tmp_path / name).is_file()
+    assert (tmp_path / f"{name}.html").is_file()
 
 
 def test_a_checkpoint_that_is_no_file_is_not_to_be_deleted(tmp_path):

@@ -257,10 +257,10 @@ def export(
     Raises:
         ModelError: the model is none of these, or torch.export fails on it.
     """
-    if isinstance(model, fx.GraphModule):
-        return model
-    if isinstance(model, torch.export.ExportedProgram):
-        return model.module()
+    if isinstance(model, fx.GraphModule | torch.export.ExportedProgram):
+        exported = model if isinstance(model, fx.GraphModule) else model.module()
+        _require_weights(exported)
+        return exported
     if not isinstance(model, nn.Module):
         raise ModelError(f"quantize takes an nn.Module or an exported program, found {type(model).__name__}.")
     _require_weights(model)

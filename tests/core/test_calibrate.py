@@ -137,6 +137,19 @@ def test_wrong_loaders_are_refused_and_leave_no_trace(kind, name):
     assert qparams(model) == before
 
 
+def test_batches_beyond_the_exported_sizes_are_one_sentence():
+    """Also with values that the model does not know."""
+    shapes = ({0: torch.export.Dim("batch", min=2, max=8)},)
+    module = torch.export.export(
+        nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4)), (torch.ones(4, 3).long(),), dynamic_shapes=shapes
+    ).module()
+    model = quantplug.prepare_pt2e(module, quantplug.get_quantizer("x86"))
+    for batch in (torch.ones(9, 3).long(), torch.full((4, 3), 7)):
+        with pytest.raises(CalibrationError, match=r"^The model does not take batch 1 \(.*\); yield batches") as error:
+            calibrate(model, [torch.ones(4, 3).long(), batch], progress=False)
+        assert "\n" not in str(error.value)
+
+
 def test_a_used_up_generator_is_named():
     loader = iter_once = (batch for batch in batches(2))
     list(iter_once)
