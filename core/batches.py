@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from quantplug.core.calling import input_names, keyword_names
-from quantplug.core.errors import CalibrationError, QuantplugError, first_line
+from quantplug.core.errors import CalibrationError, QuantplugError, first_line, shown
 from quantplug.core.graph import tensor_value
 
 Pick: TypeAlias = Callable[[Any], Any]
@@ -80,7 +81,9 @@ def picked(batch: Any, pick: Pick | None) -> Any:
     if pick is None:
         return batch
     if not callable(pick):
-        raise CalibrationError(f"inputs is {pick!r}; pass a function of a batch, such as `lambda batch: batch[0]`.")
+        raise CalibrationError(
+            f"inputs is {shown(repr(pick))}; pass a function of a batch, such as `lambda batch: batch[0]`."
+        )
     return pick(batch)
 
 
@@ -154,8 +157,9 @@ class BatchReader:
         where = f"Input '{spec.name}' of batch {index}"
         if not isinstance(value, Tensor):
             raise CalibrationError(f"{where} is of type {type(value).__name__}; the model takes a torch.Tensor there.")
-        if value.is_meta:
-            raise CalibrationError(f"{where} is on the device 'meta', which holds no numbers; yield real data.")
+        if value.is_meta or isinstance(value, FakeTensor):
+            found = "on the device 'meta'" if value.is_meta else "a fake tensor"
+            raise CalibrationError(f"{where} is {found}, which holds no numbers; yield real data.")
         if value.layout != torch.strided:
             raise CalibrationError(f"{where} is sparse ({value.layout}); yield its `to_dense()`.")
         if not _fits(spec.shape, value.shape):

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import quantplug
-from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError, LoweringError
+from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError, LoweringError, QuantplugError
 from quantplug.core.exported_files import read_exported
 from quantplug.core.whole_files import kind_at, write_content
 from quantplug.files import require_apart
@@ -147,6 +148,25 @@ def test_sparse_inputs_are_one_sentence():
         quantplug.calibrate(prepared(), [sparse], progress=False)
     with pytest.raises(LoweringError, match=r"An input is sparse \(torch.sparse_coo\)"):
         quantized("x86")(sparse)
+
+
+def test_values_of_any_size_are_shown_in_one_line():
+    array = np.zeros((1000, 1000))
+    for attempt in (
+        lambda: quantplug.calibrate(prepared(), [X], inputs=array, progress=False),
+        lambda: quantplug.calibrate(prepared(), [X], limit=array, progress=False),
+        lambda: quantplug.prepare_pt2e(prepared(), array),
+        lambda: quantplug.get_quantizer(array),
+        lambda: quantplug.get_quantizer("x86").set_module_type(array, "int8"),
+        lambda: quantized("x86", correct_bias=array),
+        lambda: quantized("x86", float_dtype=array),
+        lambda: quantized("x86")([[0.0] * 8] * 4000),
+        lambda: quantized("x86")(FakeTensorMode().from_tensor(X)),
+    ):
+        with pytest.raises(QuantplugError) as error:
+            attempt()
+        assert len(str(error.value)) < 400
+        assert "\n" not in str(error.value)
 
 
 def test_what_picks_inputs_is_a_function():

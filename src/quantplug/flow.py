@@ -124,6 +124,9 @@ def quantize(
     args, kwargs = _examples(model, example_inputs, example_kwargs)
     if calibration is None and isinstance(chosen, BackendQuantizer):
         _require_no_data(chosen.needs_calibration, target.name)
+    if not isinstance(correct_bias, int):
+        found = type(correct_bias).__name__
+        raise ConfigError(f"correct_bias takes True, False or a number of samples, found {found}.")
     if correct_bias:
         _require_batches(calibration)
     exported = export(model, args, dynamic_shapes, kwargs)

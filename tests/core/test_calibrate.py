@@ -390,6 +390,36 @@ def test_a_checkpoint_of_other_weights_options_or_batches_is_refused(tmp_path):
     assert calibrate(prepared("percentile"), data, checkpoint=path).resumed_at == 3
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(
+            (key, None)
+            for key in ("fingerprint", "states", "model", "activity", "widened", "counts", "settled", "random")
+        ),
+        ("states", lambda states: {name: ((torch.zeros(2),), 0) for name in states}),
+        ("states", lambda states: dict.fromkeys(states, 3)),
+        ("counts", (1, 2)),
+        ("settled", ((0, None), torch.zeros(2))),
+        ("format", torch.zeros(2)),
+        ("last", 3),
+    ],
+)
+def test_a_checkpoint_that_holds_something_else_is_one_sentence(key, value, tmp_path):
+    def stops():
+        yield from batches()[:2]
+        raise KeyboardInterrupt
+
+    path, model = tmp_path / "run", prepared("histogram")
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, stops(), progress=False, checkpoint=path, checkpoint_every=1)
+    content = torch.load(path, weights_only=True)
+    torch.save({**content, key: value(content[key]) if callable(value) else value}, path)
+    with pytest.raises(ArtefactError, match=r"is no calibration checkpoint .*; delete it\.$") as error:
+        calibrate(model, batches(), progress=False, checkpoint=path)
+    assert "\n" not in str(error.value)
+
+
 def test_what_a_killed_write_left_is_removed(tmp_path):
     path = tmp_path / "run.ckpt"
     beside(path).write_bytes(b"half")
