@@ -415,7 +415,7 @@ def _exponent(node: ast.AST) -> float:
     if isinstance(node, ast.UnaryOp):
         return _exponent(node.operand)
     if isinstance(node, ast.Constant):
-        return abs(float(node.value))
+        return abs(float(node.value)) if isinstance(node.value, int | float) else math.inf
     if _is_call_of(node, "Integer", "Rational", "Float") and node.args:
         return _exponent(node.args[0])
     return 1.0 if isinstance(node, ast.Name) or _is_call_of(node, "Symbol") else math.inf

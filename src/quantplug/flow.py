@@ -124,9 +124,7 @@ def quantize(
     args, kwargs = _examples(model, example_inputs, example_kwargs)
     if calibration is None and isinstance(chosen, BackendQuantizer):
         _require_no_data(chosen.needs_calibration, target.name)
-    if not isinstance(correct_bias, int):
-        found = type(correct_bias).__name__
-        raise ConfigError(f"correct_bias takes True, False or a number of samples, found {found}.")
+    _require_samples(correct_bias)
     if correct_bias:
         _require_batches(calibration)
     exported = export(model, args, dynamic_shapes, kwargs)
@@ -153,6 +151,11 @@ def _require_no_data(waits: bool, backend: str) -> None:
             f"Backend '{backend}' quantizes activations statically here and needs data; pass calibration=loader, or a "
             "config that needs none such as 'int8_dynamic'."
         )
+
+
+def _require_samples(number: Any) -> None:
+    if not isinstance(number, int):
+        raise ConfigError(f"correct_bias takes True, False or a number of samples, found {type(number).__name__}.")
 
 
 def _waits_for_data(prepared: fx.GraphModule) -> bool:
