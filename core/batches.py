@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from quantplug.core.calling import input_names, keyword_names
-from quantplug.core.errors import CalibrationError
+from quantplug.core.errors import CalibrationError, QuantplugError, first_line, shown
 from quantplug.core.graph import tensor_value
 
 Pick: TypeAlias = Callable[[Any], Any]
@@ -80,7 +81,9 @@ def picked(batch: Any, pick: Pick | None) -> Any:
     if pick is None:
         return batch
     if not callable(pick):
-        raise CalibrationError(f"inputs is {pick!r}; pass a function of a batch, such as `lambda batch: batch[0]`.")
+        raise CalibrationError(
+            f"inputs is {shown(repr(pick))}; pass a function of a batch, such as `lambda batch: batch[0]`."
+        )
     return pick(batch)
 
 
@@ -116,10 +119,22 @@ class BatchReader:
                 self._check(self.specs[name], value, index)
         return {name: _moved(value, self.device) for name, value in named.items()}
 
-    def call(self, model: fx.GraphModule, named: Mapping[str, Any]) -> Any:
-        """Runs the model on checked arguments."""
+    def call(self, model: fx.GraphModule, named: Mapping[str, Any], index: int) -> Any:
+        """Runs the model on checked arguments.
+
+        Raises:
+            CalibrationError: it does not take their values, or sizes that are outside of the exported ranges.
+        """
         positional = [value for name, value in named.items() if name not in self.keywords]
-        return model(*positional, **{name: named[name] for name in self.keywords})
+        try:
+            return model(*positional, **{name: named[name] for name in self.keywords})
+        except QuantplugError:
+            raise
+        except Exception as error:
+            raise CalibrationError(
+                f"The model does not take batch {index} ({first_line(error)}); yield batches whose sizes are in the "
+                "exported ranges and whose values the model knows."
+            ) from error
 
     def _by_name(self, batch: Any, index: int) -> dict[str, Any]:
         if isinstance(batch, Mapping):
@@ -142,8 +157,9 @@ class BatchReader:
         where = f"Input '{spec.name}' of batch {index}"
         if not isinstance(value, Tensor):
             raise CalibrationError(f"{where} is of type {type(value).__name__}; the model takes a torch.Tensor there.")
-        if value.is_meta:
-            raise CalibrationError(f"{where} is on the device 'meta', which holds no numbers; yield real data.")
+        if value.is_meta or isinstance(value, FakeTensor):
+            found = "on the device 'meta'" if value.is_meta else "a fake tensor"
+            raise CalibrationError(f"{where} is {found}, which holds no numbers; yield real data.")
         if value.layout != torch.strided:
             raise CalibrationError(f"{where} is sparse ({value.layout}); yield its `to_dense()`.")
         if not _fits(spec.shape, value.shape):

@@ -19,7 +19,7 @@ from quantplug.core.batches import BatchReader, batch_digest, loader_iterator, n
 from quantplug.core.checkpoint import read_checkpoint, write_checkpoint
 from quantplug.core.constants import written_buffers
 from quantplug.core.coverage import ObserverSummary, SkippedBatch, summarize
-from quantplug.core.errors import CalibrationError
+from quantplug.core.errors import ArtefactError, CalibrationError, first_line, shown
 from quantplug.core.foreign import foreign_sites, foreign_states, require_finite, require_mergeable, restore_foreign
 from quantplug.core.graph import attribute, constant_value
 from quantplug.core.observation import unchanged
@@ -28,6 +28,7 @@ from quantplug.core.observers.activity import ChannelActivity
 from quantplug.core.observers.session import Session
 from quantplug.core.settling import Settling
 from quantplug.core.sites import Site, channel_axis, fingerprint, twins
+from quantplug.core.typed import typed
 
 NonFinitePolicy = Literal["raise", "skip", "report"]
 MisfitPolicy = Literal["raise", "skip"]
@@ -38,6 +39,44 @@ _CHOICES = {
     "dead": ("raise", "report"),
     "constant": ("raise", "report"),
 }
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What a checkpoint holds."""
+
+    format: int
+    fingerprint: tuple[str, ...]
+    states: dict[str, Any]
+    foreign: dict[str, Any]
+    model: dict[str, Tensor]
+    activity: dict[str, Any]
+    widened: dict[str, int | None]
+    counts: tuple[int, ...]
+    skipped: tuple[Any, ...]
+    settled: tuple[Any, ...]
+    random: tuple[Any, ...]
+    last: str
+
+
+@contextmanager
+def _told_as_broken(path: Path | None) -> Iterator[None]:
+    """Makes a sentence of whatever a file causes that holds something else than a run saves."""
+    try:
+        yield
+    except Exception as error:
+        raise ArtefactError(
+            f"'{path}' is no calibration checkpoint of this release ({first_line(error)}); delete it."
+        ) from error
+
+
+def _require_like(state: Any, observer: DataObserver) -> None:
+    """Raises ValueError where an observer could not have saved a state."""
+    fields = () if state is None else tuple(state)
+    if not all(isinstance(field, Tensor) and field.dim() for field in fields) or len(set(map(len, fields))) > 1:
+        raise ValueError(f"the state of '{type(observer).__name__}' consists of other tensors")
+    if not observer.per_channel and fields and len(fields[0]) != 1:
+        raise ValueError(f"the state of '{type(observer).__name__}' has {len(fields[0])} ranges")
 
 
 @dataclass(frozen=True)
@@ -66,7 +105,7 @@ class Options:
         for name in ("limit", "check_every", "checkpoint_every"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise CalibrationError(f"{name} is {value!r}; pass a number of batches of at least 1.")
+                raise CalibrationError(f"{name} is {shown(repr(value))}; pass a number of batches of at least 1.")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise CalibrationError(f"{name} is '{getattr(self, name)}'; choose one of {list(allowed)}.")
@@ -223,7 +262,7 @@ class Run:
         model_state = self._model_state()
         try:
             self._check_finite(named, index)
-            self._reader.call(self.model, named)
+            self._reader.call(self.model, named, index)
             self._session.commit()
             if skips:
                 require_finite(self._foreign)
@@ -290,6 +329,11 @@ class Run:
         content = read_checkpoint(path, self._fingerprint) if path is not None else None
         if content is None:
             return
+        with _told_as_broken(path):
+            self._restore(content)
+
+    def _restore(self, content: dict[str, Any]) -> None:
+        typed(content, _Saved, "it")
         self._taken_up = content
         self._restore_observers(content)
         restore_foreign(self._foreign, content["foreign"])
@@ -297,7 +341,8 @@ class Run:
         self.batches, self.samples, self._position = content["counts"]
         self._session.batch, self.resumed_at = self._position, self.batches
         self.skipped = [SkippedBatch(*pair) for pair in content["skipped"]]
-        settling, self.converged = content["settled"]
+        settling, converged = content["settled"]
+        self.converged = typed(converged, bool, "'settled'")
         self._settling.restore(settling)
         self._observe_constants()
 
@@ -306,6 +351,7 @@ class Run:
         for site, observer in self._ours:
             if site.name in content["states"]:
                 state, observer.nonfinite_elements = content["states"][site.name]
+                _require_like(state, observer)
                 observer.state = None if state is None else observer.restored(state)
             if observer in activity:
                 activity[observer].restore(content["activity"][site.name])
@@ -323,8 +369,9 @@ class Run:
                 f"Batch {self._position - 1} is not the one that the checkpoint '{self.options.checkpoint}' has seen; "
                 "let the loader yield the same batches again (a shuffling one: pass seed=), or pass resume=False."
             )
-        torch.set_rng_state(self._taken_up["random"][0])
-        random.setstate(self._taken_up["random"][1])
+        with _told_as_broken(self.options.checkpoint):
+            torch.set_rng_state(self._taken_up["random"][0])
+            random.setstate(self._taken_up["random"][1])
 
     def _observe_constants(self) -> None:
         """Shows weights to observers without data, in case no batch is left that would."""

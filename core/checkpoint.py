@@ -67,7 +67,8 @@ def read_checkpoint(path: Path, fingerprint: list[str]) -> dict[str, Any] | None
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken file can raise anything: pickle's, zip's, struct's and torch's own errors
         raise ArtefactError(f"'{path}' is no calibration checkpoint ({type(error).__name__}); delete it.") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    found_format = content.get("format") if isinstance(content, dict) else None
+    if not isinstance(found_format, int) or found_format != FORMAT or not isinstance(content.get("fingerprint"), list):
         raise ArtefactError(f"'{path}' is no calibration checkpoint of format {FORMAT}; delete it.")
     if content["fingerprint"] != fingerprint:
         raise CalibrationError(

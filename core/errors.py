@@ -57,7 +57,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def first_line(error: BaseException) -> str:
     """Returns what another library's error says in one line: its type and the first line of its text."""
-    text = str(error).strip()
+    try:
+        text = str(error).strip()
+    except Exception:  # of somebody else's class
+        text = ""
     return f"{type(error).__name__}: {shown(text.splitlines()[0])}" if text else type(error).__name__
 
 

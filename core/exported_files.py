@@ -14,10 +14,11 @@ import math
 import operator
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torchao.quantization.pt2e.quantizer  # noqa: F401 (registers the operators of q/dq graphs)
@@ -42,7 +43,12 @@ _PAYLOADS = {
     "data/constants/": ("data/constants/model_constants_config.json", r"tensor_\d+"),
 }
 _EXTRA = "extra/"
-_LOGGERS = ("torch.export", "torch.export.pt2_archive._package", "torch._export.serde.serialize")
+_LOGGERS = (
+    "torch.export",
+    "torch.export.pt2_archive._package",
+    "torch._export.serde.serialize",
+    "torch.fx.experimental.symbolic_shapes",
+)
 
 _OPERATORS = frozenset(
     [
@@ -157,6 +163,10 @@ _ARITHMETIC = (
     *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.USub, ast.UAdd, ast.Not, ast.And),
     *(ast.Or, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Call, ast.keyword, ast.Tuple),
 )
+_POWERS = frozenset(["Pow", "PowByNatural", "FloatPow", "LShift"])
+_LARGEST_DEGREE = 2**12
+_LONGEST_NUMBER = 400
+_LARGE_TEXT = re.compile(r"\d[eE][+-]?\d{4}|\*")  # sympy reads numbers and sums out of texts
 _OF_GUARDS = (*_ARITHMETIC, ast.Attribute, ast.Subscript, ast.Is, ast.IsNot)
 
 
@@ -250,8 +260,9 @@ def _records(path: Path) -> dict[str, bytes]:
             raise _RefusedError("it holds compressed records, which torch.export.save does not write")
         if sum(entry.file_size for entry in entries) > path.stat().st_size:
             raise _RefusedError("its records claim to be larger than the file")
-        names = [entry.filename for entry in entries]
-        odd = next((name for name in names if _is_odd(name) or names.count(name) > 1), None)
+        counts = Counter(entry.filename for entry in entries)
+        names = list(counts)
+        odd = next((name for name, count in counts.items() if _is_odd(name) or count > 1), None)
         if odd is not None:
             raise _RefusedError(f"record '{shown(odd)}' is there twice or leads out of the archive")
         found = {name.partition("/")[2]: archive.read(name) for name in names}
@@ -314,7 +325,7 @@ def _check(value: Any, key: str) -> None:
     """Checks all text in a model's description by the key that it stands under."""
     if isinstance(value, dict):
         if key == "metadata" and all(isinstance(text, str) for text in value.values()):  # else an input of that name
-            for name in [name for name in value if name not in _KEPT_METADATA]:
+            for name in [name for name, text in value.items() if not _is_kept(name, text)]:
                 del value[name]
             return
         for name, inner in value.items():
@@ -325,6 +336,10 @@ def _check(value: Any, key: str) -> None:
             _check(inner, key)
     elif isinstance(value, str):
         _check_text(value, key)
+
+
+def _is_kept(name: str, text: str) -> bool:
+    return name in _KEPT_METADATA and text.isprintable() and (name != "torch_fn" or text.count(";") == 1)
 
 
 def _check_text(text: str, key: str) -> None:
@@ -379,10 +394,54 @@ def _is_guard(text: str) -> bool:
 
 def _is_arithmetic(text: str, kinds: tuple[type[ast.AST], ...], functions: frozenset[str]) -> bool:
     try:
-        nodes = list(ast.walk(ast.parse(text, mode="eval")))
+        tree = ast.parse(text, mode="eval")
+        ends = _degree(tree) <= _LARGEST_DEGREE
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    return all(isinstance(node, kinds) and _is_harmless(node, functions) for node in nodes)
+    return ends and all(
+        isinstance(node, kinds) and _is_harmless(node, functions) and _is_small(node) for node in ast.walk(tree)
+    )
+
+
+def _degree(node: ast.AST) -> float:
+    """Returns the largest exponent that powers of powers come to; evaluating a large one does not end."""
+    inner = max(map(_degree, ast.iter_child_nodes(node)), default=1.0)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        return inner * _exponent(node.right)
+    return inner * _exponent(node.args[-1]) if _is_call_of(node, *_POWERS) and node.args else inner
+
+
+def _exponent(node: ast.AST) -> float:
+    if isinstance(node, ast.UnaryOp):
+        return _exponent(node.operand)
+    if isinstance(node, ast.Constant):
+        return abs(float(node.value)) if isinstance(node.value, int | float) else math.inf
+    if _is_call_of(node, "Integer", "Rational", "Float") and node.args:
+        return _exponent(node.args[0])
+    return 1.0 if isinstance(node, ast.Name) or _is_call_of(node, "Symbol") else math.inf
+
+
+def _is_call_of(node: ast.AST, *names: str) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+
+
+def _is_small(node: ast.AST) -> bool:
+    """Tells whether a node takes no time or memory without end beside its powers, as long texts and numbers do."""
+    if isinstance(node, ast.Constant):
+        is_number = not isinstance(node.value, str) or _LARGE_TEXT.search(node.value) is None
+        return is_number and len(str(node.value)) <= _LONGEST_NUMBER
+    if isinstance(node, ast.BinOp):
+        return not _is_sequence(node.left) and not _is_sequence(node.right)
+    return not _is_call_of(node, "Float") or all(map(_is_precision, node.args[1:] + [k.value for k in node.keywords]))
+
+
+def _is_precision(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value <= _LONGEST_NUMBER
+
+
+def _is_sequence(node: ast.AST) -> bool:
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return is_text or isinstance(node, ast.Tuple | ast.BoolOp)
 
 
 def _is_harmless(node: ast.AST, functions: frozenset[str]) -> bool:

@@ -122,7 +122,7 @@ class Plan:
             nodes = typed(read["nodes"], tuple[Any, ...], "'nodes'")
             others = {name: value for name, value in read.items() if name != "version"}
             plan: Plan = typed({**others, "nodes": tuple(map(_planned, nodes))}, Plan, "the plan")
-        except (ValueError, KeyError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             if isinstance(error, ArtefactError):
                 raise
             raise ArtefactError(f"The text is no plan ({_reason(error)}); write one with Plan.json.") from error

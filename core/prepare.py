@@ -21,7 +21,7 @@ from quantplug.core.collection import collection_paused
 from quantplug.core.constants import buffer_writes, constant_nodes
 from quantplug.core.control import run_in_python
 from quantplug.core.decision import decision
-from quantplug.core.errors import ConfigError, ModelError
+from quantplug.core.errors import ConfigError, ModelError, shown
 from quantplug.core.fold import Permission, fold_batch_norms
 from quantplug.core.graph import (
     attribute,
@@ -110,7 +110,7 @@ def prepare_qat_pt2e(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphMod
 def _require_float_model(model: fx.GraphModule, quantizer: Quantizer, stage: str) -> None:
     if not callable(getattr(quantizer, "annotate", None)):
         raise ConfigError(
-            f"{stage} takes a quantizer, found {quantizer!r}; pass one of torchao's interface, such as "
+            f"{stage} takes a quantizer, found {shown(repr(quantizer))}; pass one of torchao's interface, such as "
             "`quantplug.get_quantizer('xnnpack')`."
         )
     found = stage_of(require_graph_module(model, stage))

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import os
 import stat
 import tempfile
 from collections.abc import Callable
@@ -60,7 +61,7 @@ def beside(path: Path) -> Path:
     Its name is short, since names that the system takes may have no room for more.
     """
     suffix = path.suffix if len(path.suffix) < 16 else ""
-    return path.with_name(f".{hashlib.sha256(path.name.encode()).hexdigest()[:16]}.unfinished{suffix}")
+    return path.with_name(f".{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]}.unfinished{suffix}")
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> Path:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 
@@ -20,6 +21,12 @@ def open_sizes(graph: fx.Graph, example_inputs: tuple[Any, ...]) -> Any:
     sizes = [_open_dims(found) if isinstance(found, Tensor) else None for found in values]
     structure = pytree.tree_structure(example_inputs)
     return pytree.tree_unflatten(sizes, structure) if any(sizes) and len(sizes) == structure.num_leaves else None
+
+
+def same_shape(one: Tensor, other: Tensor) -> bool:
+    """Tells whether two tensors have one shape at every size that is open; `==` would close those that look alike."""
+    alike = (statically_known_true(a == b) for a, b in zip(one.shape, other.shape, strict=False))
+    return one.dim() == other.dim() and all(alike)
 
 
 def _open_dims(found: Tensor) -> dict[int, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quantplug.core.errors import ArtefactError, LoweringError, first_line
+from quantplug.core.errors import ArtefactError, LoweringError, first_line, shown
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ def require_float_dtype(dtype: torch.dtype) -> None:
     Raises:
         LoweringError: it is neither float32 nor bfloat16.
     """
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise LoweringError(f"float_dtype is {dtype}; choose torch.float32 or torch.bfloat16.")
+    if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.bfloat16):
+        raise LoweringError(f"float_dtype is {shown(dtype)}; choose torch.float32 or torch.bfloat16.")
 
 
 def refusal(target: str, error: Exception) -> LoweringError:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
@@ -113,6 +114,8 @@ class Signature:
         sparse = next((leaf for leaf in flat if isinstance(leaf, Tensor) and leaf.layout != torch.strided), None)
         if sparse is not None:
             raise LoweringError(f"An input is sparse ({sparse.layout}); pass its `to_dense()`.")
+        if any(isinstance(leaf, FakeTensor) for leaf in flat):
+            raise LoweringError("An input is a fake tensor, which holds no numbers; pass real tensors.")
         opened: dict[str, int] = {}
         for index, (expected, value) in enumerate(zip(self.inputs, flat, strict=True)):
             if expected is not None and not _fits(expected, value, opened):
@@ -195,7 +198,7 @@ def _found(value: Any) -> str:
 
 
 def _text(structure: pytree.TreeSpec) -> str:
-    return " ".join(str(structure).split())
+    return shown(structure)
 
 
 def _written(given: TensorInput | FixedInput | None) -> dict[str, Any] | None:

@@ -122,13 +122,15 @@ def get_quantizer(name: str, *, strict: bool = True) -> BackendQuantizer:
     Raises:
         ConfigError: there is no such backend, or its plugin is broken.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"A backend is named by text, found {type(name).__name__}; pass a name such as 'xnnpack'.")
     known = {entry.name: entry for entry in reversed(backends())}
     if name in _OLDER_NAMES and name not in known:
         warnings.warn(f"'{name}' is an older name; this is backend '{_OLDER_NAMES[name]}'.", UserWarning, stacklevel=2)
         name = _OLDER_NAMES[name]
     if name not in known:
         raise ConfigError(
-            f"There is no backend '{shown(name)}'{did_you_mean(str(name), known)}; choose one of {sorted(known)}."
+            f"There is no backend '{shown(name)}'{did_you_mean(name, known)}; choose one of {sorted(known)}."
         )
     quantizer = known[name].quantizer
     if quantizer is None:
@@ -136,7 +138,13 @@ def get_quantizer(name: str, *, strict: bool = True) -> BackendQuantizer:
             f"Backend '{name}' of package '{known[name].distribution}' is broken: {known[name].problem}; "
             "update or uninstall that package."
         )
-    return quantizer(strict=strict)
+    try:
+        return quantizer(strict=strict)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"Backend '{name}' of package '{known[name].distribution}' makes no quantizer ({first_line(error)}); "
+            "update or uninstall that package."
+        ) from error
 
 
 def capabilities(name: str) -> list[Capability]:

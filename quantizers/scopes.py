@@ -16,7 +16,7 @@ from torch import fx, nn
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.core.annotator import Choice
-from quantplug.core.errors import ConfigError
+from quantplug.core.errors import ConfigError, shown
 from quantplug.core.graph import compute_nodes, module_stack
 from quantplug.core.pattern import Target, operator_overloads
 
@@ -92,7 +92,9 @@ class Scopes:
             ConfigError: `kind` is no module class.
         """
         if not isinstance(kind, str) and not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-            raise ConfigError(f"set_module_type takes a subclass of torch.nn.Module or its name, found {kind!r}.")
+            raise ConfigError(
+                f"set_module_type takes a subclass of torch.nn.Module or its name, found {shown(repr(kind))}."
+            )
         wanted = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
 
         def depth(node: fx.Node) -> int:

@@ -1,12 +1,16 @@
 """Paths that the system does not take, files of other kinds and inputs that are none: one sentence each."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import quantplug
-from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError, LoweringError
+from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError, LoweringError, QuantplugError
 from quantplug.core.exported_files import read_exported
 from quantplug.core.whole_files import kind_at, write_content
 from quantplug.files import require_apart
@@ -63,6 +67,34 @@ def test_the_longest_name_that_the_system_takes_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == [longest]
 
 
+@pytest.mark.parametrize("name", ["[red]m.pte", "[/b].pte", "\udcff\udcfe.pte"])
+def test_names_of_odd_characters_are_written_and_printed(name, tmp_path, monkeypatch):
+    """The work was done when printing or writing the name failed."""
+    torch.export.save(torch.export.export(model(), (X,)), tmp_path / "model.pt2")
+    np.savez(tmp_path / "data.npz", X.numpy())
+    (tmp_path / "[").mkdir()
+    line = [
+        "quantize",
+        "model.pt2",
+        "--calibration",
+        "data.npz",
+        "--out",
+        name,
+        "--report",
+        f"{name}.html",
+        "-b",
+        "x86",
+    ]
+    code = "import sys; from quantplug.cli import main; sys.argv = ['quantplug', *sys.argv[1:]]; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *line], cwd=tmp_path, capture_output=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert f"Wrote {name.encode('utf-8', 'backslashreplace').decode()} (".encode() in done.stdout
+    assert (tmp_path / name).is_file()
+    assert (tmp_path / f"{name}.html").is_file()
+
+
 def test_a_checkpoint_that_is_no_file_is_not_to_be_deleted(tmp_path):
     with pytest.raises(ArtefactError, match=r"is a folder; give the path of a file to write\.$"):
         quantplug.calibrate(prepared(), [X], checkpoint=tmp_path, progress=False)
@@ -116,6 +148,25 @@ def test_sparse_inputs_are_one_sentence():
         quantplug.calibrate(prepared(), [sparse], progress=False)
     with pytest.raises(LoweringError, match=r"An input is sparse \(torch.sparse_coo\)"):
         quantized("x86")(sparse)
+
+
+def test_values_of_any_size_are_shown_in_one_line():
+    array = np.zeros((1000, 1000))
+    for attempt in (
+        lambda: quantplug.calibrate(prepared(), [X], inputs=array, progress=False),
+        lambda: quantplug.calibrate(prepared(), [X], limit=array, progress=False),
+        lambda: quantplug.prepare_pt2e(prepared(), array),
+        lambda: quantplug.get_quantizer(array),
+        lambda: quantplug.get_quantizer("x86").set_module_type(array, "int8"),
+        lambda: quantized("x86", correct_bias=array),
+        lambda: quantized("x86", float_dtype=array),
+        lambda: quantized("x86")([[0.0] * 8] * 4000),
+        lambda: quantized("x86")(FakeTensorMode().from_tensor(X)),
+    ):
+        with pytest.raises(QuantplugError) as error:
+            attempt()
+        assert len(str(error.value)) < 400
+        assert "\n" not in str(error.value)
 
 
 def test_what_picks_inputs_is_a_function():

@@ -45,6 +45,8 @@ class ChannelActivity:
     def restore(self, saved: Activity) -> None:
         """Goes on from what `saved` returned."""
         self.channels, self.reference, self.silent = saved
+        if self.silent is not None and not (isinstance(self.silent, Tensor) and self.silent.dtype == torch.int64):
+            raise ValueError("the channels that are silent are no indices")
 
     def see(self, value: Tensor) -> None:
         """Takes one tensor, of any sizes but that of the channel axis."""

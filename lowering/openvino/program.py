@@ -230,6 +230,7 @@ def _read(path: str | Path) -> tuple[Any, _Settings, tuple[Signature, Outputs, l
     """
     openvino = runtime()
     with zipfile.ZipFile(path) as archive:
+        _require_stored(archive, Path(path).stat().st_size)
         model = openvino.Core().read_model(archive.read(_GRAPH), archive.read(_WEIGHTS))
         settings: _Settings = typed(json.loads(archive.read(_SETTINGS)), _Settings, f"'{_SETTINGS}'")
         signature, outputs = Signature.from_json(settings.signature), Outputs.from_json(settings.outputs)
@@ -237,7 +238,9 @@ def _read(path: str | Path) -> tuple[Any, _Settings, tuple[Signature, Outputs, l
         wrong = next((place for place in places if place not in range(len(model.outputs))), None)
         if wrong is not None:
             raise ValueError(f"the model has {len(model.outputs)} outputs, and the settings read output {wrong}")
-        with np.load(io.BytesIO(archive.read(_STATE)), allow_pickle=False) as state:
+        begun = archive.read(_STATE)
+        _require_stored(zipfile.ZipFile(io.BytesIO(begun)), len(begun))
+        with np.load(io.BytesIO(begun), allow_pickle=False) as state:
             variables = [
                 Variable(name, _tensor(state[name], model.output(place)), place)
                 for name, place in settings.variables.items()
@@ -246,6 +249,17 @@ def _read(path: str | Path) -> tuple[Any, _Settings, tuple[Signature, Outputs, l
     given = [each for each in signature.inputs if isinstance(each, TensorInput)]
     _require_ports(model.inputs, [*given, *begins])
     return model, settings, (signature, outputs, variables)
+
+
+def _require_stored(archive: zipfile.ZipFile, size: int) -> None:
+    """Refuses records that grow when they are read, which `save` does not write.
+
+    Raises:
+        ValueError: there are such.
+    """
+    entries = archive.infolist()
+    if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > size:
+        raise ValueError("its records are compressed, or claim to be larger than the file")
 
 
 def _require_ports(ports: Sequence[Any], given: Sequence[TensorInput]) -> None:

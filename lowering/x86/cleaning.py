@@ -5,6 +5,7 @@ constants. After: only computation; every node has a tensor value; static activa
 the one activation dtype that all integer kernels of oneDNN in torch take (x - 128 in int8 is x in uint8).
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -119,7 +120,9 @@ def _give_values(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> Non
         leaves = torch.utils._pytree.tree_leaves(example_inputs)
         inputs = [mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     # Recurrences know symbolic sizes only by way of the dispatcher that export uses.
-    with mode, torch.no_grad(), enable_python_dispatcher():
+    # What kernels ask of the example's sizes is no condition of the model's.
+    unchanged = mode.shape_env.suppress_guards() if mode.shape_env else nullcontext()
+    with mode, torch.no_grad(), enable_python_dispatcher(), unchanged:
         _Values(module, mode).run(*inputs, enable_io_processing=False)
 
 

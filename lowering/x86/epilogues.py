@@ -14,6 +14,7 @@ from torch import fx
 from quantplug.core.graph import operands, tensor_value
 from quantplug.core.pattern import Match, Op, Pattern, either, op, single_use, value
 from quantplug.lowering.clamps import clamp_rules
+from quantplug.lowering.open_sizes import same_shape
 from quantplug.lowering.qparams import QD, QParams, dequantize, qparams, quantize
 from quantplug.lowering.rewriting import Rule, absorb, apply, call, replace
 from quantplug.lowering.x86.images import as_images
@@ -184,7 +185,7 @@ def _fuse_float_sum(match: Match) -> str | None:
 
 def _shape_objection(match: Match, other: fx.Node) -> str | None:
     total, part = tensor_value(match["add"]), tensor_value(other)
-    if total is None or part is None or total.shape != part.shape:
+    if total is None or part is None or not same_shape(total, part):
         return "the sum broadcasts"
     if match["kernel"].target not in LINEARS and total.dim() != 4:
         return "convolution kernels add onto images only"

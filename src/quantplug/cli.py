@@ -4,6 +4,7 @@ Errors on what the user passed are one sentence on the error stream and exit cod
 """
 
 import errno
+import io
 import logging
 import os
 import sys
@@ -52,12 +53,13 @@ def backends() -> None:
         table.add_column(heading)
     for entry in registered():
         if entry.quantizer is None:
-            table.add_row(entry.name, entry.distribution, entry.version, "-", "-", "-", f"broken: {entry.problem}")
+            cells = [entry.name, entry.distribution, entry.version, "-", "-", "-", f"broken: {entry.problem}"]
         else:
             backend = entry.quantizer.backend
             told = (modes_of(backend, backend.configs), dtypes_of(backend, backend.configs), backend.configs)
             lists = (", ".join(names) for names in told)
-            table.add_row(entry.name, entry.distribution, entry.version, *lists, backend.summary)
+            cells = [entry.name, entry.distribution, entry.version, *lists, backend.summary]
+        table.add_row(*map(escape, cells))
     Console().print(table)
 
 
@@ -70,7 +72,7 @@ def new_backend(
     from quantplug.scaffold import new_backend as write_package
 
     folder, console = write_package(name, out), Console()
-    console.print(f"Wrote {folder}; install it with `pip install -e {folder}`,", soft_wrap=True)
+    console.print(escape(f"Wrote {folder}; install it with `pip install -e {folder}`,"), soft_wrap=True)
     console.print(f"then let `pytest --quantplug-backend {name}` judge it.", soft_wrap=True)
 
 
@@ -126,7 +128,8 @@ def quantize(
     console = Console()
     console.print(artefact.report.table())
     console.print(artefact.report.summary())
-    console.print(f"Wrote {out} ({out.stat().st_size / 1e6:.2f} MB; the exported model has {_megabytes(model)} MB).")
+    sizes = f"{out.stat().st_size / 1e6:.2f} MB; the exported model has {_megabytes(model)} MB"
+    console.print(escape(f"Wrote {out} ({sizes})."))
 
 
 @app.command()
@@ -191,7 +194,7 @@ def _write_report(report: "Report", path: Path | None, title: str) -> None:
 
     if path is not None:
         text = report.html(title) if path.suffix == ".html" else report.json()
-        write_whole(path, lambda unfinished: unfinished.write_text(text))
+        write_whole(path, lambda unfinished: unfinished.write_text(text, "utf-8", "backslashreplace"))
 
 
 def _megabytes(path: Path) -> str:
@@ -209,6 +212,8 @@ def _hush() -> None:
 def main() -> None:
     """Runs the command line; errors of quantplug's end it with one sentence and exit code 2."""
     _hush()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may be no text
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except QuantplugError as error:

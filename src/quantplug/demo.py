@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, fx, nn
 
 from quantplug.core.compare import compare_layers, sqnr
 from quantplug.core.errors import ArtefactError
-from quantplug.core.whole_files import kind_at
+from quantplug.core.whole_files import kind_at, write_content, write_whole
 from quantplug.flow import Artefact, export, quantize
 
 BATCH = 64
@@ -139,7 +140,8 @@ def run(out: Path, console: Console) -> dict[str, Artefact]:
         with console.status(f"Quantizing for {backend} ..."):
             artefacts[backend] = quantize(model, example, backend, calibration, progress=False)
             artefacts[backend].save(out / f"digits{suffix}")
-            (out / f"report_{backend}.html").write_text(artefacts[backend].report.html(f"digits on {backend}"))
+            page = artefacts[backend].report.html(f"digits on {backend}")
+            write_content(out / f"report_{backend}.html", page.encode())
     half = quantize(model, example, "x86", config="float16", progress=False)
     half.save(out / "digits_float16_x86.pt2")
     exported = export(model, example)
@@ -149,7 +151,7 @@ def run(out: Path, console: Console) -> dict[str, Artefact]:
     console.print(artefacts["xnnpack"].report.summary())
     picture = out / "activations.png"
     draw_layers(exported, artefacts["xnnpack"].reference, example, picture)
-    console.print(f"Wrote {', '.join(sorted(str(path) for path in out.iterdir()))}.", soft_wrap=True)
+    console.print(escape(f"Wrote {', '.join(sorted(str(path) for path in out.iterdir()))}."), soft_wrap=True)
     return artefacts
 
 
@@ -233,4 +235,4 @@ def draw_layers(exported: fx.GraphModule, reference: fx.GraphModule, inputs: tup
         for panel in panels[len(layers) :]:
             panel.set_visible(False)
         figure.suptitle("Quantized (vertical) against float (horizontal) activations, per layer")
-        figure.savefig(path, dpi=110)
+        write_whole(path, lambda unfinished: figure.savefig(unfinished, dpi=110))

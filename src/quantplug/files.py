@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from quantplug.core.calling import input_names
-from quantplug.core.errors import ArtefactError, CalibrationError, shown
+from quantplug.core.calling import by_position, in_order, input_names
+from quantplug.core.errors import ArtefactError, CalibrationError, first_line, shown
 from quantplug.core.exported_files import read_exported
 from quantplug.core.whole_files import kind_at
+from quantplug.lowering.signature import Signature
 
 
 def load_exported(path: Path, *, trust: bool = False) -> torch.export.ExportedProgram:
@@ -31,7 +32,25 @@ def load_exported(path: Path, *, trust: bool = False) -> torch.export.ExportedPr
     Raises:
         ArtefactError: the file is missing, holds no exported program, or asks for more than a model needs.
     """
-    return read_exported(path, trust=trust)
+    program = read_exported(path, trust=trust)
+    try:
+        _require_example_inputs(program)
+    except Exception as error:  # torch makes the module of whatever the file said
+        raise ArtefactError(
+            f"'{shown(path)}' holds a program that cannot be run on its own example inputs ({first_line(error)}); "
+            "export the model again."
+        ) from error
+    return program
+
+
+def _require_example_inputs(program: torch.export.ExportedProgram) -> None:
+    """Raises an error of any type where there is no module, or where it does not take the example inputs."""
+    module, given = program.module(), program.example_inputs
+    if given is None:
+        return
+    values = in_order(input_names(module), *given)
+    if all(leaf.is_cpu for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)):
+        Signature.of_graph(by_position(module), values).flatten(values)
 
 
 def _require_file(path: Path, what: str) -> None:
@@ -142,6 +161,11 @@ def load_batches(path: Path, program: torch.export.ExportedProgram, batch_size: 
         )
     chosen = list(arrays.values()) if list(arrays) == unnamed else [arrays[name] for name in inputs.names]
     size = batch_size or inputs.batch_size
+    if not size:
+        raise CalibrationError(
+            "The example inputs that the model was exported with are empty; say how many samples make "
+            "a batch (`--batch-size`)."
+        )
     samples = {name: len(array) if array.dim() else 0 for name, array in arrays.items()}
     if min(samples.values()) < size or len(set(samples.values())) > 1:
         raise CalibrationError(

@@ -124,6 +124,7 @@ def quantize(
     args, kwargs = _examples(model, example_inputs, example_kwargs)
     if calibration is None and isinstance(chosen, BackendQuantizer):
         _require_no_data(chosen.needs_calibration, target.name)
+    _require_samples(correct_bias)
     if correct_bias:
         _require_batches(calibration)
     exported = export(model, args, dynamic_shapes, kwargs)
@@ -150,6 +151,11 @@ def _require_no_data(waits: bool, backend: str) -> None:
             f"Backend '{backend}' quantizes activations statically here and needs data; pass calibration=loader, or a "
             "config that needs none such as 'int8_dynamic'."
         )
+
+
+def _require_samples(number: Any) -> None:
+    if not isinstance(number, int):
+        raise ConfigError(f"correct_bias takes True, False or a number of samples, found {type(number).__name__}.")
 
 
 def _waits_for_data(prepared: fx.GraphModule) -> bool:
@@ -257,10 +263,10 @@ def export(
     Raises:
         ModelError: the model is none of these, or torch.export fails on it.
     """
-    if isinstance(model, fx.GraphModule):
-        return model
-    if isinstance(model, torch.export.ExportedProgram):
-        return model.module()
+    if isinstance(model, fx.GraphModule | torch.export.ExportedProgram):
+        exported = model if isinstance(model, fx.GraphModule) else model.module()
+        _require_weights(exported)
+        return exported
     if not isinstance(model, nn.Module):
         raise ModelError(f"quantize takes an nn.Module or an exported program, found {type(model).__name__}.")
     _require_weights(model)

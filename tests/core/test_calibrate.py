@@ -137,6 +137,19 @@ def test_wrong_loaders_are_refused_and_leave_no_trace(kind, name):
     assert qparams(model) == before
 
 
+def test_batches_beyond_the_exported_sizes_are_one_sentence():
+    """Also with values that the model does not know."""
+    shapes = ({0: torch.export.Dim("batch", min=2, max=8)},)
+    module = torch.export.export(
+        nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4)), (torch.ones(4, 3).long(),), dynamic_shapes=shapes
+    ).module()
+    model = quantplug.prepare_pt2e(module, quantplug.get_quantizer("x86"))
+    for batch in (torch.ones(9, 3).long(), torch.full((4, 3), 7)):
+        with pytest.raises(CalibrationError, match=r"^The model does not take batch 1 \(.*\); yield batches") as error:
+            calibrate(model, [torch.ones(4, 3).long(), batch], progress=False)
+        assert "\n" not in str(error.value)
+
+
 def test_a_used_up_generator_is_named():
     loader = iter_once = (batch for batch in batches(2))
     list(iter_once)
@@ -375,6 +388,36 @@ def test_a_checkpoint_of_other_weights_options_or_batches_is_refused(tmp_path):
         with pytest.raises(CalibrationError, match="has seen 3 batches and this run stopped at 2"):
             calibrate(prepared("percentile"), few, limit, checkpoint=path)
     assert calibrate(prepared("percentile"), data, checkpoint=path).resumed_at == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(
+            (key, None)
+            for key in ("fingerprint", "states", "model", "activity", "widened", "counts", "settled", "random")
+        ),
+        ("states", lambda states: {name: ((torch.zeros(2),), 0) for name in states}),
+        ("states", lambda states: dict.fromkeys(states, 3)),
+        ("counts", (1, 2)),
+        ("settled", ((0, None), torch.zeros(2))),
+        ("format", torch.zeros(2)),
+        ("last", 3),
+    ],
+)
+def test_a_checkpoint_that_holds_something_else_is_one_sentence(key, value, tmp_path):
+    def stops():
+        yield from batches()[:2]
+        raise KeyboardInterrupt
+
+    path, model = tmp_path / "run", prepared("histogram")
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, stops(), progress=False, checkpoint=path, checkpoint_every=1)
+    content = torch.load(path, weights_only=True)
+    torch.save({**content, key: value(content[key]) if callable(value) else value}, path)
+    with pytest.raises(ArtefactError, match=r"is no calibration checkpoint .*; delete it\.$") as error:
+        calibrate(model, batches(), progress=False, checkpoint=path)
+    assert "\n" not in str(error.value)
 
 
 def test_what_a_killed_write_left_is_removed(tmp_path):

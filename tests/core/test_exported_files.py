@@ -6,20 +6,25 @@ import json
 import pickle
 import resource
 import signal
+import time
 import zipfile
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import quantplug
 from quantplug import cli
-from quantplug.core.errors import ArtefactError
+from quantplug.core import exported_files
+from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError
 from quantplug.core.exported_files import read_exported
+from quantplug.files import load_batches, load_exported
 from quantplug.lowering.x86.program import X86Program
 from quantplug.quantizers import registry
+from quantplug.quantizers.x86 import X86Quantizer
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 MODEL, WEIGHTS = "models/model.json", "data/weights/model_weights_config.json"
@@ -187,6 +192,93 @@ def test_a_file_that_is_trusted_runs_its_pickles(saved, tmp_path, marker, monkey
     with contextlib.suppress(ArtefactError):  # it is no good model, but what it says has run
         read_exported(path, trust=True)
     assert marker.exists()
+
+
+ENDLESS = [
+    "9**9**9**9",
+    "Pow(Integer(9), Pow(Integer(9), Integer(9)))",
+    "((Symbol('s0')**60)**60)**60",
+    "Float('1e999999999')",
+    "Float('0.5', precision=999999999)",
+    "9**(9*9*9*9*9*9*9*9)",
+]
+
+
+@pytest.mark.parametrize("text", ENDLESS)
+def test_arithmetic_without_end_is_refused(saved, tmp_path, text):
+    def size(content):
+        content["graph_module"]["graph"]["tensor_values"]["input"]["sizes"][0]["as_expr"]["expr_str"] = text
+
+    edits = (size, lambda content: content.update(guards_code=[f"{text} > 1", "(1,)*999999999999 == 3"]))
+    for edit in edits:
+        path = rewritten(saved, tmp_path, lambda records, edit=edit: edited(records, MODEL, edit))
+        with pytest.raises(ArtefactError, match="is not read: record"):
+            read_exported(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Pow(Add(Pow(Symbol('s0', integer=True), Integer(2)), Integer(1)), Integer(2))", "s0**-1", "Float('0.5', 15)"],
+)
+def test_arithmetic_of_models_is_read(text):
+    assert exported_files._is_size(text)
+
+
+def test_an_archive_of_many_records_is_read_in_no_time(saved, tmp_path):
+    path = rewritten(saved, tmp_path, lambda records: records.update({f"extra/{n}": b"" for n in range(20_000)}))
+    begun = time.perf_counter()
+    read_exported(path)
+    assert time.perf_counter() - begun < 20
+
+
+def other_inputs(given):
+    def change(records):
+        buffer = io.BytesIO()
+        torch.save(given, buffer)
+        records[INPUTS] = buffer.getvalue()
+
+    return change
+
+
+def metadata(text):
+    def edit(content):
+        for node in content["graph_module"]["graph"]["nodes"]:
+            node["metadata"] = {"torch_fn": text, "nn_module_stack": f"L,{text},torch.nn.Linear"}
+
+    return lambda records: edited(records, MODEL, edit)
+
+
+MISFITS = {
+    "no guards": lambda records: edited(records, MODEL, lambda content: content.update(guards_code=None)),
+    "no structure": other_inputs((X, X)),
+    "no inputs": other_inputs(((), {})),
+    "another shape": other_inputs(((X[:, :1],), {})),
+    "another dtype": other_inputs(((X.double(),), {})),
+}
+
+
+@pytest.mark.parametrize("change", MISFITS.values(), ids=MISFITS)
+def test_a_program_that_does_not_take_its_own_inputs_is_one_sentence(saved, tmp_path, change):
+    path = rewritten(saved, tmp_path, change)
+    with pytest.raises(ArtefactError, match=r"hostile.pt2' holds .* program .*\.$") as error:
+        load_exported(path)
+    assert "\n" not in str(error.value)
+
+
+def test_empty_example_inputs_make_no_batches(saved, tmp_path):
+    path, data = rewritten(saved, tmp_path, other_inputs(((X[:0],), {}))), tmp_path / "data.npz"
+    np.savez(data, X.numpy())
+    with pytest.raises(CalibrationError, match="--batch-size"):
+        load_batches(data, load_exported(path), None)
+
+
+def test_a_file_sends_no_codes_to_the_terminal(saved, tmp_path, monkeypatch, capsys):
+    """Nor does what it says of functions break the search for partitions."""
+    path = rewritten(saved, tmp_path, metadata("a\x1b[2J"))
+    monkeypatch.setattr("sys.argv", ["quantplug", "explain", str(path)])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    assert "\x1b[2J" not in capsys.readouterr().out
 
 
 def test_nesting_without_end_is_one_sentence(saved, tmp_path):
@@ -393,6 +485,41 @@ def test_the_command_line_reads_no_pickles_and_overwrites_no_input(saved, tmp_pa
         told = capsys.readouterr().err
         assert ("is not read" if str(path) in line else "would be written over an input") in told
     assert not marker.exists()
+
+
+def test_a_plugin_says_anything_about_itself(monkeypatch, capsys):
+    class MuteError(Exception):
+        def __str__(self):
+            raise ValueError
+
+    for error in (ImportError("cannot open [/usr/lib/lib.so]"), MuteError()):
+        point = EntryPoint("[/odd]", "nowhere:Nothing", registry.GROUP)
+        load = EntryPoint.load
+
+        def raising(self, error=error, load=load):
+            if self.name == "[/odd]":
+                raise error
+            return load(self)
+
+        monkeypatch.setattr(EntryPoint, "load", raising)
+        monkeypatch.setattr(registry, "entry_points", lambda group, point=point: [point])
+        monkeypatch.setattr("sys.argv", ["quantplug", "backends"])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit, match="0"):
+            cli.main()
+        told = capsys.readouterr().out
+        assert "[/odd]" in told
+        assert type(error).__name__ in told
+        monkeypatch.undo()
+
+
+def test_a_plugin_that_makes_no_quantizer_is_one_sentence(monkeypatch):
+    def fails(self, **options):
+        raise ValueError("no licence")
+
+    monkeypatch.setattr(X86Quantizer, "__init__", fails)
+    with pytest.raises(ConfigError, match=r"^Backend 'x86' .* makes no quantizer \(ValueError: no licence\); "):
+        quantplug.get_quantizer("x86")
 
 
 def test_a_plugin_that_ends_the_process_is_listed_as_broken(monkeypatch):

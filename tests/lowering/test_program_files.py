@@ -132,6 +132,16 @@ def test_a_file_sets_no_option_of_openvino_that_writes(saved, tmp_path):
     OpenVINOProgram.load(file, {"CACHE_DIR": str(cache)})
 
 
+def test_a_file_of_compressed_records_is_refused(saved, tmp_path):
+    """A few kilobytes of zeros would be read as gigabytes."""
+    pytest.importorskip("openvino")
+    with zipfile.ZipFile(saved["openvino"]) as source, zipfile.ZipFile(tmp_path / "m", "w") as archive:
+        for entry in source.namelist():
+            archive.writestr(entry, source.read(entry), zipfile.ZIP_DEFLATED)
+    with pytest.raises(ArtefactError, match="compressed"):
+        OpenVINOProgram.load(tmp_path / "m")
+
+
 def _saved(value):
     buffer = io.BytesIO()
     torch.save(value, buffer)
