@@ -221,6 +221,14 @@ def test_quantize_takes_any_quantizer_and_the_backend_lowers(name):
     assert sqnr(artefact(x).logits, model(x).logits) > 25
 
 
+def test_a_backends_own_quantizer_is_lowered_by_its_backend_where_none_is_named():
+    """Given as `quantizer=` alone, one of x86 was lowered to XNNPACK."""
+    x, quantizer = torch.randn(2, 3, 8, 8), quantplug.get_quantizer("x86").set_global("int8")
+    artefact = quantplug.quantize(Classifier().eval(), (x,), calibration=[x], quantizer=quantizer, progress=False)
+    assert artefact.backend == "x86"
+    assert quantplug.quantize(Classifier().eval(), (x,), calibration=[x], progress=False).backend == "xnnpack"
+
+
 def test_a_foreign_static_quantizer_without_data_is_told_so():
     with pytest.raises(quantplug.QuantplugError, match="calibration=loader"):
         quantplug.quantize(Classifier().eval(), (torch.randn(2, 3, 8, 8),), "x86", quantizer=OnlyLinear())

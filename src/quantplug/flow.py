@@ -77,7 +77,7 @@ class Artefact:
 def quantize(
     model: nn.Module | torch.export.ExportedProgram,
     example_inputs: tuple[Any, ...] | None = None,
-    backend: str | BackendQuantizer = "xnnpack",
+    backend: str | BackendQuantizer | None = None,
     calibration: Iterable[Any] | None = None,
     config: QuantizationConfig | str | None = None,
     *,
@@ -97,11 +97,12 @@ def quantize(
             it is not changed.
         example_inputs: one batch of positional inputs, as for `torch.export.export`; may be left out for inputs that
             are all given by name, and for an `ExportedProgram`, which carries its own.
-        backend: "xnnpack", "x86", the name of a plugin, or a quantizer with scopes of your own.
+        backend: "xnnpack", "x86", the name of a plugin, or a quantizer with scopes of your own; None for that of
+            `quantizer` where it is a backend's, else "xnnpack".
         calibration: iterable of batches (see `calibrate`); dynamic and weight-only configs need none.
         config: a config or the name of one of the backend's; None for its default.
         quantizer: any quantizer (ours, torchao's, ExecuTorch's, a composition, one of your own) that annotates in the
-            place of the backend's; `backend` then names the lowering.
+            place of the backend's; `backend`, where given, then names the lowering.
         example_kwargs: the inputs that the model takes by name; the artefact takes them by name or position.
         inputs: picks the model's inputs out of a calibration batch, such as `lambda batch: batch[0]` for
             pairs of images and labels.
@@ -171,9 +172,11 @@ def _require_quantized(report: Report, backend: str) -> None:
 
 
 def _chosen(
-    backend: str | BackendQuantizer, config: QuantizationConfig | str | None, quantizer: Quantizer | None
+    backend: str | BackendQuantizer | None, config: QuantizationConfig | str | None, quantizer: Quantizer | None
 ) -> tuple[Backend, Quantizer]:
     """Returns the backend that lowers and the quantizer that annotates."""
+    if backend is None:
+        backend = quantizer if isinstance(quantizer, BackendQuantizer) else "xnnpack"
     if not isinstance(backend, str | BackendQuantizer):
         raise ConfigError(
             f"backend takes a name or a quantizer of a backend, found {type(backend).__name__}; pass a quantizer of "
