@@ -77,7 +77,7 @@ class Artefact:
 def quantize(
     model: nn.Module | torch.export.ExportedProgram,
     example_inputs: tuple[Any, ...] | None = None,
-    backend: str | BackendQuantizer | None = None,
+    backend: str | BackendQuantizer = "xnnpack",
     calibration: Iterable[Any] | None = None,
     config: QuantizationConfig | str | None = None,
     *,
@@ -97,12 +97,12 @@ def quantize(
             it is not changed.
         example_inputs: one batch of positional inputs, as for `torch.export.export`; may be left out for inputs that
             are all given by name, and for an `ExportedProgram`, which carries its own.
-        backend: "xnnpack", "x86", the name of a plugin, or a quantizer with scopes of your own; None for that of
-            `quantizer` where it is a backend's, else "xnnpack".
+        backend: "xnnpack", "x86", the name of a plugin, or a quantizer with scopes of your own.
         calibration: iterable of batches (see `calibrate`); dynamic and weight-only configs need none.
         config: a config or the name of one of the backend's; None for its default.
         quantizer: any quantizer (ours, torchao's, ExecuTorch's, a composition, one of your own) that annotates in the
-            place of the backend's; `backend`, where given, then names the lowering.
+            place of the backend's; `backend` then names the lowering. A warning says where it is another than that
+            of the quantizer's own backend.
         example_kwargs: the inputs that the model takes by name; the artefact takes them by name or position.
         inputs: picks the model's inputs out of a calibration batch, such as `lambda batch: batch[0]` for
             pairs of images and labels.
@@ -122,6 +122,7 @@ def quantize(
     """
     target, chosen = _chosen(backend, config, quantizer)
     target.require_lowering_options(lowering)
+    _tell_of_another_backend(target, chosen)
     args, kwargs = _examples(model, example_inputs, example_kwargs)
     if calibration is None and isinstance(chosen, BackendQuantizer):
         _require_no_data(chosen.needs_calibration, target.name)
@@ -143,6 +144,16 @@ def quantize(
     values = quantized_inputs(reference, in_order(input_names(reference), args, kwargs))
     program = target.lower(reference, values, dynamic_shapes=dynamic_shapes, **lowering)
     return Artefact(program, reference, explain(reference), target.name)
+
+
+def _tell_of_another_backend(target: Backend, chosen: Quantizer) -> None:
+    if isinstance(chosen, BackendQuantizer) and chosen.backend.lowering != target.lowering:
+        found = chosen.backend.name
+        warnings.warn(
+            f"The quantizer is for backend '{found}' and the program is made for '{target.name}'; pass "
+            f"backend='{found}' for a program of its own.",
+            stacklevel=3,
+        )
 
 
 def _require_no_data(waits: bool, backend: str) -> None:
@@ -172,11 +183,9 @@ def _require_quantized(report: Report, backend: str) -> None:
 
 
 def _chosen(
-    backend: str | BackendQuantizer | None, config: QuantizationConfig | str | None, quantizer: Quantizer | None
+    backend: str | BackendQuantizer, config: QuantizationConfig | str | None, quantizer: Quantizer | None
 ) -> tuple[Backend, Quantizer]:
     """Returns the backend that lowers and the quantizer that annotates."""
-    if backend is None:
-        backend = quantizer if isinstance(quantizer, BackendQuantizer) else "xnnpack"
     if not isinstance(backend, str | BackendQuantizer):
         raise ConfigError(
             f"backend takes a name or a quantizer of a backend, found {type(backend).__name__}; pass a quantizer of "
