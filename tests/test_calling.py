@@ -1,6 +1,7 @@
 """Models that are called by keyword, return dicts and None, and are calibrated with what loaders yield."""
 
 import dataclasses
+import warnings
 from collections import OrderedDict
 
 import pytest
@@ -219,6 +220,17 @@ def test_quantize_takes_any_quantizer_and_the_backend_lowers(name):
     assert ("conv2d" in integer) == ("conv2d" in expected)
     assert artefact.backend == backend
     assert sqnr(artefact(x).logits, model(x).logits) > 25
+
+
+def test_a_quantizer_of_one_backend_that_another_lowers_is_told():
+    """Given as `quantizer=` alone, one of x86 was lowered to XNNPACK in silence."""
+    x, quantizer = torch.randn(2, 3, 8, 8), quantplug.get_quantizer("x86").set_global("int8_weight_only")
+    with pytest.warns(UserWarning, match="is for backend 'x86' and the program is made for 'xnnpack'; pass backend="):
+        quantplug.quantize(Classifier().eval(), (x,), quantizer=quantizer, progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        artefact = quantplug.quantize(Classifier().eval(), (x,), "x86", quantizer=quantizer, progress=False)
+    assert artefact.backend == "x86"
 
 
 def test_a_foreign_static_quantizer_without_data_is_told_so():

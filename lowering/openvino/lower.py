@@ -62,7 +62,7 @@ def lower(
     Args:
         converted: what `convert_pt2e` returned; it is not changed.
         example_inputs: inputs as for `torch.export.export`; the program is run on them.
-        dynamic_shapes: which sizes may vary, as for `torch.export.export`.
+        dynamic_shapes: as for `torch.export.export`; None for the sizes that are dynamic in the graph itself.
         float_dtype: torch.bfloat16 lets OpenVINO take bfloat16 where it computes in float, which is faster on
             processors with AMX.
         options: properties for OpenVINO's CPU plugin; by default the least latency on as many threads as torch
@@ -92,10 +92,10 @@ def lower(
     outputs = make_distinct(module)
     finish(module)
     # As the graph has them: the user's own may name parameters that it has no longer, or sizes that got a condition.
-    shapes = None if dynamic_shapes is None else open_sizes(module.graph, example_inputs) or dynamic_shapes
+    shapes = open_sizes(module.graph, example_inputs) or dynamic_shapes
     try:
         exported = torch.export.export(module, example_inputs, dynamic_shapes=shapes)
-        decoder, variables = _decoder(exported, is_dynamic=dynamic_shapes is not None)
+        decoder, variables = _decoder(exported, is_dynamic=shapes is not None)
         model, signature = openvino.convert_model(decoder), Signature.of_exported(exported)
         _drop_fixed(model, signature)
         program = OpenVINOProgram(model, signature, outputs, options, pair, variables)

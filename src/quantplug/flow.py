@@ -101,7 +101,8 @@ def quantize(
         calibration: iterable of batches (see `calibrate`); dynamic and weight-only configs need none.
         config: a config or the name of one of the backend's; None for its default.
         quantizer: any quantizer (ours, torchao's, ExecuTorch's, a composition, one of your own) that annotates in the
-            place of the backend's; `backend` then names the lowering.
+            place of the backend's; `backend` then names the lowering. A warning says where it is another than that
+            of the quantizer's own backend.
         example_kwargs: the inputs that the model takes by name; the artefact takes them by name or position.
         inputs: picks the model's inputs out of a calibration batch, such as `lambda batch: batch[0]` for
             pairs of images and labels.
@@ -121,6 +122,7 @@ def quantize(
     """
     target, chosen = _chosen(backend, config, quantizer)
     target.require_lowering_options(lowering)
+    _tell_of_another_backend(target, chosen)
     args, kwargs = _examples(model, example_inputs, example_kwargs)
     if calibration is None and isinstance(chosen, BackendQuantizer):
         _require_no_data(chosen.needs_calibration, target.name)
@@ -143,6 +145,16 @@ def quantize(
     values = quantized_inputs(reference, in_order(input_names(reference), args, kwargs))
     program = target.lower(reference, values, dynamic_shapes=dynamic_shapes, **lowering)
     return Artefact(program, reference, explain(reference), target.name)
+
+
+def _tell_of_another_backend(target: Backend, chosen: Quantizer) -> None:
+    if isinstance(chosen, BackendQuantizer) and chosen.backend.lowering != target.lowering:
+        found = chosen.backend.name
+        warnings.warn(
+            f"The quantizer is for backend '{found}' and the program is made for '{target.name}'; pass "
+            f"backend='{found}' for a program of its own.",
+            stacklevel=3,
+        )
 
 
 def _require_no_data(waits: bool, backend: str) -> None:

@@ -56,13 +56,17 @@ def product(
 
 
 def convolved(numbers, weight, form, fault):
-    stride, padding, dilation, groups = form
+    stride, padding, dilation, groups = window_of(form)
+    if fault == "order of dimensions":
+        stride, padding, dilation = stride[::-1], padding[::-1], dilation[::-1]
+    if fault == "first dimension":
+        stride, padding, dilation = stride[:1] * 2, padding[:1] * 2, dilation[:1] * 2
     if fault == "groups" and groups > 1:
         # Every group reads the channels of the first.
         numbers = numbers[:, : weight.shape[1]].repeat(1, groups, 1, 1)
     if fault == "depthwise only" and 1 < groups < numbers.shape[1]:
         numbers = numbers[:, : weight.shape[1]].repeat(1, groups, 1, 1)
-    if fault == "dilation" and dilation > 1:
+    if fault == "dilation" and max(dilation) > 1:
         shape = F.conv2d(numbers, weight, None, stride, padding, dilation, groups).shape
         return F.interpolate(F.conv2d(numbers, weight, None, stride, padding, 1, groups), shape[2:])
     return F.conv2d(numbers, weight, None, stride, padding, dilation, groups)
@@ -72,9 +76,14 @@ def convolved(numbers, weight, form, fault):
 def _(x, weight, bias, ratio, zeros, form, fault):
     if not form:
         return x.new_empty((*x.shape[:-1], weight.shape[0]))
-    stride, padding, dilation, _ = form
-    sizes = [(n + 2 * padding - dilation * (weight.shape[2] - 1) - 1) // stride + 1 for n in x.shape[2:]]
+    stride, padding, dilation, _ = window_of(form)
+    each = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    sizes = [(n + 2 * pad - spread * (taps - 1) - 1) // step + 1 for n, taps, step, pad, spread in each]
     return x.new_empty((x.shape[0], weight.shape[0], *sizes))
+
+
+def window_of(form):
+    return form[:2], form[2:4], form[4:6], form[6]
 
 
 def to_product(match, fault):
@@ -85,7 +94,8 @@ def to_product(match, fault):
     form = []
     if "conv" in str(match["op"].target):
         given = operands(match["op"])
-        form = [given["stride"][0], given["padding"][0], given["dilation"][0], given["groups"]]
+        each = (given[name] for name in ("stride", "padding", "dilation"))
+        form = [*(n for sizes in each for n in (list(sizes) * 2)[:2]), given["groups"]]
     zeros = [into.zero_point, out.zero_point]
     args = (match["x"], *held, zeros, form, fault)
     kernel = call(match.root, torch.ops.faulty_npu.product.default, args, match["op"], torch.int8)
@@ -137,6 +147,8 @@ FAULTS = (
     "groups",
     "depthwise only",
     "dilation",
+    "order of dimensions",
+    "first dimension",
 )
 
 

@@ -113,6 +113,18 @@ def test_the_open_sizes_of_a_model_of_any_number_of_inputs_stay_open():
             assert sqnr(reference(x), program(x)) > 40
 
 
+def test_the_open_sizes_of_an_exported_program_stay_open_without_being_named_again(residual, tmp_path):
+    reference, _ = residual
+    program = OPENVINO.lower(reference, (torch.randn(2, 3, 32, 32),))
+    loaded = OpenVINOProgram.load(program.save(tmp_path / "model.zip"))
+    for size in (1, 16, 3):
+        x = torch.randn(size, 3, 32, 32)
+        with torch.no_grad():
+            expected = reference(x)["logits"]
+        for each in (program, loaded):
+            assert sqnr(expected, each(x)["logits"]) > 60
+
+
 def test_what_stays_float_computes_in_bfloat16_on_demand_also_when_loaded(tmp_path):
     pytest.importorskip("openvino")
     torch.manual_seed(0)

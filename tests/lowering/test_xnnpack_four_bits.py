@@ -68,3 +68,19 @@ def test_weights_of_four_bits_beside_calibrated_inputs_are_told():
         for name in ("int8", "int4_dynamic", "int4_weight_only", "int4_dynamic_groups"):
             exported = torch.export.export(nn.Linear(32, 6).eval(), (torch.randn(5, 32),)).module()
             quantplug.prepare_pt2e(exported, quantplug.get_quantizer("xnnpack").set_global(name))
+
+
+@pytest.mark.parametrize("name", ["int4_dynamic", "int4_weight_only"])
+def test_weights_of_a_range_within_four_bits_are_stored_in_four(name, tmp_path):
+    """Weights of -7..7 took 8 bits in the file, and the report said 4."""
+    backend = quantplug.get_quantizer("xnnpack").backend
+    config = backend.config(name)
+    config = replace(config, weight=replace(config.weight, quant_min=-7))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 33)).eval()
+    x = torch.randn(5, 256)
+    artefact = quantplug.quantize(model, (x,), "xnnpack", config=config, progress=False)
+    floats = 4 * sum(value.numel() for value in model.parameters())
+    assert artefact.save(tmp_path / "model.pte").stat().st_size < 0.16 * floats
+    for inputs in (x, torch.randn(5, 256)):
+        assert sqnr(artefact(inputs), artefact.reference(inputs)) > 100

@@ -42,6 +42,7 @@ from quantplug.lowering.xnnpack.legalize.products import (
     find_wide_output_paddings,
     fold_constant_biases,
     fold_weights_without_integer_kernel,
+    narrow_weights_name_four_bits,
     own_constants_per_use,
     separate_weight_only_biases,
 )
@@ -76,6 +77,7 @@ def legalize(working: fx.GraphModule) -> Legalized:
         contiguous_constants,
         signed_integers,
         one_dequantize_per_use,
+        narrow_weights_name_four_bits,
         convolutions_by_dimension,
         fold_constant_biases,
         patches_are_linear,

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
+from quantplug.core.fold import set_operand
 from quantplug.core.graph import constant_value, operands, tensor_value
 from quantplug.core.pattern import Match
 from quantplug.lowering.xnnpack.conversions import (
@@ -179,6 +180,21 @@ def find_wide_output_paddings(working: fx.GraphModule, found: Legalized) -> None
         reason = _wide_output_padding(node)
         if reason is not None:
             found.portable[node.name] = reason
+
+
+def narrow_weights_name_four_bits(working: fx.GraphModule) -> None:
+    """Weights of linear layers within -8..7 name just that range, by which the serializer knows four bits."""
+    for node in calls(working, ("aten::linear",)):
+        weight = operands(node)["weight"]
+        values = operands(weight) if is_dequantize(weight) else {}
+        kernel = tensor_value(weight) if values else None
+        low, high = (values.get(name) for name in ("quant_min", "quant_max"))
+        if kernel is None or not isinstance(low, int) or not isinstance(high, int) or not -8 <= low < high <= 7:
+            continue
+        is_read = kernel.numel() > 1 and not (is_dynamic(first_input(node)) and kernel.shape[-1] % 2)
+        if is_read:  # others are wrong in four bits, or end the process
+            set_operand(weight, "quant_min", -8)
+            set_operand(weight, "quant_max", 7)
 
 
 def _widen_weight_range(weight: fx.Node) -> None:

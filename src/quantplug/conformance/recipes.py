@@ -110,7 +110,7 @@ def _shape(known: Known, name: str, otherwise: tuple[int, ...]) -> tuple[int, ..
 
 
 def _convolution(dims: int, transposed: bool = False) -> Recipe:
-    """Whole, strided, depthwise, and dilated in groups of several channels."""
+    """Whole, strided, depthwise, and dilated in groups of several channels; what is not 1 differs by dimension."""
 
     def recipe(sample: Sample, known: Known) -> Operands:
         shape = _shape(known, "input", (sample.batch, sample.channels, *[sample.size] * dims))
@@ -122,14 +122,19 @@ def _convolution(dims: int, transposed: bool = False) -> Recipe:
             "input": Shape(shape),
             "weight": Constant((*pair, *[3] * dims)),
             "bias": Constant((made,)),
-            "stride": [2 if sample.number == 1 else 1] * dims,
-            "padding": [sample.number % 2] * dims,
-            "dilation": [2 if sample.number == 3 else 1] * dims,
+            "stride": _first(2 if sample.number == 1 else 1, 1, dims),
+            "padding": _first(sample.number % 2, 0, dims),
+            "dilation": _first(2 if sample.number == 3 else 1, 1, dims),
             "output_padding": [0] * dims,
             "groups": groups,
         }
 
     return recipe
+
+
+def _first(value: int, others: int, dims: int) -> list[int]:
+    """Returns a value for the first dimension and another for the rest, so that kernels cannot mix them up."""
+    return [value, *[others] * (dims - 1)]
 
 
 def _groups(sample: Sample, channels: int, crossed: bool) -> int:
