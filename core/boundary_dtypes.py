@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import ConvertError
-from quantplug.core.graph import describe, operands, tensor_value
+from quantplug.core.graph import describe, erase_dead_code, operands, tensor_value
 
 BOUNDARY_KEY = "quantplug_boundary_dtypes"
 _OPS = torch.ops.quantized_decomposed
@@ -89,7 +89,7 @@ def _integer_outputs(graph: fx.Graph, dtype: torch.dtype) -> None:
     output = graph.output_node()
     leaves, structure = pytree.tree_flatten(output.args[0])
     output.args = (pytree.tree_unflatten([_integer_output(leaf, dtype) for leaf in leaves], structure),)
-    graph.eliminate_dead_code()
+    erase_dead_code(graph)
 
 
 def _integer_output(leaf: Any, dtype: torch.dtype) -> Any:

@@ -240,8 +240,18 @@ def erase_dead_code(graph: fx.Graph) -> None:
     `eliminate_dead_code` asks every node for its effects and checks the whole graph before, which takes longer.
     """
     for node in reversed(graph.nodes):
-        if not node.users and not node.is_impure():
+        if not node.users and not has_effect(node):
             graph.erase_node(node)
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Tells whether a node does more than yield its result; an operator of submodels does what they do."""
+    inside = node.graph.owning_module
+    if node.is_impure() or inside is None:
+        return node.is_impure()
+    held = (attribute(inside, str(found.target)) for found in node.all_input_nodes if is_held(found))
+    submodels = (found for found in held if isinstance(found, fx.GraphModule))
+    return any(has_effect(call) for found in submodels for call in found.graph.nodes if call.op == "call_function")
 
 
 def replace_inputs(node: fx.Node, replacement: Mapping[fx.Node, fx.Node]) -> None:

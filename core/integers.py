@@ -21,7 +21,15 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from quantplug.core.graph import attribute, constant_value, operands, rank, tensor_value, written_argument
+from quantplug.core.graph import (
+    attribute,
+    constant_value,
+    erase_dead_code,
+    operands,
+    rank,
+    tensor_value,
+    written_argument,
+)
 from quantplug.core.pattern import op
 from quantplug.core.qdq import AFFINE_OPS, DEQUANTIZE_OPS
 from quantplug.core.regions import region_targets
@@ -55,7 +63,7 @@ def integer_representation(model: fx.GraphModule) -> None:
         rule = _RULES.get(node.target)
         if rule is not None:
             _rewrite(_Piece.ending_behind(node), rule)
-    model.graph.eliminate_dead_code()
+    erase_dead_code(model.graph)
     model.recompile()
 
 

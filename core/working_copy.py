@@ -3,7 +3,7 @@
 Before: a graph module that a caller owns. After: a second graph module with its own graph, its own
 annotations and its own `Parameter` objects. Parameters share storage with the caller's unless
 `own_parameters` is asked for (training writes into them); buffers are always copied, because graphs with
-mutable buffers write into them when they run.
+mutable buffers write into them when they run, and so are parameters that a graph writes, which become buffers.
 """
 
 import copy
@@ -22,6 +22,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.graph import attribute
 from quantplug.core.lazy import LazyGraphModule
+from quantplug.core.memory import name_memory_once
 from quantplug.core.modes import SwitchableGraphModule
 from quantplug.core.observation import is_observer
 
@@ -35,7 +36,8 @@ def working_copy(model: fx.GraphModule, own_parameters: bool = False) -> fx.Grap
     copied: they refer to each other, and whoever copies a prepared graph only reads them.
 
     Raises:
-        ModelError: the graph refers to an attribute that the module does not have.
+        ModelError: the graph refers to an attribute that the module does not have, or writes one of which another
+            is a part.
     """
     attributes, graph = _copied(model, own_parameters, {})
     duplicate = LazyGraphModule(_used(attributes, graph), graph)
@@ -49,10 +51,13 @@ def _copied(model: fx.GraphModule, own_parameters: bool, copies: Copies) -> tupl
         warnings.simplefilter("ignore", FutureWarning)
         graph = copy.deepcopy(model.graph)
     _follow_annotations(model.graph, graph)
+    written = name_memory_once(graph, model)
     attributes: dict[str, Any] = {}
     for node in graph.nodes:
         if node.op in ("get_attr", "call_module") and node.target not in attributes:
             value = attribute(model, str(node.target))
+            if isinstance(value, torch.nn.Parameter) and node.target in written and not own_parameters:
+                value = value.detach()
             attributes[str(node.target)] = _copy_value(value, own_parameters, copies)
     return attributes, graph
 

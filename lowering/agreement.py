@@ -17,6 +17,7 @@ from quantplug.core.compare import sqnr
 from quantplug.core.errors import LoweringError
 from quantplug.core.levels import STEP_ROUNDING, Deviation
 from quantplug.lowering.qparams import DEQUANTIZE_PER_TENSOR, qparams
+from quantplug.lowering.starting import twin
 
 _DECIBELS = 25.0
 # Fewest decibels of an output that is nowhere more than one step of its own quantization away.
@@ -50,7 +51,7 @@ def agreement(
     limits = [_DECIBELS if minimum_sqnr is None else minimum_sqnr] * len(ratios)
     rounds = any(is_quantize(node) for node in graph.graph.nodes)
     if rounds and minimum_sqnr is None and not all(ratio >= _DECIBELS for ratio in ratios):
-        own = _ratios(_Unsettled(graph).run(*inputs), expected)
+        own = _ratios(_Unsettled(twin(graph)).run(*inputs), expected)
         limits = [min(_DECIBELS, kept - _MARGIN) for kept in own]
     if minimum_sqnr is None:
         near = (step <= 1 + STEP_ROUNDING for step in _steps(found, expected, graph.graph))

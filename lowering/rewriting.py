@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph import attribute, tensor_value
+from quantplug.core.graph import attribute, erase_dead_code, tensor_value
 from quantplug.core.pattern import Match, Miss, Op
 
 ORIGINS = "quantplug_origins"
@@ -150,7 +150,7 @@ def erase_unused(node: fx.Node) -> None:
 
 def finish(module: fx.GraphModule) -> None:
     """Drops what nobody reads from a rewritten module, checks its graph and makes it run."""
-    module.graph.eliminate_dead_code()
+    erase_dead_code(module.graph)
     module.graph.lint()
     drop_unread_attributes(module)
     module.recompile()

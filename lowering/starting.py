@@ -14,6 +14,7 @@ from torch import fx
 
 from quantplug.core.constants import written_buffers
 from quantplug.core.graph import attribute
+from quantplug.core.memory import name_memory_once
 from quantplug.core.written_inputs import leave_inputs_as_they_are
 from quantplug.lowering.scopes import inline_scopes
 from quantplug.lowering.strides import read_strides_as_exported
@@ -27,6 +28,7 @@ def starting(converted: fx.GraphModule) -> fx.GraphModule:
         if node.op == "call_module" and not node.users:
             module.graph.erase_node(node)
     inline_scopes(module)
+    name_memory_once(module.graph, module)
     leave_inputs_as_they_are(module.graph, stacklevel=4)
     read_strides_as_exported(module.graph)
     own_state(module)
@@ -49,13 +51,17 @@ def _over_same_tensors(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def own_state(module: fx.GraphModule) -> None:
-    """Replaces the buffers that a graph writes to by copies, in place; two names of one tensor stay that."""
+    """Replaces what a graph writes to by copies that are buffers, in place; two names of one tensor stay that."""
     copies: dict[int, torch.Tensor] = {}
     for path in sorted(written_buffers(module.graph)):
-        owner, _, leaf = path.rpartition(".")
-        before = attribute(module, path)
+        place, _, leaf = path.rpartition(".")
+        owner, before = attribute(module, place) if place else module, attribute(module, path)
         after = copies.setdefault(id(before), before.detach().clone())
-        setattr(attribute(module, owner) if owner else module, leaf, after)
+        if isinstance(before, torch.nn.Parameter):
+            delattr(owner, leaf)
+            owner.register_buffer(leaf, after)
+        else:
+            setattr(owner, leaf, after)
 
 
 def state_of(module: fx.GraphModule) -> dict[str, torch.Tensor]:

@@ -49,6 +49,7 @@ _HINTS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _AS_WRITTEN = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
 
 
+@torch.no_grad()
 def lower(
     converted: fx.GraphModule,
     example_inputs: tuple[Any, ...],
@@ -95,10 +96,10 @@ def lower(
     shapes = open_sizes(module.graph, example_inputs) or dynamic_shapes
     try:
         exported = torch.export.export(module, example_inputs, dynamic_shapes=shapes)
-        decoder, variables = _decoder(exported, is_dynamic=shapes is not None)
+        decoder, variables, places = _decoder(exported, is_dynamic=shapes is not None)
         model, signature = openvino.convert_model(decoder), Signature.of_exported(exported)
         _drop_fixed(model, signature)
-        program = OpenVINOProgram(model, signature, outputs, options, pair, variables)
+        program = OpenVINOProgram(model, signature, outputs.moved(places), options, pair, variables)
         found = program(*example_inputs)
         program.restart()
     except LoweringError:
@@ -153,14 +154,16 @@ def _multiplies_activations(node: fx.Node) -> bool:
     return is_product and all(is_dequantize(part) and not is_constant(part.args[0]) for part in node.all_input_nodes)
 
 
-def _decoder(exported: torch.export.ExportedProgram, *, is_dynamic: bool) -> tuple[Any, list[Variable]]:
-    """Returns what OpenVINO's front end reads, and the buffers that are its last inputs and outputs."""
+def _decoder(exported: torch.export.ExportedProgram, *, is_dynamic: bool) -> tuple[Any, list[Variable], list[int]]:
+    """Returns what OpenVINO's front end reads, the buffers that it carries, and where the outputs are beside them."""
     from openvino.frontend.pytorch.fx_decoder import TorchFXPythonDecoder
 
     with _quiet():
         decoder = TorchFXPythonDecoder.from_exported_program(exported, dynamic_shapes=is_dynamic)
-        variables = expose(decoder.pt_module)
-        return (TorchFXPythonDecoder(decoder.pt_module, dynamic_shapes=is_dynamic) if variables else decoder), variables
+        variables, places = expose(decoder.pt_module)
+        if variables:
+            decoder = TorchFXPythonDecoder(decoder.pt_module, dynamic_shapes=is_dynamic)
+        return decoder, variables, places
 
 
 @contextmanager

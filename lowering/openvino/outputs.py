@@ -5,7 +5,7 @@ end knows no numbers, text or None among outputs, and takes no tensor twice; to 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,14 @@ class Outputs:
                 leaves.append(tensors[index].clone() if index in seen else tensors[index])
                 seen.add(index)
         return pytree.tree_unflatten(leaves, self.structure)
+
+    def moved(self, places: Sequence[int]) -> "Outputs":
+        """Returns the outputs where OpenVINO's have other positions.
+
+        Args:
+            places: for each of OpenVINO's outputs before, its position now.
+        """
+        return replace(self, computed=[None if index is None else places[index] for index in self.computed])
 
     def to_json(self) -> dict[str, Any]:
         """Returns the outputs as what `json` writes.

@@ -6,7 +6,7 @@ carries from call to call. (OpenVINO's own variables do not serve: its CPU plugi
 where the new value does not depend on the old one.)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class Variable:
     output: int
 
 
-def expose(module: fx.GraphModule) -> list[Variable]:
+def expose(module: fx.GraphModule) -> tuple[list[Variable], list[int]]:
     """Makes the buffers that a functional graph writes its last inputs, and their next values outputs.
 
     A value that is an output already stays the one that it is: OpenVINO's front end takes none twice.
@@ -42,19 +42,24 @@ def expose(module: fx.GraphModule) -> list[Variable]:
     Args:
         module: a graph whose only writes are copies into buffers; changed in place, its inputs and outputs are flat.
 
+    Returns:
+        The buffers, and the position that each output has now: a buffer and what was copied into it are one.
+
     Raises:
         LoweringError: the graph writes in another way.
     """
     graph = module.graph
     held = [node for node in graph.find_nodes(op="get_attr") if held_tensor(node) is not None and is_written(node)]
+    outputs = [leaf for leaf in pytree.tree_leaves(graph.output_node().args[0]) if isinstance(leaf, fx.Node)]
+    count = len(outputs)
     if not held:
-        return []
+        return [], list(range(count))
     # To the front end a copy is the tensor itself.
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
-    found: list[Variable] = []
     outputs = [leaf for leaf in pytree.tree_leaves(graph.output_node().args[0]) if isinstance(leaf, fx.Node)]
+    found: list[Variable] = []
     for node in held:
         copy = next((user for user in node.users if written_argument(user) is node), None)
         if copy is None or copy.target is not _COPY:
@@ -72,10 +77,12 @@ def expose(module: fx.GraphModule) -> list[Variable]:
         # The next value of another buffer may be what this one was.
         outputs = [given if leaf is node else leaf for leaf in outputs]
         found.append(variable)
-    graph.output_node().args = (tuple(outputs),)
+    distinct = list(dict.fromkeys(outputs))
+    places = [distinct.index(leaf) for leaf in outputs]
+    graph.output_node().args = (tuple(distinct),)
     graph.set_codegen(fx.graph.CodeGen())
     module.recompile()
-    return found
+    return [replace(variable, output=places[variable.output]) for variable in found], places[:count]
 
 
 def _as_input(module: fx.GraphModule, node: fx.Node, output: int) -> tuple[fx.Node, Variable]:

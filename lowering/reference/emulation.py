@@ -16,7 +16,7 @@ from torch import fx
 
 from quantplug.core.calling import in_order, input_names
 from quantplug.core.errors import ConfigError, LoweringError, first_line
-from quantplug.core.graph import require_graph_module
+from quantplug.core.graph import erase_dead_code, require_graph_module
 from quantplug.core.levels import Level
 from quantplug.core.pattern import Match
 from quantplug.core.whole_files import exported_content, write_content
@@ -195,7 +195,7 @@ def kernel_set(kernels: str | KernelSet) -> KernelSet:
 
 def _working_copy(model: fx.GraphModule) -> fx.GraphModule:
     working = starting(model)
-    working.graph.eliminate_dead_code()
+    erase_dead_code(working.graph)
     return working
 
 
@@ -236,7 +236,7 @@ def _placed(operator: LoweredOp, levels: Mapping[str, Level], reasons: Mapping[s
 
 
 def _finish(module: fx.GraphModule) -> None:
-    module.graph.eliminate_dead_code()
+    erase_dead_code(module.graph)
     module.graph.lint()
     module.delete_all_unused_submodules()
     read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}

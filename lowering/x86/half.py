@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from quantplug.core.graph import is_constant, tensor_value
+from quantplug.core.graph import erase_dead_code, is_constant, tensor_value
 from quantplug.core.pattern import op
 from quantplug.lowering.rewriting import REASON, call, erase_unused
 from quantplug.lowering.x86.epilogues import DTYPE, set_args
@@ -57,7 +57,7 @@ def compute_in_half(graph: fx.Graph, choose: Callable[[fx.Node], str | None]) ->
             _halve(node, casts)
     for node in reversed(list(graph.nodes)):
         _move_up(node)
-    graph.eliminate_dead_code()
+    erase_dead_code(graph)
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:

@@ -11,7 +11,7 @@ from torch import fx
 from torchao.quantization.pt2e import PerToken
 
 from quantplug.core.boundaries import is_dequantize, range_of
-from quantplug.core.graph import rank
+from quantplug.core.graph import erase_dead_code, rank
 from quantplug.lowering.rewriting import REASON
 from quantplug.lowering.xnnpack.run_time import Chain, chain_of
 
@@ -36,7 +36,7 @@ def spell_out_rows(graph: fx.Graph) -> dict[str, str]:
             written = _written(graph, chain)
         written.meta.update({k: v for k, v in chain.dequantize.meta.items() if k != REASON})
         chain.dequantize.replace_all_uses_with(written)
-    graph.eliminate_dead_code()
+    erase_dead_code(graph)
     return reasons
 
 

@@ -125,7 +125,7 @@ def _guarded(stock: Any, graph: fx.Graph, legal: Legalized) -> type:
 
     def check_constraints(self: Any, node: fx.Node, ep: Any) -> bool:
         names = origins(node, graph)
-        if names & legal.portable.keys():
+        if names & legal.portable.keys() or any(_is_state(one, ep) for one in self.get_node_and_deps(node, ep)):
             return False
         return _is_weight_only(node, names, legal) or bool(stock.check_constraints(self, node, ep))
 
@@ -152,6 +152,12 @@ def _guarded(stock: Any, graph: fx.Graph, legal: Legalized) -> type:
     if stock.__name__ in _BOUNDED:
         members["__init__"] = initialize
     return type(stock.__name__, (stock,), members)
+
+
+def _is_state(node: fx.Node, ep: Any) -> bool:
+    """Tells whether a weight is a buffer that the program writes: a delegate reads its weights once, into a copy."""
+    written = ep.graph_signature.buffers_to_mutate.values()
+    return node.op == "placeholder" and ep.graph_signature.inputs_to_buffers.get(node.name) in written
 
 
 def _is_weight_only(node: fx.Node, names: set[str], legal: Legalized) -> bool:

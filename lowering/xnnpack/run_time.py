@@ -17,7 +17,7 @@ from torch import fx
 from torchao.quantization.pt2e import PerAxis, PerToken
 
 from quantplug.core.boundaries import range_of
-from quantplug.core.graph import operands, rank, tensor_value
+from quantplug.core.graph import erase_dead_code, operands, rank, tensor_value
 from quantplug.core.rowwise import Granularity, add_rows, granularity_text
 from quantplug.lowering.xnnpack.conversions import INT8, is_dequantize, is_dynamic, is_quantize, like, operator_name
 
@@ -76,7 +76,7 @@ def as_kernels_choose(working: fx.GraphModule) -> dict[str, str]:
                 said = range_of(chain.dequantize) or "per tensor"
                 notes |= {u.name: _FINER.format(granularity_text(granularity), said) for u in readers}
             _replace(working.graph, chain, granularity, readers)
-    working.graph.eliminate_dead_code()
+    erase_dead_code(working.graph)
     working.recompile()
     return notes
 
@@ -96,7 +96,7 @@ def as_serializer_reads(working: fx.GraphModule, outside: Container[str]) -> fx.
         whole = _one_scale(spelled.graph, chain) if readers else chain.source
         for user in list(chain.dequantize.users):
             user.replace_input_with(chain.dequantize, whole if user in readers else chain.source)
-    spelled.graph.eliminate_dead_code()
+    erase_dead_code(spelled.graph)
     spelled.recompile()
     return spelled
 

@@ -8,7 +8,7 @@ After: `embedding_byte`, ExecuTorch's portable kernel that dequantizes only the 
 import torch
 from torch import fx
 
-from quantplug.core.graph import constant_value, operands
+from quantplug.core.graph import constant_value, erase_dead_code, operands
 from quantplug.lowering.xnnpack.conversions import add_constant, is_dequantize, operator_name
 
 # The kernel's rows have one scale each, and its integers one byte.
@@ -23,7 +23,7 @@ def read_tables_by_row(working: fx.GraphModule) -> None:
     for node in list(working.graph.nodes):
         if operator_name(node) == "aten::embedding" and _is_table(operands(node)["weight"]):
             _replace(working, node)
-    working.graph.eliminate_dead_code()
+    erase_dead_code(working.graph)
 
 
 def _is_table(weight: fx.Node) -> bool:

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from stateful_models import MODELS, build, calls
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -106,3 +107,160 @@ def test_a_cortex_m_file_begins_with_the_models_state(tmp_path):
     program = lower(torch.export.export(FromThree(), (x,)).module(), (x,))
     method = Method(program.save(tmp_path / "model.pte").read_bytes())
     assert [method([x])[0].tolist() for _ in range(2)] == [[4, 4], [5, 5]]
+
+
+class FastWeights(nn.Module):
+    """A matrix that grows by outer products, from next to nothing, so that early calls are a few coarse steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.out = nn.Linear(12, 12), nn.Linear(12, 4)
+        self.register_buffer("fast", torch.zeros(12, 12))
+
+    def forward(self, x):
+        y = self.read(x)
+        self.fast.addmm_(y.t(), y)
+        return self.out(y @ self.fast)
+
+
+class DecayingLayer(nn.Module):
+    """State that is the weight of one layer and the bias of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.out = nn.Linear(12, 12), nn.Linear(12, 4)
+        self.register_buffer("weight", torch.randn(12, 12) * 0.4)
+        self.register_buffer("bias", torch.randn(4))
+
+    def forward(self, x):
+        y = F.linear(self.read(x), self.weight)
+        self.weight.mul_(0.5)
+        self.bias.add_(1)
+        return F.linear(y, self.out.weight, self.bias)
+
+
+class DecayingParameter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.read, self.out = nn.Linear(12, 12), nn.Linear(12, 4)
+        self.gain = nn.Parameter(torch.ones(12))
+
+    def forward(self, x):
+        y = self.read(x) * self.gain
+        with torch.no_grad():
+            self.gain.mul_(0.5)
+        return self.out(y)
+
+
+class OneMemory(nn.Module):
+    """A buffer and a view of all of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.out = nn.Linear(12, 12), nn.Linear(12, 4)
+        self.register_buffer("written", torch.zeros(2, 12))
+        self.register_buffer("seen", self.written.view(2, 12))
+
+    def forward(self, x):
+        before = self.out(self.seen)
+        self.written.copy_(self.read(x))
+        return before + self.out(self.seen)
+
+
+class Returned(nn.Module):
+    """Returns a buffer, what was written into it, and another one that takes what it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = nn.Linear(12, 12)
+        self.register_buffer("now", torch.zeros(2, 12))
+        self.register_buffer("before", torch.zeros(2, 12))
+
+    def forward(self, x):
+        y = self.read(x)
+        self.before.copy_(self.now)
+        self.now.copy_(y)
+        return {"y": y, "now": self.now, "before": self.before, "sum": self.now.sum(1)}
+
+
+class Normalized(nn.Module):
+    """Statistics of its own, by which a batch norm divides."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.out = nn.Linear(12, 12), nn.Linear(12, 4)
+        self.register_buffer("mean", torch.zeros(12))
+
+    def forward(self, x):
+        y = self.read(x)
+        self.mean.mul_(0.5).add_(0.5 * y.mean(0))
+        return self.out(F.relu(F.batch_norm(y, self.mean, torch.ones(12))))
+
+
+class Unread(nn.Module):
+    """Buffers that scopes of their own write, whose results nobody reads there."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.out = nn.Linear(12, 12), nn.Linear(12, 4)
+        self.register_buffer("gain", torch.ones(12))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        y = self.read(x) * self.gain
+        with torch.no_grad():
+            self.gain.mul_(0.5)
+        with torch.autocast("cpu", enabled=False):
+            self.calls.add_(1)
+        return self.out(y), self.calls.clone()
+
+
+WRITTEN = (Unread, FastWeights, DecayingLayer, DecayingParameter, OneMemory, Returned, Normalized)
+
+
+def growing(count=4):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(2, 12, generator=generator) * (1 + 0.3 * i) for i in range(count)]
+
+
+@pytest.mark.parametrize("backend", ["xnnpack", "x86", "openvino"])
+@pytest.mark.parametrize("kind", WRITTEN, ids=lambda kind: kind.__name__)
+def test_state_in_unusual_places(kind, backend, tmp_path):
+    model = build(kind)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.set_grad_enabled(kind is not Normalized):  # torch's batch norm takes no statistics with gradients
+        exported = torch.export.export(copy.deepcopy(model), (growing()[0],))
+    artefact = quantplug.quantize(exported, (growing()[0],), backend, growing(), progress=False)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with torch.no_grad():
+        reference = copy.deepcopy(artefact.reference)
+        first = []
+        for x in growing():
+            found, expected = artefact(x), reference(x)
+            agree(found, expected, 35)
+            agree(found, model(x), 15)
+            first.append(copy.deepcopy(found))
+    if backend != "xnnpack":
+        loaded = type(artefact.program).load(artefact.save(tmp_path / "model.pt2"))
+        for x, found in zip(growing(), first, strict=True):
+            agree(loaded(x), found, 90)
+
+
+class Parts(nn.Module):
+    """The first rows of a buffer as a buffer of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(12, 4)
+        self.register_buffer("rows", torch.zeros(4, 12))
+        self.register_buffer("head", self.rows[:2])
+
+    def forward(self, x):
+        self.rows.add_(1)
+        self.head.add_(x)
+        return self.out(self.rows)
+
+
+def test_buffers_that_overlap_are_refused_where_they_are_written():
+    with pytest.raises(quantplug.QuantplugError, match="'rows' and 'head' of the model are parts of one memory"):
+        quantplug.quantize(build(Parts), (growing()[0],), "x86", growing(), progress=False)

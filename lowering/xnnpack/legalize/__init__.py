@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import fx
 
 from quantplug.core.errors import LoweringError
-from quantplug.core.graph import describe, operands
+from quantplug.core.graph import describe, erase_dead_code, operands
 from quantplug.lowering.xnnpack.conversions import folded, operator_name, quantized_output
 from quantplug.lowering.xnnpack.legalize.activations import (
     clamps_as_fusable_activations,
@@ -108,7 +108,7 @@ def legalize(working: fx.GraphModule) -> Legalized:
     find_slopes_of_other_ranks(working, found)
     find_wide_output_paddings(working, found)
     find_resizing_by_other_factors(working, found)
-    working.graph.eliminate_dead_code()
+    erase_dead_code(working.graph)
     _drop_unread_constants(working)
     working.graph.lint()
     working.recompile()

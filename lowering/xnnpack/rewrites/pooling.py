@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph import tensor_value
+from quantplug.core.graph import erase_dead_code, tensor_value
 from quantplug.lowering.xnnpack.conversions import operator_name
 from quantplug.lowering.xnnpack.rewrites.writing import Writer, axis_of, done, matching, pair
 
@@ -52,7 +52,7 @@ def _pools_whole_image(node: fx.Node, values: dict[str, Any], source: Tensor) ->
 
 def indexed_pooling_is_plain(model: fx.GraphModule) -> fx.GraphModule:
     """Writes max_pool2d_with_indices as max_pool2d where only the maxima are used, as decompositions leave it."""
-    model.graph.eliminate_dead_code()  # export writes down both results
+    erase_dead_code(model.graph)  # export writes down both results
     for node, values in matching(model, "max_pool2d_with_indices"):
         users = list(node.users)
         if any(user.target is not operator.getitem or user.args[1] != 0 for user in users):
@@ -72,7 +72,7 @@ def adaptive_max_pooling_is_plain(model: fx.GraphModule) -> fx.GraphModule:
 
     They are where the output divides the input, thus for one maximum of all. The runtime has no adaptive form.
     """
-    model.graph.eliminate_dead_code()  # export writes down both results
+    erase_dead_code(model.graph)  # export writes down both results
     for node, values in matching(model, *_MAX_POOLS):
         source, users = tensor_value(values["self"]), list(node.users)
         if source is None or any(user.target is not operator.getitem or user.args[1] != 0 for user in users):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph import constant_value, operands, tensor_value
+from quantplug.core.graph import constant_value, erase_dead_code, operands, tensor_value
 from quantplug.lowering.xnnpack.conversions import add_constant, like, operator_name
 
 
@@ -86,7 +86,7 @@ def _is_pure(node: fx.Node) -> bool:
 
 def done(model: fx.GraphModule) -> fx.GraphModule:
     """Removes what nothing reads any more and returns the graph module."""
-    model.graph.eliminate_dead_code()
+    erase_dead_code(model.graph)
     model.recompile()
     return model
 
