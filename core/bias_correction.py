@@ -12,8 +12,8 @@ that gave the means (compared at the sums it gains 0.1), one with 4-bit weights 
 
 Equal means are still no proof of a better model: clipped weights of 4 bits shrink their layers' results, and biases
 for the means of those lose up to 3 dB. So every other batch is held back, and a correction (of all layers, of the later
-half, of the last one) is kept only if the outputs of these batches come closer to float, by more than their samples differ:
-three samples confirm a loss of half a decibel as readily as a gain.
+half, of the last one) is kept only if the outputs of these batches come closer to float, by more than
+their samples differ: three samples confirm a loss of half a decibel as readily as a gain.
 """
 
 import math
