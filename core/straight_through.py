@@ -90,10 +90,10 @@ class _StraightThrough(torch.autograd.Function):
         return rounded.view_as(rounded)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
 def _straight_through(x: Tensor, rounded: Tensor) -> Tensor:
-    passed: Tensor = _StraightThrough.apply(x, rounded)
+    passed: Tensor = _StraightThrough.apply(x, rounded)  # type: ignore[no-untyped-call]
     return passed

@@ -60,13 +60,11 @@ def fake_quantize(observer: nn.Module, of_constants: bool = False) -> nn.Module:
     Raises:
         TypeError: the observer's quantization has no form for training.
     """
-    dtype = getattr(observer, "dtype", None)
-    if isinstance(observer, FakeQuantizeBase):
+    given: Any = getattr(observer, "dtype", None)
+    if isinstance(observer, FakeQuantizeBase) or _rounds_nothing(observer):
         return observer
-    if dtype in HALF_DTYPES:
-        return HalfFakeQuantize(dtype)
-    if _rounds_nothing(observer):
-        return observer
+    if given in HALF_DTYPES:
+        return HalfFakeQuantize(given)
     if isinstance(observer, AffineQuantizedObserverBase):
         raise TypeError(
             f"{type(observer).__name__} has no form for training, since torchao fakes no quantization in groups"
@@ -86,6 +84,8 @@ def fake_quantize(observer: nn.Module, of_constants: bool = False) -> nn.Module:
 
 def _rounds_nothing(observer: Any) -> bool:
     """Tells whether a tensor keeps its numbers: it stays float, or convert puts no range on it."""
+    if getattr(observer, "dtype", None) in HALF_DTYPES:
+        return False
     if isinstance(observer, PlaceholderObserver) and not _is_dynamic(observer):
         return True
     return getattr(observer, "dtype", None) == torch.float32
