@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
-from quantplug.core.graph import constant_value, operands, rank, tensor_value
+from quantplug.core.graph import constant_value, is_constant, operands, rank, tensor_value
 from quantplug.core.pattern import Match, operator_overloads
 
 
@@ -208,6 +208,12 @@ def repeats_nothing(match: Match, config: QuantizationConfig | None) -> str | No
     grows = math.prod(_shape(node)) != math.prod(_shape(match["x"]))
     expands = node.target in operator_overloads("expand")
     return "it repeats elements along a dimension, for which there is no kernel" if expands and grows else None
+
+
+def has_dimensions(match: Match, config: QuantizationConfig | None) -> str | None:
+    """Holds unless an operand of run time is a tensor of no dimension, for targets that cannot lay one out."""
+    plain = next((n for n in match["op"].all_input_nodes if rank(n) == 0 and not is_constant(n)), None)
+    return None if plain is None else f"'{plain.name}' is a tensor of no dimension, for which there is no layout"
 
 
 def one_group_or_scale(match: Match, config: QuantizationConfig) -> str | None:

@@ -28,35 +28,14 @@ from torchao.quantization.pt2e.quantizer import (
 
 from quantplug.core.errors import AnnotationError
 from quantplug.core.sharing import Group, Point, Sharing, creation_order, describe_point
+from quantplug.core.stored_dtypes import STORAGE_DTYPES, dtype_range
 from quantplug.core.training import fake_quantize
 
-STORAGE_DTYPES: Mapping[torch.dtype, torch.dtype] = {
-    torch.quint8: torch.uint8,
-    torch.qint8: torch.int8,
-    torch.qint32: torch.int32,
-    torch.quint4x2: torch.uint8,
-    torch.quint2x4: torch.uint8,
-    torch.uint8: torch.uint8,
-    torch.int8: torch.int8,
-    torch.uint16: torch.uint16,
-    torch.int16: torch.int16,
-    torch.int32: torch.int32,
-    torch.float8_e5m2: torch.float8_e5m2,
-    torch.float8_e4m3fn: torch.float8_e4m3fn,
-}
-HALF_DTYPES = (torch.float16, torch.bfloat16)
 PER_CHANNEL = (
     torch.per_channel_affine,
     torch.per_channel_symmetric,
     torch.per_channel_affine_float_qparams,
 )
-
-
-def dtype_range(dtype: torch.dtype) -> tuple[int, int]:
-    """Returns the least and the greatest quantized value that a storage dtype can hold."""
-    stored = STORAGE_DTYPES[dtype]
-    info = torch.finfo(stored) if stored.is_floating_point else torch.iinfo(stored)
-    return int(info.min), int(info.max)
 
 
 def is_observer(module: Any) -> bool:

@@ -12,7 +12,6 @@ or nothing, where the observer asks for no quantization (float32).
 
 import math
 import operator
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +19,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from quantplug.core.errors import CalibrationError, ConvertError, QuantplugError, first_line
-from quantplug.core.observation import HALF_DTYPES, PER_CHANNEL, STORAGE_DTYPES, dtype_range
+from quantplug.core.observation import PER_CHANNEL
 from quantplug.core.ranges import calculate_qparams
 from quantplug.core.rowwise import CHOOSE_ROWS, DEQUANTIZE_ROWS, QUANTIZE_ROWS, add_rows, by_rows
+from quantplug.core.stored_dtypes import HALF_DTYPES, STORAGE_DTYPES, dtype_range
+from quantplug.core.straight_through import CHOOSE_QPARAMS
 
 _OPS = torch.ops.quantized_decomposed
 QUANTIZE_OPS = (
@@ -50,10 +51,6 @@ CHOOSE_OPS = (
     torch.ops.torchao.choose_qparams_affine.default,
 )
 CAST_OP = _OPS.convert_element_type.no_fuse
-_CHOOSE: Mapping[torch.qscheme, Any] = {
-    torch.per_tensor_affine: _OPS.choose_qparams.tensor,
-    torch.per_tensor_symmetric: _OPS.choose_qparams_symmetric.tensor,
-}
 # Elements that a constant is quantized by at a time: 1 MB of float32 stays in the caches.
 _SLAB = 2**18
 
@@ -203,7 +200,7 @@ def add_dynamic(graph: fx.Graph, source: fx.Node, observer: Any) -> fx.Node:
     limits = _limits(observer)
     scheme = getattr(observer, "qscheme", None) or torch.per_tensor_affine
     eps = float(getattr(observer, "eps", torch.finfo(torch.float32).eps))
-    chosen = graph.call_function(_CHOOSE[scheme], (source, *limits, eps, dtype))
+    chosen = graph.call_function(CHOOSE_QPARAMS[scheme], (source, *limits, eps, dtype))
     scale = graph.call_function(operator.getitem, (chosen, 0))
     zero_point = graph.call_function(operator.getitem, (chosen, 1))
     tail = (scale, zero_point, *limits, dtype)

@@ -14,8 +14,9 @@ from torch import Tensor, fx
 
 from quantplug.core.constants import written_buffers
 from quantplug.core.graph import attribute, constant_value, describe, require_graph_module, tensor_value
-from quantplug.core.observation import dtype_range, observer_of
+from quantplug.core.observation import observer_of
 from quantplug.core.qdq import AFFINE_OPS, DEQUANTIZE_OPS, QUANTIZE_OPS
+from quantplug.core.stored_dtypes import dtype_range
 
 
 def structure(model: fx.GraphModule) -> tuple[Counter[str], str]:

@@ -46,11 +46,11 @@ from quantplug.core.graph import (
     tensor_value,
 )
 from quantplug.core.limits import VIOLATIONS_KEY, Violation
-from quantplug.core.observation import HALF_DTYPES
 from quantplug.core.qdq import CAST_OP
 from quantplug.core.regions import region_targets
 from quantplug.core.rowwise import granularity_of, granularity_text
 from quantplug.core.stage import CONFLICTS_KEY, FOLDINGS_KEY, NOTES_KEY
+from quantplug.core.stored_dtypes import HALF_DTYPES
 from quantplug.core.union_find import UnionFind
 
 

@@ -32,6 +32,8 @@ from torchao.quantization.pt2e import (
 from quantplug.core import observers as own
 from quantplug.core.observers import DataObserver
 from quantplug.core.rowwise import RowFakeQuantize, RowObserver
+from quantplug.core.stored_dtypes import HALF_DTYPES, STORAGE_DTYPES, dtype_range
+from quantplug.core.straight_through import CHOOSE_QPARAMS, HalfFakeQuantize, RunTimeFakeQuantize
 
 # torchao's observers that gather what they saw, and those that follow it.
 _FOLLOWING: Mapping[type[Any], type[Any]] = {
@@ -53,13 +55,16 @@ def fake_quantize(observer: nn.Module, of_constants: bool = False) -> nn.Module:
         of_constants: whether it is to see what is computed from parameters alone.
 
     Returns:
-        A fake quantize; the observer itself where it is one, or where its tensor is cast or left float.
+        A fake quantize; the observer itself where it is one, or where its tensor is left float.
 
     Raises:
         TypeError: the observer's quantization has no form for training.
     """
+    given: Any = getattr(observer, "dtype", None)
     if isinstance(observer, FakeQuantizeBase) or _rounds_nothing(observer):
         return observer
+    if given in HALF_DTYPES:
+        return HalfFakeQuantize(given)
     if isinstance(observer, AffineQuantizedObserverBase):
         raise TypeError(
             f"{type(observer).__name__} has no form for training, since torchao fakes no quantization in groups"
@@ -69,18 +74,21 @@ def fake_quantize(observer: nn.Module, of_constants: bool = False) -> nn.Module:
     if isinstance(observer, FixedQParamsObserver):
         fixed: nn.Module = FixedQParamsFakeQuantize(observer=_gives(observer))
         return fixed
+    _require_integers(observer)
+    if _is_dynamic(observer):
+        return _of_run_time(observer)
     following = _following(observer, of_constants)
-    fake: nn.Module = FakeQuantize(observer=_gives(following), is_dynamic=_is_dynamic(observer))
-    # Convert asks the fake quantize itself for the smallest scale of a range that is found at run time.
-    fake.eps = float(following.eps)  # type: ignore[assignment, arg-type]
+    fake: nn.Module = FakeQuantize(observer=_gives(following))
     return fake
 
 
 def _rounds_nothing(observer: Any) -> bool:
-    """Tells whether a tensor keeps its numbers: it stays float, is cast, or convert puts no range on it."""
+    """Tells whether a tensor keeps its numbers: it stays float, or convert puts no range on it."""
+    if getattr(observer, "dtype", None) in HALF_DTYPES:
+        return False
     if isinstance(observer, PlaceholderObserver) and not _is_dynamic(observer):
         return True
-    return getattr(observer, "dtype", None) in (torch.float32, torch.float16, torch.bfloat16)
+    return getattr(observer, "dtype", None) == torch.float32
 
 
 def _is_dynamic(observer: Any) -> bool:
@@ -92,14 +100,25 @@ def _gives(observer: nn.Module) -> Callable[..., nn.Module]:
     return lambda **arguments: observer
 
 
-def _following(observer: Any, of_constants: bool) -> nn.Module:
+def _require_integers(observer: Any) -> None:
     if not isinstance(observer, PlaceholderObserver | UniformQuantizationObserverBase):
         raise TypeError(f"{type(observer).__name__} has no form for training, since it gives no uniform range")
     if observer.dtype.is_floating_point:
         raise TypeError(f"{observer.dtype} has no form for training, since torch fakes the rounding to integers only")
-    constant = _OF_NOW if of_constants or _is_dynamic(observer) else _OF_DATA
-    if isinstance(observer, PlaceholderObserver):
-        return _of_placeholder(observer)
+
+
+def _of_run_time(observer: Any) -> nn.Module:
+    """Returns a fake quantize of what convert makes of a dynamic observer, whatever that one would gather."""
+    dtype, scheme = STORAGE_DTYPES[observer.dtype], observer.qscheme or torch.per_tensor_affine
+    if scheme not in CHOOSE_QPARAMS:
+        raise TypeError(f"{scheme} has no form for training, since a range of run time is found for a whole tensor")
+    limits = zip((observer.quant_min, observer.quant_max), dtype_range(dtype), strict=True)
+    least, greatest = (of_dtype if given is None else int(given) for given, of_dtype in limits)
+    return RunTimeFakeQuantize(dtype, least, greatest, scheme, float(observer.eps))
+
+
+def _following(observer: Any, of_constants: bool) -> nn.Module:
+    constant = _OF_NOW if of_constants else _OF_DATA
     if type(observer) in _OWN:
         return _own_following(observer, constant)
     if type(observer) in _FOLLOWING:
@@ -130,17 +149,3 @@ def _arguments(observer: UniformQuantizationObserverBase) -> dict[str, Any]:
     names = (*declared, "dtype", "qscheme", *(("ch_axis",) if hasattr(observer, "ch_axis") else ()))
     given = {name: getattr(observer, name) for name in names}
     return {**given, "eps": float(observer.eps), "is_dynamic": _is_dynamic(observer)}
-
-
-def _of_placeholder(observer: PlaceholderObserver) -> nn.Module:
-    """Returns an observer of the latest range, which is what a range found at run time is."""
-    following: nn.Module = MovingAverageMinMaxObserver(
-        averaging_constant=_OF_NOW,
-        dtype=observer.dtype,
-        qscheme=observer.qscheme or torch.per_tensor_affine,
-        quant_min=observer.quant_min,
-        quant_max=observer.quant_max,
-        eps=float(observer.eps),
-        is_dynamic=True,
-    )
-    return following

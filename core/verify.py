@@ -22,7 +22,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from quantplug.core.dtypes import group_size
 from quantplug.core.errors import AnnotationError
 from quantplug.core.graph import describe, is_constant, rank, tensor_value
-from quantplug.core.observation import HALF_DTYPES, PER_CHANNEL, STORAGE_DTYPES, dtype_range
+from quantplug.core.observation import PER_CHANNEL
 from quantplug.core.rowwise import granularity_of
 from quantplug.core.sharing import (
     Group,
@@ -35,6 +35,7 @@ from quantplug.core.sharing import (
     describe_point,
     groups_of,
 )
+from quantplug.core.stored_dtypes import HALF_DTYPES, STORAGE_DTYPES, dtype_range
 
 
 def verify_annotations(model: fx.GraphModule) -> Sharing:

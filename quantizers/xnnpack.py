@@ -13,6 +13,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig
 from quantplug.annotators import groupwise
 from quantplug.annotators.activation import clamps, known_range, own_range
 from quantplug.annotators.constraints import (
+    has_dimensions,
     images_if_dynamic,
     in_integers,
     one_group_or_scale,
@@ -53,11 +54,11 @@ _COPIES = tuple(name for name in COPIES if name != "repeat")  # there is no kern
 # All operators without weights. The backend leaves those float that carry the state of a recurrent layer. One that
 # wants them in integers too adds the rows as they are: derive(XNNPACK, "xnnpack_states", add=INTEGER_STATES).
 INTEGER_STATES = (
-    binary("add", CLAMPS).needing_company(),
-    binary("sub", CLAMPS).needing_company(),
-    binary("mul", CLAMPS).needing_company(),
-    binary("maximum", activations=()).needing_company(),
-    binary("minimum", activations=()).needing_company(),
+    binary("add", CLAMPS).where(has_dimensions).needing_company(),
+    binary("sub", CLAMPS).where(has_dimensions).needing_company(),
+    binary("mul", CLAMPS).where(has_dimensions).needing_company(),
+    binary("maximum", activations=()).where(has_dimensions).needing_company(),
+    binary("minimum", activations=()).where(has_dimensions).needing_company(),
     concatenation("cat").needing_company().within(Level.EXACT),
     # The max-pool kernel compares integers in one scale; the mean kernel rescales.
     pooling("max_pool2d").within(Level.EXACT),

@@ -390,6 +390,26 @@ def test_q16_fixed_and_dynamic_specs_train() -> None:
         assert all(float(sqnr(converted(size * x), prepared(size * x))) > 45 for size in (1, 100, 0.01))
 
 
+@pytest.mark.parametrize("backend", ["x86", "xnnpack", "openvino"])
+@pytest.mark.parametrize("config", ["int8_dynamic", "float16"])
+def test_q16_what_needs_no_range_trains_as_it_is_converted(backend: str, config: str) -> None:
+    """Frozen observers had frozen the ranges of run time, and float16 trained as float without a word."""
+    if backend == "openvino" and config == "int8_dynamic":
+        pytest.skip("OpenVINO has no such config")
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4)), torch.randn(16, 6)
+    prepared = prepare_qat_pt2e(exported(module, x), get_quantizer(backend).set_global(config))
+    assert 30 < float(sqnr(prepared(x), module(x))) < 90, "a model that is quantized in training is not the float one"
+    losses = train(prepared, x)
+    assert losses[-1] < losses[0]
+    prepared.eval().apply(disable_observer)
+    converted = convert_pt2e(prepared)
+    for size in (1, 100, 0.01):
+        assert float(sqnr(converted(size * x), prepared(size * x))) > 100
+    prepared.apply(disable_fake_quant)
+    assert float(sqnr(converted(x), prepared(x))) < 90
+
+
 def test_embedding_tables_with_float_zero_points_train() -> None:
     table = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 2))
     x = torch.randint(0, 20, (3, 5))

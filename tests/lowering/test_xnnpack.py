@@ -11,6 +11,7 @@ from qdq_graphs import FULL, A, B, Net, Q, TensorWeight, Weight, decibels, dynam
 from torch import Tensor, nn
 
 import quantplug
+from quantplug.core.compare import sqnr
 from quantplug.core.errors import ArtefactError, ConfigError, LoweringError, ModelError
 from quantplug.lowering.xnnpack import XNNPACKProgram, lower
 
@@ -429,3 +430,24 @@ def test_float_operators_that_the_delegate_mixes_up_run_outside_of_it(activation
     artefact = quantplug.quantize(model, (x,), "xnnpack", [x], progress=False)
     assert decibels(artefact(x), artefact.reference(x)) > 40
     assert {op.placement for op in artefact.program.ops if "conv2d" in op.target} == {"int8"}
+
+
+class Scaled(nn.Module):
+    """Images by a factor that the caller gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x, factor):
+        return self.conv(x) * factor
+
+
+def test_a_factor_without_dimensions_stays_float_and_the_rest_runs():
+    torch.manual_seed(0)
+    model, inputs = Scaled().eval(), (torch.randn(2, 3, 8, 8), torch.tensor(2.0))
+    artefact = quantplug.quantize(model, inputs, "xnnpack", [inputs], progress=False)
+    other = (torch.randn(2, 3, 8, 8), torch.tensor(-3.0))
+    for given in (inputs, other):
+        assert float(sqnr(artefact(*given), artefact.reference(*given))) > 45
+        assert float(sqnr(artefact(*given), model(*given))) > 30

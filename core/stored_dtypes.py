@@ -1,0 +1,28 @@
+"""What quantized values are stored in, and the values that it holds."""
+
+from collections.abc import Mapping
+
+import torch
+
+STORAGE_DTYPES: Mapping[torch.dtype, torch.dtype] = {
+    torch.quint8: torch.uint8,
+    torch.qint8: torch.int8,
+    torch.qint32: torch.int32,
+    torch.quint4x2: torch.uint8,
+    torch.quint2x4: torch.uint8,
+    torch.uint8: torch.uint8,
+    torch.int8: torch.int8,
+    torch.uint16: torch.uint16,
+    torch.int16: torch.int16,
+    torch.int32: torch.int32,
+    torch.float8_e5m2: torch.float8_e5m2,
+    torch.float8_e4m3fn: torch.float8_e4m3fn,
+}
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def dtype_range(dtype: torch.dtype) -> tuple[int, int]:
+    """Returns the least and the greatest quantized value that a storage dtype can hold."""
+    stored = STORAGE_DTYPES[dtype]
+    info = torch.finfo(stored) if stored.is_floating_point else torch.iinfo(stored)
+    return int(info.min), int(info.max)
