@@ -294,5 +294,5 @@ def _resolved(name: str) -> Any:
             return found[member]
     raise AnnotationError(
         f"The plan names '{shown(name)}', which is not known here and so is not imported; if it is yours, call "
-        "quantplug.core.specs.register_for_plans with it before."
+        "quantplug.register_for_plans with it before."
     )

@@ -26,8 +26,7 @@ from torch.ao.quantization.backend_config import (
 )
 
 import quantplug
-from quantplug.core.errors import AnnotationError
-from quantplug.quantizers.importer import from_qconfig_mapping, import_backend_config
+from quantplug import AnnotationError, from_qconfig_mapping, import_backend_config
 
 
 class MyModel(nn.Module):
@@ -70,7 +69,7 @@ backend_config = BackendConfig("tutorial").set_backend_pattern_configs(
 )
 
 # The same as a backend of ours, with a report of what became of each setter. Lowering: oneDNN kernels.
-backend, imported = import_backend_config(backend_config, "quantplug.lowering.x86:lower")
+backend, imported = import_backend_config(backend_config, quantplug.X86Quantizer.backend.lowering)
 print(imported)
 
 qconfig = QConfig(MinMaxObserver.with_args(quant_min=0, quant_max=127, eps=2**-12), default_weight_observer)

@@ -11,7 +11,6 @@ from torch import nn
 
 import quantplug
 from quantplug import Region
-from quantplug.core.boundaries import measure_boundaries
 
 torch.manual_seed(0)
 
@@ -50,7 +49,7 @@ converted = quantplug.convert_pt2e(prepared)
 # Who took which operator, and where numbers pass from one to another.
 report = quantplug.explain(converted)
 print(report)
-for node, decibels in measure_boundaries(converted, (batches[0],)).items():
+for node, decibels in quantplug.measure_boundaries(converted, (batches[0],)).items():
     print(f"{node} keeps {decibels:.1f} dB")
 
 # One ExecuTorch program: the encoder on XNNPACK, what `accepts` refuses on portable kernels.

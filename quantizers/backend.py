@@ -128,7 +128,7 @@ class Backend:
         if not callable(self.lowering) and not (isinstance(self.lowering, str) and ":" in self.lowering):
             raise ConfigError(
                 f"Backend '{self.name}' has the lowering {self.lowering!r}; give a function or its name "
-                "'package.module:function', such as 'quantplug.lowering.reference:lower'."
+                "'package.module:function', such as 'quantplug.plugin:lower_to_reference'."
             )
 
     @property
@@ -228,7 +228,7 @@ class Backend:
             converted: the q/dq graph that convert returned.
             example_inputs: inputs of the shapes to emulate for.
             example_kwargs: those that are given by name.
-            options: as for `quantplug.lowering.reference.emulate`.
+            options: as for `quantplug.emulate`.
 
         Raises:
             ConfigError: the backend names no kernels.

@@ -124,7 +124,7 @@ class BackendQuantizer(Quantizer):
         """Sets the dtypes of the converted model's float inputs and outputs; None leaves them float.
 
         With an integer dtype (torch.int8 on XNNPACK, torch.uint8 on x86 and OpenVINO) the model takes or returns
-        the integers themselves, whose scales `quantplug.core.boundary_dtypes.boundary_qparams` reads; quantplug's own
+        the integers themselves, whose scales `quantplug.boundary_qparams` reads; quantplug's own
         `convert_pt2e` carries it out. Kernels that could as well write float write integers at outputs then.
 
         Raises:

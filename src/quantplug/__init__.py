@@ -11,6 +11,8 @@ or step by step, with torchao's signatures:
     converted = quantplug.convert_pt2e(prepared)
     print(quantplug.explain(converted))
 
+Whoever declares a backend finds the rest in `quantplug.plugin`. These two are the public modules.
+
 Names are imported when they are first used: torch, torchao and the runtimes are heavy, and the command
 line answers `--help` without them.
 """
@@ -27,17 +29,40 @@ if TYPE_CHECKING:
     from quantplug.annotators.qspecs import get_input_act_qspec as get_input_act_qspec
     from quantplug.annotators.qspecs import get_output_act_qspec as get_output_act_qspec
     from quantplug.annotators.qspecs import get_weight_qspec as get_weight_qspec
+    from quantplug.core.annotator import Annotator as _Annotator
     from quantplug.core.bias_correction import correct_biases as correct_biases
+    from quantplug.core.boundaries import measure_boundaries as measure_boundaries
+    from quantplug.core.boundary_dtypes import boundary_qparams as boundary_qparams
+    from quantplug.core.boundary_dtypes import quantized_inputs as quantized_inputs
     from quantplug.core.calibrate import calibrate as calibrate
+    from quantplug.core.compare import compare_layers as compare_layers
+    from quantplug.core.compare import sqnr as sqnr
     from quantplug.core.convert import convert_pt2e as convert_pt2e
+    from quantplug.core.coverage import coverage as coverage
+    from quantplug.core.coverage import coverage_table as coverage_table
+    from quantplug.core.errors import AnnotationError as AnnotationError
+    from quantplug.core.errors import ArtefactError as ArtefactError
+    from quantplug.core.errors import CalibrationError as CalibrationError
+    from quantplug.core.errors import ConfigError as ConfigError
+    from quantplug.core.errors import ConvertError as ConvertError
+    from quantplug.core.errors import LoweringError as LoweringError
+    from quantplug.core.errors import ModelError as ModelError
+    from quantplug.core.errors import PatternError as PatternError
     from quantplug.core.errors import QuantplugError as QuantplugError
+    from quantplug.core.observers import observer as observer
+    from quantplug.core.plan import Plan as Plan
+    from quantplug.core.plan import plan_of as plan_of
     from quantplug.core.prepare import prepare_pt2e as prepare_pt2e
     from quantplug.core.prepare import prepare_qat_pt2e as prepare_qat_pt2e
     from quantplug.core.reference import is_reference_quantized as is_reference_quantized
     from quantplug.core.report import Report as Report
     from quantplug.core.report import explain as explain
+    from quantplug.core.specs import register_for_plans as register_for_plans
     from quantplug.flow import Artefact as Artefact
     from quantplug.flow import quantize as quantize
+    from quantplug.lowering.openvino import OpenVINOProgram as OpenVINOProgram
+    from quantplug.lowering.reference import emulate as emulate
+    from quantplug.lowering.x86 import X86Program as X86Program
     from quantplug.quantizers.backend import Backend as Backend
     from quantplug.quantizers.backend import derive as derive
     from quantplug.quantizers.backend import union as union
@@ -46,6 +71,8 @@ if TYPE_CHECKING:
     from quantplug.quantizers.embedding import EmbeddingQuantizer as EmbeddingQuantizer
     from quantplug.quantizers.importer import from_backend_config as from_backend_config
     from quantplug.quantizers.importer import from_qconfig_mapping as from_qconfig_mapping
+    from quantplug.quantizers.importer import import_backend_config as import_backend_config
+    from quantplug.quantizers.openvino import OpenVINOQuantizer as OpenVINOQuantizer
     from quantplug.quantizers.quantizer import BackendQuantizer as BackendQuantizer
     from quantplug.quantizers.region import Region as Region
     from quantplug.quantizers.registry import backends as backends
@@ -56,28 +83,53 @@ if TYPE_CHECKING:
     from quantplug.quantizers.x86_config import get_x86_quantization_config as get_x86_quantization_config
     from quantplug.quantizers.xnnpack import XNNPACKQuantizer as XNNPACKQuantizer
 
+    OPENVINO_INTEGER_PRODUCTS: tuple[_Annotator, ...]
+    XNNPACK_INTEGER_STATES: tuple[_Annotator, ...]
+    XNNPACK_WIDE_RANGES: tuple[_Annotator, ...]
+
 __version__ = version("quantplug")
 
+# Public name -> the module that has it, and its name there where that is another.
 _HOME = {
+    "AnnotationError": "quantplug.core.errors",
     "Artefact": "quantplug.flow",
+    "ArtefactError": "quantplug.core.errors",
     "Backend": "quantplug.quantizers.backend",
     "BackendQuantizer": "quantplug.quantizers.quantizer",
+    "CalibrationError": "quantplug.core.errors",
     "ComposableQuantizer": "quantplug.quantizers.composable",
+    "ConfigError": "quantplug.core.errors",
+    "ConvertError": "quantplug.core.errors",
     "CortexMQuantizer": "quantplug.quantizers.cortex_m",
     "EmbeddingQuantizer": "quantplug.quantizers.embedding",
+    "LoweringError": "quantplug.core.errors",
+    "ModelError": "quantplug.core.errors",
+    "OPENVINO_INTEGER_PRODUCTS": "quantplug.quantizers.openvino:INTEGER_PRODUCTS",
+    "OpenVINOProgram": "quantplug.lowering.openvino",
+    "OpenVINOQuantizer": "quantplug.quantizers.openvino",
+    "PatternError": "quantplug.core.errors",
+    "Plan": "quantplug.core.plan",
     "QuantizationConfig": "torchao.quantization.pt2e.quantizer",
     "QuantplugError": "quantplug.core.errors",
     "Region": "quantplug.quantizers.region",
     "Report": "quantplug.core.report",
     "TensorRTQuantizer": "quantplug.quantizers.tensorrt",
+    "X86Program": "quantplug.lowering.x86",
     "X86Quantizer": "quantplug.quantizers.x86",
     "XNNPACKQuantizer": "quantplug.quantizers.xnnpack",
+    "XNNPACK_INTEGER_STATES": "quantplug.quantizers.xnnpack:INTEGER_STATES",
+    "XNNPACK_WIDE_RANGES": "quantplug.quantizers.xnnpack:WIDE_RANGES",
     "backends": "quantplug.quantizers.registry",
+    "boundary_qparams": "quantplug.core.boundary_dtypes",
     "calibrate": "quantplug.core.calibrate",
     "capabilities": "quantplug.quantizers.registry",
+    "compare_layers": "quantplug.core.compare",
     "convert_pt2e": "quantplug.core.convert",
     "correct_biases": "quantplug.core.bias_correction",
+    "coverage": "quantplug.core.coverage",
+    "coverage_table": "quantplug.core.coverage",
     "derive": "quantplug.quantizers.backend",
+    "emulate": "quantplug.lowering.reference",
     "explain": "quantplug.core.report",
     "from_backend_config": "quantplug.quantizers.importer",
     "from_qconfig_mapping": "quantplug.quantizers.importer",
@@ -88,10 +140,17 @@ _HOME = {
     "get_symmetric_quantization_config": "quantplug.annotators.presets",
     "get_weight_qspec": "quantplug.annotators.qspecs",
     "get_x86_quantization_config": "quantplug.quantizers.x86_config",
+    "import_backend_config": "quantplug.quantizers.importer",
     "is_reference_quantized": "quantplug.core.reference",
+    "measure_boundaries": "quantplug.core.boundaries",
+    "observer": "quantplug.core.observers",
+    "plan_of": "quantplug.core.plan",
     "prepare_pt2e": "quantplug.core.prepare",
     "prepare_qat_pt2e": "quantplug.core.prepare",
     "quantize": "quantplug.flow",
+    "quantized_inputs": "quantplug.core.boundary_dtypes",
+    "register_for_plans": "quantplug.core.specs",
+    "sqnr": "quantplug.core.compare",
     "union": "quantplug.quantizers.backend",
 }
 __all__ = list(_HOME)
@@ -100,7 +159,8 @@ __all__ = list(_HOME)
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'quantplug' has no attribute '{name}'")
-    return getattr(import_module(_HOME[name]), name)
+    module, _, inner = _HOME[name].partition(":")
+    return getattr(import_module(module), inner or name)
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,239 @@
+"""What a backend is made of: everything that a package with a backend of its own imports.
+
+    from quantplug.plugin import Backend, DTypeConfig, DTypeWithConstraints, linear
+
+- **Backends**: what kernels run, as a value; variants of it; the quantizer of one; the table of what it takes.
+- **Dtypes and levels**: the numbers that kernels take at each port, and how closely they keep to the q/dq graph.
+- **Annotator families**: one operator family each, the rows of a backend.
+- **Constraints**: `constraints.static_only` and others, for `annotator.where(...)`; `no_groups` and `whole_groups`
+  are about weights in groups.
+- **Families of one's own**: an annotator is patterns and a pure function from match and config to annotations.
+- **Patterns**: pieces of an ATen graph, for annotators and for lowering rules.
+- **Configs and qspecs**: presets, specs of activations and weights, and what a config asks for at each port.
+- **Lowering**: programs, and the two lowerings that a backend can name.
+- **Lowering rules**: one, the patterns of quantize and dequantize, what it reads with and what it writes with.
+- **Kernel sets**: the arithmetic of kernels as rows: `kernel_rules.products` and others make the rules of one.
+- **The conformance kit** as values; `pytest --quantplug-backend NAME` has it as tests.
+- **Errors**: what is raised, one sentence each.
+
+Names stay, also where what they stand for moves. Of the two namespaces, `constraints` and `kernel_rules`, the
+functions are public. Importing this loads no target's lowering of its own accord.
+"""
+
+from torchao.quantization.pt2e.quantizer import QuantizationConfig
+
+from quantplug.annotators import constraints
+from quantplug.annotators.activation import clamps, known_range, own_range
+from quantplug.annotators.convolution import convolution, transposed_convolution
+from quantplug.annotators.elementwise import binary
+from quantplug.annotators.embedding import embedding
+from quantplug.annotators.fusion import annotate_piece, with_activations
+from quantplug.annotators.groupwise import group_weight_spec, in_groups, no_groups, whole_groups
+from quantplug.annotators.half import half_table, half_weights
+from quantplug.annotators.linear import linear
+from quantplug.annotators.matmul import matmul
+from quantplug.annotators.pattern import pattern_annotator
+from quantplug.annotators.pooling import pooling, resize
+from quantplug.annotators.presets import (
+    activation_spec,
+    config_for,
+    get_float16_quantization_config,
+    get_symmetric_quantization_config,
+    int32_bias_spec,
+    per_row,
+    row_spec,
+    weight_spec,
+)
+from quantplug.annotators.qspecs import (
+    derived_bias_qspec,
+    fixed_qspec,
+    get_bias_qspec,
+    get_input_act_qspec,
+    get_output_act_qspec,
+    get_weight_qspec,
+)
+from quantplug.annotators.qspecs import on_axis as qspec_on_axis
+from quantplug.annotators.residual import residual
+from quantplug.annotators.shape import concatenation, movement
+from quantplug.conformance import Verdict, verdicts
+from quantplug.core.annotator import Annotations, Annotator, Constraint
+from quantplug.core.compare import sqnr
+from quantplug.core.dtypes import DTypeConfig, DTypeWithConstraints
+from quantplug.core.errors import (
+    AnnotationError,
+    ArtefactError,
+    CalibrationError,
+    ConfigError,
+    ConvertError,
+    LoweringError,
+    ModelError,
+    PatternError,
+    QuantplugError,
+)
+from quantplug.core.graph import constant_value, operands
+from quantplug.core.levels import Deviation, Level
+from quantplug.core.observers import observer
+from quantplug.core.pattern import (
+    Match,
+    Miss,
+    Op,
+    Pattern,
+    anything,
+    constant,
+    each,
+    either,
+    item,
+    literal,
+    op,
+    optional,
+    single_use,
+    value,
+)
+from quantplug.lowering.program import LoweredOp, Program
+from quantplug.lowering.qparams import IntegerWeight, QParams, integer_weight, qparams
+from quantplug.lowering.qparams import dequantize as dequantize_op
+from quantplug.lowering.qparams import is_static as has_static_qparams
+from quantplug.lowering.qparams import quantize as quantize_op
+from quantplug.lowering.reference import (
+    EmulatedProgram,
+    FixedPoint,
+    KernelSet,
+    Numerics,
+    ReferenceProgram,
+    emulate,
+)
+from quantplug.lowering.reference import lower as lower_to_reference
+from quantplug.lowering.reference import rows as kernel_rules
+from quantplug.lowering.reference.rows import Row as KernelRow
+from quantplug.lowering.rewriting import Rule as LoweringRule
+from quantplug.lowering.rewriting import absorb
+from quantplug.lowering.rewriting import call as add_call
+from quantplug.lowering.rewriting import constant as add_constant
+from quantplug.lowering.rewriting import replace as replace_node
+from quantplug.lowering.rewriting import viewed as add_view
+from quantplug.lowering.rules import lower_by_rules
+from quantplug.quantizers.backend import Backend, derive, union
+from quantplug.quantizers.capabilities import Capability, capability_table
+from quantplug.quantizers.quantizer import BackendQuantizer
+
+__all__ = [  # noqa: RUF022 - in the groups of the docstring
+    # Backends
+    "Backend",
+    "BackendQuantizer",
+    "Capability",
+    "capability_table",
+    "derive",
+    "union",
+    # Dtypes and levels
+    "DTypeConfig",
+    "DTypeWithConstraints",
+    "Deviation",
+    "Level",
+    "sqnr",
+    # Annotator families
+    "binary",
+    "clamps",
+    "concatenation",
+    "convolution",
+    "embedding",
+    "half_table",
+    "half_weights",
+    "known_range",
+    "linear",
+    "matmul",
+    "movement",
+    "own_range",
+    "pooling",
+    "residual",
+    "resize",
+    "transposed_convolution",
+    # Constraints
+    "Constraint",
+    "constraints",
+    "no_groups",
+    "whole_groups",
+    # Families of one's own
+    "Annotations",
+    "Annotator",
+    "annotate_piece",
+    "pattern_annotator",
+    "with_activations",
+    # Patterns
+    "Match",
+    "Miss",
+    "Op",
+    "Pattern",
+    "anything",
+    "constant",
+    "each",
+    "either",
+    "item",
+    "literal",
+    "op",
+    "optional",
+    "single_use",
+    "value",
+    # Configs and qspecs
+    "QuantizationConfig",
+    "activation_spec",
+    "config_for",
+    "derived_bias_qspec",
+    "fixed_qspec",
+    "get_bias_qspec",
+    "get_float16_quantization_config",
+    "get_input_act_qspec",
+    "get_output_act_qspec",
+    "get_symmetric_quantization_config",
+    "get_weight_qspec",
+    "group_weight_spec",
+    "in_groups",
+    "int32_bias_spec",
+    "observer",
+    "per_row",
+    "qspec_on_axis",
+    "row_spec",
+    "weight_spec",
+    # Lowering
+    "LoweredOp",
+    "Program",
+    "ReferenceProgram",
+    "lower_by_rules",
+    "lower_to_reference",
+    # Lowering rules
+    "IntegerWeight",
+    "LoweringRule",
+    "QParams",
+    "absorb",
+    "add_call",
+    "add_constant",
+    "add_view",
+    "constant_value",
+    "dequantize_op",
+    "has_static_qparams",
+    "integer_weight",
+    "operands",
+    "qparams",
+    "quantize_op",
+    "replace_node",
+    # Kernel sets
+    "EmulatedProgram",
+    "FixedPoint",
+    "KernelRow",
+    "KernelSet",
+    "Numerics",
+    "emulate",
+    "kernel_rules",
+    # The conformance kit
+    "Verdict",
+    "verdicts",
+    # Errors
+    "AnnotationError",
+    "ArtefactError",
+    "CalibrationError",
+    "ConfigError",
+    "ConvertError",
+    "LoweringError",
+    "ModelError",
+    "PatternError",
+    "QuantplugError",
+]
