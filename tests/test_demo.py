@@ -1,7 +1,10 @@
 """The demo's table: what it says of a model is what the model's artefact gives."""
 
+import pytest
 import torch
+from rich.console import Console
 
+import quantplug.demo as demo
 from quantplug.core.compare import sqnr
 from quantplug.demo import BATCH, DigitNet, Digits, comparison, load_digits
 from quantplug.flow import export, quantize
@@ -21,3 +24,19 @@ def test_e14_the_table_has_a_row_of_float16():
     assert float(noise[1].split()[0]) > 60
     assert abs(float(noise[1].split()[0]) - float(sqnr(found, expected))) < 0.2
     assert int(sizes[1].split()[0]) < 0.85 * int(sizes[0].split()[0])  # the graph is 100 kB of the file
+
+
+@pytest.mark.slow
+def test_e14_the_demo_shows_float16_beside_the_other_configs(tmp_path, monkeypatch):
+    digits = load_digits()
+    few = Digits(digits.train[:32], digits.train_labels[:32], digits.test[:32], digits.test_labels[:32])
+    monkeypatch.setattr(demo, "load_digits", lambda: few)
+    monkeypatch.setattr(demo, "train", lambda digits: DigitNet(8).eval())
+    monkeypatch.setattr(demo, "_speedup", lambda *arguments: 1.0)
+    monkeypatch.setattr(demo, "draw_layers", lambda *arguments: None)
+    console = Console(record=True, width=160)
+    demo.run(tmp_path / "out", console)
+    rows = [line.split() for line in console.export_text().splitlines()]
+    half = next(row for row in rows if row[:2] == ["float16,", "x86"])
+    assert half.count("%") == 2, "no accuracy or agreement"
+    assert {tuple(row[:2]) for row in rows} > {("int8,", "xnnpack"), ("int8,", "x86"), ("float32,", "PyTorch")}

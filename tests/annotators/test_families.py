@@ -18,6 +18,7 @@ from quantplug.core.annotation import annotate
 from quantplug.core.annotator import Choice
 from quantplug.core.compare import sqnr
 from quantplug.core.observers import HistogramObserver
+from quantplug.quantizers.xnnpack import XNNPACK
 
 CONFIG = get_symmetric_quantization_config(True)
 X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -266,6 +267,21 @@ def test_q06_three_styles_of_finding_patterns_give_one_result(prepare):
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
     assert sqnr(outputs[0], model(x)) > 30
+
+
+@pytest.mark.parametrize("style", ["matcher", "node walk", "source partitions"])
+def test_q06_layers_found_in_any_style_run_on_integer_kernels(style):
+    torch.manual_seed(0)
+    model, calls = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8)), torch.randn(2, 6, 16)
+    prepared = prepare_pt2e(exported(model, calls[0], strict=True), Styled(style))
+    for x in calls:
+        prepared(x)
+    converted = convert_pt2e(prepared)
+    program = XNNPACK.lower(converted, (calls[0],))
+    assert [each.placement for each in program.ops if "linear" in each.target] == ["int8", "int8"]
+    for x in calls:
+        assert sqnr(program(x), converted(x)) > 40
+        assert 25 < sqnr(program(x), model(x)) < 80
 
 
 def test_an_annotator_alone_annotates_what_a_filter_allows():

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from models import Function, node, operators, reference
 from torch import nn
 from torchao.quantization.pt2e import (
+    DerivedObserverOrFakeQuantize,
     FakeQuantizeBase,
     FusedMovingAvgObsFakeQuantize,
     MinMaxObserver,
@@ -252,6 +253,28 @@ def test_q16_one_spec_in_both_modes():
         outputs.append(convert_pt2e(prepared)(LINEAR_INPUT))
     # The range of the result is seen before its rounding there, and behind rounded weights here: a step at most.
     assert sqnr(outputs[1], outputs[0]) > 35
+
+
+@pytest.mark.parametrize("backend", ["xnnpack", "x86"])
+def test_q16_a_spec_ends_on_integer_kernels_in_both_modes(backend):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(6, 16)
+    batches = (x, x.flip(0) * 0.8)  # a moving average takes little notice of a second batch
+    exported = torch.export.export(model, (batches[0],)).module()
+    config = quantplug.get_quantizer(backend).backend.config("int8")
+    for prepare, kind in ((quantplug.prepare_pt2e, ObserverBase), (prepare_qat_pt2e, FakeQuantizeBase)):
+        quantizer = quantplug.get_quantizer(backend).set_global(config)
+        prepared = prepare(exported, quantizer)
+        seen = [m for name, m in prepared.named_children() if name.startswith("activation_post_process")]
+        assert all(isinstance(m, kind) for m in seen if not isinstance(m, DerivedObserverOrFakeQuantize))
+        for x in batches:
+            prepared(x)
+        converted = convert_pt2e(prepared)
+        program = quantizer.backend.lower(converted, (batches[0],))
+        assert {each.placement for each in program.ops} == {"int8"}
+        for x in batches:
+            assert sqnr(program(x), converted(x)) > 40
+            assert 25 < sqnr(program(x), model(x)) < 80
 
 
 def test_presets_make_torchaos_fake_quantizes_for_training():

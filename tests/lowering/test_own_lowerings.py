@@ -9,6 +9,7 @@ from executorch.runtime import Runtime
 from torch import nn
 
 import quantplug
+from quantplug.annotators.matmul import matmul
 from quantplug.core.compare import sqnr
 from quantplug.core.pattern import op, optional, value
 from quantplug.lowering import xnnpack
@@ -107,3 +108,59 @@ def test_r22_r24_a_function_of_ones_own_lowers_stock_rows_to_a_file_that_the_run
         x = torch.randn(16, 32)
         assert sqnr(method.execute([x])[0], artefact.reference(x)) > 40
         assert sqnr(artefact(x), model(x)) > 25
+
+
+def to_integer_product(match):
+    """A product of int8 tensors added up in int32, scaled once and straight into the activation behind it."""
+    root, sides = match.root, (("a", "into a"), ("b", "into b"))
+    entered = [qparams(match[into]) for _, into in sides]
+    whole = [
+        call(root, torch.ops.prims.convert_element_type.default, (match[side], torch.int32), match[side], torch.int32)
+        for side, _ in sides
+    ]
+    centred = [
+        call(root, aten.sub.Tensor, (node, given.zero_point), node, torch.int32)
+        for node, given in zip(whole, entered, strict=True)
+    ]
+    sums = call(root, aten.bmm.default, tuple(centred), match["op"], torch.int32)
+    absorb(sums, match["op"])
+    scaled = call(root, aten.mul.Tensor, (sums, entered[0].scale * entered[1].scale), match["op"])
+    fused = call(root, root.target, (scaled, *root.args[1:]), root)
+    absorb(fused, root)
+    replace(root, fused)
+    return
+
+
+@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
+def test_r27_an_activation_fused_onto_a_product_runs_behind_its_integers_in_a_file(activation, tmp_path):
+    def function(a, b):
+        return torch.bmm(a, b).softmax(-1) if activation == "softmax" else torch.bmm(a, b).sigmoid()
+
+    class Of(nn.Module):
+        def forward(self, a, b):
+            return function(a, b)
+
+    sides = {
+        side: dequantize(
+            input=value(name), name=f"into {name}", where=(lambda match, into=f"into {name}": is_static(match[into]),)
+        )
+        for side, name in (("self", "a"), ("mat2", "b"))
+    }
+    rule = Rule(op(activation, self=op("bmm", name="op", **sides), name="act"), to_integer_product)
+    backend = Backend(
+        "mine",
+        (matmul("bmm", activations=("softmax", "sigmoid")),),
+        {"int8": XNNPACK.configs["int8"]},
+        partial(lower_by_rules, rules=(rule,)),
+    )
+    torch.manual_seed(0)
+    calls = [(torch.randn(3, 4, 16), torch.randn(3, 16, 8)) for _ in range(2)]
+    quantizer = type("Mine", (BackendQuantizer,), {"backend": backend})()
+    artefact = quantplug.quantize(Of(), calls[0], quantizer, calls, progress=False)
+    assert {row.rule for row in artefact.report.rows} == {f"bmm_{activation}"}
+    loaded = torch.export.load(artefact.save(tmp_path / "mine.pt2")).module()
+    (product,) = loaded.graph.find_nodes(op="call_function", target=aten.bmm.default)
+    assert product.meta["val"].dtype == torch.int32
+    for call_of in calls:
+        assert sqnr(loaded(*call_of), artefact.reference(*call_of)) > 40
+        assert sqnr(loaded(*call_of), function(*call_of)) > 25
