@@ -34,7 +34,12 @@ from quantplug.annotators.presets import (
 )
 from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
 from quantplug.core.levels import Level
-from quantplug.lowering.xnnpack.legalize import adds_less_than_a_step, patches_if_float, resizes_by_ratios
+from quantplug.lowering.xnnpack.legalize import (
+    adds_less_than_a_step,
+    one_open_size_if_1d,
+    patches_if_float,
+    resizes_by_ratios,
+)
 from quantplug.lowering.xnnpack.rewrites import ALL, outside_of_states
 from quantplug.quantizers.backend import Backend
 from quantplug.quantizers.quantizer import BackendQuantizer
@@ -81,7 +86,7 @@ _weight_only = partial(get_symmetric_quantization_config, True, is_weight_only=T
 _four_bits = {"weight_qmin": groupwise.FOUR_BITS[0], "weight_qmax": groupwise.FOUR_BITS[1]}
 
 _ROWS = (
-    convolution(dims=(1, 2)).where(groupwise.whole_bytes, patches_if_float, images_if_dynamic),
+    convolution(dims=(1, 2)).where(groupwise.whole_bytes, patches_if_float, images_if_dynamic, one_open_size_if_1d),
     transposed_convolution(dims=(2,)).where(
         groupwise.whole_bytes, static_only, one_group_or_scale, adds_less_than_a_step
     ),

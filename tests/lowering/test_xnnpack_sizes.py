@@ -140,3 +140,47 @@ def test_slopes_of_any_rank_and_open_batch_lower(slopes, shape, config):
     x = torch.randn(shape)
     artefact = quantplug.quantize(model, (x,), "xnnpack", [x], config, dynamic_shapes=({0: BATCH},), progress=False)
     require_agreement(artefact, *(torch.randn(size, *shape[1:]) for size in (shape[0], 1, 7)))
+
+
+LENGTH = torch.export.Dim("length", min=2, max=40)
+LONGER = ((2, 16, 6), (5, 16, 40), (1, 16, 2), (64, 16, 11))
+
+
+class Speech(nn.Module):
+    """Convolutions over time between linear layers, for any number of recordings of any length."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.over, self.out = nn.Linear(16, 16), nn.Conv1d(16, 8, 3, padding=1), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.out(self.over(self.into(x.transpose(1, 2)).transpose(1, 2)).relu().transpose(1, 2))
+
+
+@pytest.mark.parametrize("quantizer", ["xnnpack", "tensorrt"])
+@pytest.mark.filterwarnings("ignore:The quantizer is for backend")
+def test_a_convolution_over_time_takes_open_batches_and_lengths(quantizer):
+    """ExecuTorch writes it as a conv2d between two reshapes, and its serializer fails on those of two open sizes."""
+    x, shapes = torch.randn(2, 16, 6), ({0: BATCH, 2: LENGTH},)
+    chosen = quantplug.get_quantizer(quantizer)
+    artefact = quantplug.quantize(
+        Speech().eval(), (x,), "xnnpack", [x], quantizer=chosen, dynamic_shapes=shapes, progress=False
+    )
+    require_agreement(artefact, *(torch.randn(size) for size in LONGER))
+    placed = {op.node: op for op in artefact.program.ops}
+    assert placed["conv1d"].placement == "portable"
+    assert "2 of its sizes are open" in placed["conv1d"].reason
+    assert placed["linear"].placement == "int8"
+
+
+def test_the_report_says_which_convolution_has_too_many_open_sizes():
+    exported = torch.export.export(Speech().eval(), (torch.randn(LONGER[0]),), dynamic_shapes=({0: BATCH, 2: LENGTH},))
+    prepared = quantplug.prepare_pt2e(exported.module(), quantplug.get_quantizer("xnnpack"))
+    (row,) = (row for row in quantplug.explain(prepared).rows if "conv" in row.operator)
+    assert "2 of its sizes are open" in row.reason
+
+
+def test_a_dimension_behind_two_open_sizes():
+    model = Net(lambda net, x: net.layer(x.transpose(1, 2)).unsqueeze(-1) + 1.0, layer=nn.Linear(16, 8))
+    artefact = quantized(model, torch.randn(LONGER[0]), (({0: BATCH, 2: LENGTH},),))
+    require_agreement(artefact, *(torch.randn(size) for size in LONGER))

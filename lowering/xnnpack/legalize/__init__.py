@@ -26,8 +26,10 @@ from quantplug.lowering.xnnpack.legalize.movement import (
     concatenations_share_qparams,
     contiguous_constants,
     copies_of_integers_are_views,
+    find_reshapes_of_open_sizes,
     find_resizing_by_other_factors,
     moves_keep_qparams,
+    one_open_size_if_1d,
     pads_stay_quantized,
     resizes_by_ratios,
     spell_out_pooling,
@@ -54,6 +56,7 @@ __all__ = [
     "Legalized",
     "adds_less_than_a_step",
     "legalize",
+    "one_open_size_if_1d",
     "patches_if_float",
     "resizes_by_ratios",
     "runs_alone",
@@ -108,6 +111,7 @@ def legalize(working: fx.GraphModule) -> Legalized:
     find_slopes_of_other_ranks(working, found)
     find_wide_output_paddings(working, found)
     find_resizing_by_other_factors(working, found)
+    find_reshapes_of_open_sizes(working, found)
     erase_dead_code(working.graph)
     _drop_unread_constants(working)
     working.graph.lint()

@@ -34,6 +34,8 @@ _MOVES = {
     "aten::detach", "aten::movedim", "aten::swapaxes", "aten::upsample_bilinear2d",
 }  # fmt: skip
 _PADS = {"aten::pad", "aten::constant_pad_nd"}
+# What ExecuTorch serializes as a reshape by numbers, or, as conv1d, as a conv2d between two of them.
+_RESHAPES = {"aten::squeeze", "aten::squeeze_", "aten::unsqueeze", "aten::unsqueeze_", "aten::conv1d"}
 
 
 def contiguous_constants(working: fx.GraphModule) -> None:
@@ -68,6 +70,27 @@ def _rounded_factors(node: fx.Node) -> str | None:
     if given["align_corners"] or not rounds:
         return None
     return f"its factors {list(factors)} of {list(sizes)} are rounded, and XNNPACK's are ratios of sizes"
+
+
+def find_reshapes_of_open_sizes(working: fx.GraphModule, found: Legalized) -> None:
+    """Finds reshapes of two open sizes or more: ExecuTorch hands them to XNNPACK, and its serializer fails on them."""
+    for node in calls(working, _RESHAPES):
+        reason = _open_sizes(node)
+        if reason is not None:
+            found.portable[node.name] = reason
+
+
+def one_open_size_if_1d(match: Match, config: QuantizationConfig | None) -> str | None:
+    """Holds for convolutions over two dimensions, and for those over one of a result with at most one open size."""
+    return _open_sizes(match["op"]) if operator_name(match["op"]) in _RESHAPES else None
+
+
+def _open_sizes(node: fx.Node) -> str | None:
+    result = tensor_value(node)
+    number = 0 if result is None else sum(not isinstance(size, int) for size in result.shape)
+    if number < 2:
+        return None
+    return f"{number} of its sizes are open, and XNNPACK reshapes with at most one; export the others static"
 
 
 def spell_out_pooling(working: fx.GraphModule) -> None:
