@@ -54,14 +54,23 @@ def _source(node: fx.Node) -> tuple[str, Any] | None:
             # The last key counts the calls of a module that is called several times.
             return str(list(node.meta["nn_module_stack"])[-1]), found
     recorded = node.meta.get("torch_fn")
-    return (node.name, _function(recorded[1])) if recorded else None
+    # The name counts the calls: what one call leaves is one partition, however many operators.
+    return (recorded[0], _function(recorded[1])) if recorded else None
 
 
 def _function(recorded: str) -> Any:
     """Returns the function that export recorded as "kind.name"."""
     kind, _, name = recorded.partition(".")
+    if name.startswith("__") or recorded == "function.pow":
+        return _python_operator(name.strip("_"), name)
     if kind == "method_descriptor":
         in_place = f"i{_PYTHONS.get(name[:-1], name[:-1])}" if name.endswith("_") else ""
         return getattr(operator, in_place or _PYTHONS.get(name, name), name)
     rooms = (F, torch) if kind == "function" else (torch, F)
     return next((getattr(room, name) for room in rooms if hasattr(room, name)), name)
+
+
+def _python_operator(word: str, name: str) -> Any:
+    """Returns what a method such as `__rsub__` stands for: `1 - x` calls the reflected one."""
+    plain = word if hasattr(operator, f"__{word}__") else word.removeprefix("r")
+    return getattr(operator, f"__{_PYTHONS.get(plain, plain)}__", name)

@@ -83,11 +83,7 @@ def fake_quantize(observer: nn.Module, of_constants: bool = False) -> nn.Module:
 
 
 def _rounds_nothing(observer: Any) -> bool:
-    """Tells whether a tensor keeps its numbers: it stays float, or convert puts no range on it."""
-    if getattr(observer, "dtype", None) in HALF_DTYPES:
-        return False
-    if isinstance(observer, PlaceholderObserver) and not _is_dynamic(observer):
-        return True
+    """Tells whether a tensor keeps its numbers: it stays float."""
     return getattr(observer, "dtype", None) == torch.float32
 
 
@@ -105,6 +101,8 @@ def _require_integers(observer: Any) -> None:
         raise TypeError(f"{type(observer).__name__} has no form for training, since it gives no uniform range")
     if observer.dtype.is_floating_point:
         raise TypeError(f"{observer.dtype} has no form for training, since torch fakes the rounding to integers only")
+    if isinstance(observer, PlaceholderObserver) and not _is_dynamic(observer):
+        raise TypeError("it has no form for training, since it has a range only where the spec is dynamic")
 
 
 def _of_run_time(observer: Any) -> nn.Module:

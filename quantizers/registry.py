@@ -125,12 +125,13 @@ def get_quantizer(name: str, *, strict: bool = True) -> BackendQuantizer:
     if not isinstance(name, str):
         raise ConfigError(f"A backend is named by text, found {type(name).__name__}; pass a name such as 'xnnpack'.")
     known = {entry.name: entry for entry in reversed(backends())}
-    if name in _OLDER_NAMES and name not in known:
-        warnings.warn(f"'{name}' is an older name; this is backend '{_OLDER_NAMES[name]}'.", UserWarning, stacklevel=2)
-        name = _OLDER_NAMES[name]
+    meant = _OLDER_NAMES.get(name.lower())
+    if meant is not None and name not in known:
+        warnings.warn(f"'{name}' is an older name; this is backend '{meant}'.", UserWarning, stacklevel=2)
+        name = meant
     if name not in known:
         raise ConfigError(
-            f"There is no backend '{shown(name)}'{did_you_mean(name, known)}; choose one of {sorted(known)}."
+            f"There is no backend '{shown(name)}'{did_you_mean(name.lower(), known)}; choose one of {sorted(known)}."
         )
     quantizer = known[name].quantizer
     if quantizer is None:

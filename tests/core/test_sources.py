@@ -53,6 +53,24 @@ def test_what_is_written_on_a_default_export_is_what_strict_export_records() -> 
     assert len(sources(strict=False)) > 15
 
 
+class Reflected(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = 1 - x + 1 / (x + 3) + 2**x + x**2
+        return F.normalize(y // 2 + x[0], dim=1) + F.normalize(y, dim=1)
+
+
+def test_reflected_operators_and_calls_of_many_operators_are_partitions_as_on_strict_export() -> None:
+    wanted = [operator.sub, operator.truediv, operator.pow, operator.floordiv, operator.getitem, F.normalize]
+    sizes = []
+    for strict in (False, True):
+        module = torch.export.export(Reflected(), (X,), strict=strict).module()
+        add_sources(module)
+        found = get_source_partitions(module.graph, wanted)
+        sizes.append({kind: sorted(len(part.nodes) for part in parts) for kind, parts in found.items()})
+    assert sizes[0] == sizes[1]
+    assert set(sizes[0]) == set(wanted)
+
+
 def test_each_call_of_a_module_is_a_partition_of_its_own() -> None:
     module = torch.export.export(Everything(), (X,)).module()
     assert len(get_source_partitions(module.graph, [nn.ReLU]).get(nn.ReLU, [])) < 2

@@ -448,6 +448,7 @@ def test_derived_biases_and_shared_scales_train() -> None:
     [
         (QuantizationSpec(torch.int8, WithoutScale, -128, 127, torch.per_tensor_affine), "WithoutScale"),
         (QuantizationSpec(torch.float8_e4m3fn, MinMaxObserver, qscheme=torch.per_tensor_symmetric), "float8_e4m3fn"),
+        (QuantizationSpec(torch.int8, PlaceholderObserver, -128, 127, torch.per_tensor_affine), "only where.*dynamic"),
     ],
 )
 def test_what_cannot_be_trained_is_an_error_that_names_spec_and_place(spec: QuantizationSpec, said: str) -> None:

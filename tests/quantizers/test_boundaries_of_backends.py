@@ -6,7 +6,7 @@ from torch import nn
 
 import quantplug
 from quantplug.core.boundary_dtypes import boundary_qparams, quantized_inputs
-from quantplug.core.errors import ConvertError
+from quantplug.core.errors import ConfigError, ConvertError
 
 DTYPES = {"xnnpack": torch.int8, "x86": torch.uint8, "openvino": torch.uint8, "cortex_m": torch.int8}
 
@@ -53,7 +53,15 @@ def test_a_model_without_float_inputs_has_none_to_change():
         quantplug.quantize(model, (words,), quantizer, [words], progress=False)
 
 
-@pytest.mark.parametrize(("older", "name"), [("fbgemm", "x86"), ("qnnpack", "xnnpack"), ("onednn", "x86")])
+@pytest.mark.parametrize(
+    ("older", "name"),
+    [("fbgemm", "x86"), ("qnnpack", "xnnpack"), ("onednn", "x86"), ("FBGEMM", "x86"), ("QNNPACK", "xnnpack")],
+)
 def test_older_names_are_understood_with_a_word(older, name):
     with pytest.warns(UserWarning, match=f"this is backend '{name}'"):
         assert quantplug.get_quantizer(older).backend.name == name
+
+
+def test_a_name_in_capitals_is_answered_with_the_nearest_name():
+    with pytest.raises(ConfigError, match=r"no backend 'XNNPACK' \(did you mean 'xnnpack'\?\)"):
+        quantplug.get_quantizer("XNNPACK")
