@@ -40,6 +40,7 @@ from quantplug.quantizers.x86_config import get_x86_quantization_config
 
 __all__ = ["X86", "X86Quantizer", "get_x86_quantization_config"]
 
+_PRODUCTS = "torch has no oneDNN operator for two int8 activations"
 # Operators whose weights stay float32 in the file too, whatever the config.
 FLOAT_WEIGHTS = {
     **dict.fromkeys(
@@ -106,12 +107,7 @@ X86 = Backend(
     transforms=(split_is_slices,),
     kernels="x86",
     weight_bits=stored_bits,
-    without={
-        **dict.fromkeys(
-            ("bmm", "matmul", "scaled_dot_product_attention"), "torch has no oneDNN operator for two int8 activations"
-        ),
-        **FLOAT_WEIGHTS,
-    },
+    without={**dict.fromkeys(("bmm", "matmul", "scaled_dot_product_attention"), _PRODUCTS), **FLOAT_WEIGHTS},
 )
 
 
