@@ -88,6 +88,24 @@ def no_groups(match: Match | None, config: QuantizationConfig) -> str | None:
     return None if size is None else f"the config has a scale for every {size} input channels, the kernel takes one"
 
 
+def groups_beside_run_time(match: Match | None, config: QuantizationConfig) -> str | None:
+    """Holds unless the config has weights in groups that XNNPACK's kernels do not read.
+
+    They read -8..7, beside activations with scales of run time.
+    """
+    size, activation = group_size(config.weight), config.input_activation
+    if size is None or config.weight is None:
+        return None
+    if activation is None or not activation.is_dynamic:
+        return (
+            f"the config has a scale for every {size} input channels, whose kernel takes inputs quantized at run time"
+        )
+    low, high = integer_range(config.weight)
+    if FOUR_BITS[0] <= low and high <= FOUR_BITS[1]:
+        return None
+    return f"its weights are {low}..{high}, and the kernel with a scale for every {size} input channels reads -8..7"
+
+
 def whole_bytes(match: Match | None, config: QuantizationConfig) -> str | None:
     """Holds unless the config has weights of four bits, for operators whose kernels hold eight."""
     return "the kernels with weights of four bits are those of linear" if _is_narrow(config.weight) else None

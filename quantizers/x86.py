@@ -40,6 +40,16 @@ from quantplug.quantizers.x86_config import get_x86_quantization_config
 
 __all__ = ["X86", "X86Quantizer", "get_x86_quantization_config"]
 
+_PRODUCTS = "torch has no oneDNN operator for two int8 activations"
+# Operators whose weights stay float32 in the file too, whatever the config.
+FLOAT_WEIGHTS = {
+    **dict.fromkeys(
+        ("gru", "lstm", "rnn_tanh", "rnn_relu", "gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"),
+        "its weights stay float32, in the file too; backend 'xnnpack' takes recurrent layers as linear ones",
+    ),
+    "einsum": "a weight that it reads stays float32, in the file too; `F.linear` reads the same in fewer bits",
+}
+
 # A vision transformer's patches and head gain it 1.4 dB in float, for 0.7 % of its multiplications.
 SMALL_SHARE = 0.01
 # Measured: from here on a convolution gains more than it takes to find the range of its input and to quantize it.
@@ -97,9 +107,7 @@ X86 = Backend(
     transforms=(split_is_slices,),
     kernels="x86",
     weight_bits=stored_bits,
-    without=dict.fromkeys(
-        ("bmm", "matmul", "scaled_dot_product_attention"), "torch has no oneDNN operator for two int8 activations"
-    ),
+    without={**dict.fromkeys(("bmm", "matmul", "scaled_dot_product_attention"), _PRODUCTS), **FLOAT_WEIGHTS},
 )
 
 

@@ -90,7 +90,7 @@ _ROWS = (
     transposed_convolution(dims=(2,)).where(
         groupwise.whole_bytes, static_only, one_group_or_scale, adds_less_than_a_step
     ),
-    linear().where(groupwise.whole_groups, groupwise.pairs_of_channels),
+    linear().where(groupwise.whole_groups, groupwise.groups_beside_run_time, groupwise.pairs_of_channels),
     half_table(),
     *(row.where(outside_of_states) for row in INTEGER_STATES),
 )

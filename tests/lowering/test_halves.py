@@ -106,6 +106,26 @@ def test_e13_grouped_convolutions_of_xnnpack_stay_float_and_say_why():
         quantplug.quantize(model, (torch.randn(1, 4, 8, 8),), "xnnpack", config="float16", progress=False)
 
 
+@pytest.mark.parametrize("backend", ["x86", "openvino"])
+@pytest.mark.parametrize("layer", [nn.GRU, nn.LSTM, nn.RNN])
+def test_e13_recurrent_layers_say_that_their_weights_stay_float32(layer, backend):
+    """The report said "no rule ends in aten.gru.input" beside a file as large as float's."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.turns, self.head = layer(16, 32, batch_first=True), nn.Linear(32, 4)
+
+        def forward(self, x):
+            return self.head(self.turns(x)[0])
+
+    exported = torch.export.export(Net().eval(), (torch.randn(2, 5, 16),)).module()
+    report = quantplug.explain(quantplug.prepare_pt2e(exported, quantplug.get_quantizer(backend).set_global("float16")))
+    told = [row.reason for row in report.rows if row.module_path == "turns" and "zeros" not in row.operator]
+    assert len(told) == 1
+    assert "its weights stay float32, in the file too" in told[0]
+
+
 def test_e13_numbers_that_float16_does_not_hold_are_told():
     """A program of zeros passed: its graph, computed in float16 as well, kept as little."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)).eval()

@@ -153,6 +153,16 @@ def test_openvino_says_that_it_stores_eight_bits_for_four():
         quantplug.prepare_pt2e(exported, quantizer)
 
 
+def test_openvino_lowers_weights_in_groups():
+    """Lowering ended in an assertion without words."""
+    pytest.importorskip("openvino")
+    x = torch.randn(3, 256)
+    config = quantplug.get_quantizer("x86").backend.config(FULL)
+    artefact = quantplug.quantize(Block().eval(), (x,), "openvino", config=config, progress=False)
+    for inputs in (x, torch.randn(3, 256)):
+        assert sqnr(artefact(inputs), artefact.reference(inputs)) > 60
+
+
 def test_four_bits_of_one_scale_a_channel_are_told_on_x86():
     config = quantplug.get_quantizer("xnnpack").backend.config("int4_weight_only")
     with pytest.warns(UserWarning, match="Backend 'x86' stores weights in 8 bits"):

@@ -6,6 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torchao.quantization.pt2e import MappingType, PerGroup
+from torchao.quantization.pt2e._affine_quantization import AffineQuantizedMinMaxObserver
+from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 import quantplug
 from quantplug.core.compare import sqnr
@@ -84,3 +87,47 @@ def test_weights_of_a_range_within_four_bits_are_stored_in_four(name, tmp_path):
     assert artefact.save(tmp_path / "model.pte").stat().st_size < 0.16 * floats
     for inputs in (x, torch.randn(5, 256)):
         assert sqnr(artefact(inputs), artefact.reference(inputs)) > 100
+
+
+def in_groups(name, low, high):
+    """A config with weights in groups of a range of the user's own, as torchao's observer writes them."""
+    config = quantplug.get_quantizer("xnnpack").backend.config(name)
+    made = AffineQuantizedMinMaxObserver.with_args(
+        mapping_type=MappingType.SYMMETRIC,
+        target_dtype=torch.int8,
+        granularity=PerGroup(32),
+        quant_min=low,
+        quant_max=high,
+        eps=torch.finfo(torch.float32).eps,
+    )
+    return replace(config, weight=QuantizationSpec(torch.int8, made, low, high))
+
+
+@pytest.mark.parametrize(("low", "high"), [(-7, 7), (-4, 3)])
+def test_weights_in_groups_of_a_range_within_four_bits_lower(low, high, tmp_path):
+    """Lowering ended in "Only 4b group quantization is supported"."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).eval(), torch.randn(5, 256)
+    config = in_groups("int4_dynamic_groups", low, high)
+    artefact = quantplug.quantize(model, (x,), "xnnpack", config=config, progress=False)
+    floats = 4 * sum(value.numel() for value in model.parameters())
+    assert artefact.save(tmp_path / "model.pte").stat().st_size < 0.17 * floats
+    for inputs in (x, torch.randn(5, 256)):
+        assert sqnr(artefact(inputs), artefact.reference(inputs)) > 40
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high", "reason"),
+    [
+        ("int4_dynamic_groups", -127, 127, "its weights are -127..127, and the kernel"),
+        ("int4_weight_only", -8, 7, "whose kernel takes inputs quantized at run time"),
+        ("int8", -8, 7, "whose kernel takes inputs quantized at run time"),
+    ],
+)
+def test_weights_in_groups_that_no_kernel_reads_stay_float_with_the_reason(name, low, high, reason):
+    """Lowering failed on a missing operator of the runtime or on an assertion."""
+    model = torch.export.export(nn.Linear(64, 32).eval(), (torch.randn(3, 64),)).module()
+    quantizer = quantplug.get_quantizer("xnnpack").set_global(in_groups(name, low, high))
+    row = quantplug.explain(quantplug.prepare_pt2e(model, quantizer)).row("linear")
+    assert not row.quantized
+    assert reason in row.reason

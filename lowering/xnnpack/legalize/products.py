@@ -186,6 +186,9 @@ def narrow_weights_name_four_bits(working: fx.GraphModule) -> None:
     """Weights of linear layers within -8..7 name just that range, by which the serializer knows four bits."""
     for node in calls(working, ("aten::linear",)):
         weight = operands(node)["weight"]
+        if isinstance(weight, fx.Node) and weight.target is torch.ops.torchao.dequantize_affine:
+            _groups_name_four_bits(weight)
+            continue
         values = operands(weight) if is_dequantize(weight) else {}
         kernel = tensor_value(weight) if values else None
         low, high = (values.get(name) for name in ("quant_min", "quant_max"))
@@ -195,6 +198,13 @@ def narrow_weights_name_four_bits(working: fx.GraphModule) -> None:
         if is_read:  # others are wrong in four bits, or end the process
             set_operand(weight, "quant_min", -8)
             set_operand(weight, "quant_max", 7)
+
+
+def _groups_name_four_bits(weight: fx.Node) -> None:
+    """The same for weights in groups, as observers write them."""
+    low, high = weight.args[5:7] if len(weight.args) > 6 else (None, None)
+    if isinstance(low, int) and isinstance(high, int) and -8 <= low < high <= 7:
+        weight.args = (*weight.args[:5], -8, 7, *weight.args[7:])
 
 
 def _widen_weight_range(weight: fx.Node) -> None:
