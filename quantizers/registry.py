@@ -123,7 +123,7 @@ def get_quantizer(name: str, *, strict: bool = True) -> BackendQuantizer:
         ConfigError: there is no such backend, or its plugin is broken.
     """
     if not isinstance(name, str):
-        raise ConfigError(f"A backend is named by text, found {type(name).__name__}; pass a name such as 'xnnpack'.")
+        raise ConfigError(f"There is no backend '{shown(name)}'; pass a name, such as 'xnnpack'.")
     known = {entry.name: entry for entry in reversed(backends())}
     meant = _OLDER_NAMES.get(name.lower())
     if meant is not None and name not in known:
