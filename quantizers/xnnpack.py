@@ -10,17 +10,8 @@ from typing import Any
 import torch
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
-from quantplug.annotators import groupwise
+from quantplug.annotators import constraints, groupwise
 from quantplug.annotators.activation import clamps, known_range, own_range
-from quantplug.annotators.constraints import (
-    has_dimensions,
-    images_if_dynamic,
-    in_integers,
-    one_group_or_scale,
-    repeats_nothing,
-    static_only,
-    whole_map,
-)
 from quantplug.annotators.convolution import CLAMPS, convolution, transposed_convolution
 from quantplug.annotators.elementwise import binary
 from quantplug.annotators.half import half_table
@@ -59,21 +50,21 @@ _COPIES = tuple(name for name in COPIES if name != "repeat")  # there is no kern
 # All operators without weights. The backend leaves those float that carry the state of a recurrent layer. One that
 # wants them in integers too adds the rows as they are: derive(XNNPACK, "xnnpack_states", add=INTEGER_STATES).
 INTEGER_STATES = (
-    binary("add", CLAMPS).where(has_dimensions).needing_company(),
-    binary("sub", CLAMPS).where(has_dimensions).needing_company(),
-    binary("mul", CLAMPS).where(has_dimensions).needing_company(),
-    binary("maximum", activations=()).where(has_dimensions).needing_company(),
-    binary("minimum", activations=()).where(has_dimensions).needing_company(),
+    binary("add", CLAMPS).where(constraints.has_dimensions).needing_company(),
+    binary("sub", CLAMPS).where(constraints.has_dimensions).needing_company(),
+    binary("mul", CLAMPS).where(constraints.has_dimensions).needing_company(),
+    binary("maximum", activations=()).where(constraints.has_dimensions).needing_company(),
+    binary("minimum", activations=()).where(constraints.has_dimensions).needing_company(),
     concatenation("cat").needing_company().within(Level.EXACT),
     # The max-pool kernel compares integers in one scale; the mean kernel rescales.
     pooling("max_pool2d").within(Level.EXACT),
     resize().where(resizes_by_ratios).within(Level.APPROXIMATE),
-    pooling("adaptive_avg_pool2d", "mean", own_output=True).where(whole_map),
+    pooling("adaptive_avg_pool2d", "mean", own_output=True).where(constraints.whole_map),
     known_range("sigmoid"),
     # The kernel of tanh takes any scale, and of small numbers that of -1..1 would leave little.
     own_range("tanh", "hardswish", "gelu", "leaky_relu", "elu", "abs", "neg").needing_company(),
     clamps("relu", "relu6", "hardtanh", "clamp").needing_company(),
-    movement((*VIEWS, *_COPIES, "pad", "constant_pad_nd")).where(repeats_nothing).within(Level.EXACT),
+    movement((*VIEWS, *_COPIES, "pad", "constant_pad_nd")).where(constraints.repeats_nothing).within(Level.EXACT),
 )
 
 
@@ -81,14 +72,16 @@ def _dynamic(**options: Any) -> QuantizationConfig:
     return per_row(get_symmetric_quantization_config(True, is_dynamic=True, **options))
 
 
-_INTEGERS = in_integers((torch.int8, torch.uint8))  # both are int8 there, zero points moved
+_INTEGERS = constraints.in_integers((torch.int8, torch.uint8))  # both are int8 there, zero points moved
 _weight_only = partial(get_symmetric_quantization_config, True, is_weight_only=True)
 _four_bits = {"weight_qmin": groupwise.FOUR_BITS[0], "weight_qmax": groupwise.FOUR_BITS[1]}
 
 _ROWS = (
-    convolution(dims=(1, 2)).where(groupwise.whole_bytes, patches_if_float, images_if_dynamic, one_open_size_if_1d),
+    convolution(dims=(1, 2)).where(
+        groupwise.whole_bytes, patches_if_float, constraints.images_if_dynamic, one_open_size_if_1d
+    ),
     transposed_convolution(dims=(2,)).where(
-        groupwise.whole_bytes, static_only, one_group_or_scale, adds_less_than_a_step
+        groupwise.whole_bytes, constraints.static_only, constraints.one_group_or_scale, adds_less_than_a_step
     ),
     linear().where(groupwise.whole_groups, groupwise.groups_beside_run_time, groupwise.pairs_of_channels),
     half_table(),
