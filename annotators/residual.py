@@ -15,18 +15,22 @@ from quantplug.core.annotator import Annotations, Annotator
 from quantplug.core.pattern import Match, Op, op, single_use, value
 
 
-def residual(product: Annotator, activations: tuple[str, ...] = ("relu",)) -> Annotator:
+def residual(product: Annotator, activations: tuple[str, ...] = ("relu",), *, in_float: bool = False) -> Annotator:
     """Returns the annotator of sums that a product's kernel takes in.
 
     Args:
         product: the annotator of convolutions or linear layers; its patterns without activation are the products.
         activations: activations that the kernel applies to the sum.
+        in_float: whether the sum is taken and written in float whoever reads it. A row of such sums then rounds
+            nothing that passes by, and layers quantize what they read of it.
     """
 
     def decide(match: Match, config: QuantizationConfig) -> Annotations:
         annotations = dict(product.decide(_product_of(match), config))
         output = annotations[match["op"]].output_qspec
         annotations[match["op"]].output_qspec = None
+        if in_float:
+            return annotations
         annotations[match["sum"]] = QuantizationAnnotation({match["residual"]: get_input_act_qspec(config)})
         root = annotations.setdefault(match.root, QuantizationAnnotation())
         root.output_qspec = output

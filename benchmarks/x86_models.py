@@ -59,6 +59,22 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096))
 
 
+class ResidualMLP(nn.Module):
+    """Four blocks of 768 channels whose sums no norm reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(768, 768), nn.ReLU(), nn.Linear(768, 768)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the last sum, of the input's shape (batch, rows, 768)."""
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
 def encoder() -> nn.Module:
     """Four layers of the size of bert-base, without embeddings."""
     layer = nn.TransformerEncoderLayer(768, 12, 3072, activation="gelu", batch_first=True)
@@ -72,6 +88,7 @@ def tokens(batch: int) -> tuple[Tensor, ...]:
 
 OWN: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ...]]]] = {
     "mlp": (mlp, lambda batch: (torch.randn(batch, 4096),)),
+    "residual_mlp": (ResidualMLP, lambda batch: (torch.randn(batch, 128, 768),)),
     "encoder": (encoder, lambda batch: (torch.randn(batch, 128, 768),)),
     "bert": (Bert, tokens),
 }

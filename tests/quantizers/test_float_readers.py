@@ -51,7 +51,23 @@ class Dense(nn.Module):
         return self.head(self.after(x.amax(1)))
 
 
-MODELS = {"normed": Normed, "dense": Dense, "bare": lambda: Dense(norms=False)}
+class Trunk(Normed):
+    """Sums that linear layers and further sums read, with a norm in front of each layer or none anywhere."""
+
+    def __init__(self, norms=True):
+        super().__init__()
+        if not norms:
+            self.norms = nn.ModuleList(nn.Identity() for _ in self.norms)
+        self.norms[-1] = nn.Identity()
+
+
+MODELS = {
+    "normed": Normed,
+    "dense": Dense,
+    "bare": lambda: Dense(norms=False),
+    "trunk": Trunk,
+    "bare trunk": lambda: Trunk(norms=False),
+}
 
 
 def peer_of(backend):
@@ -102,6 +118,15 @@ def test_a_sum_in_float_takes_its_other_summand_in_float():
     model, data = of_seed("normed", 0)
     reference = quantplug.quantize(model, (data[0],), "x86", data[:2], progress=False).reference
     assert read_in_integers(reference, "add") == read_in_integers(reference, "add_2") == [False, False]
+
+
+def test_sums_of_linears_go_on_in_float_past_the_layers_that_read_them():
+    model, data = of_seed("bare trunk", 0)
+    reference = quantplug.quantize(model, (data[0],), "x86", data[:2], progress=False).reference
+    assert all(read_in_integers(reference, name) == [False, False] for name in ("add", "add_1", "add_2"))
+    assert read_in_integers(reference, "linear_2") == [True, True, False]  # the bias is float
+    ours, peers = levels(model, data, "x86")
+    assert ours > peers - NOISE
 
 
 class Images(nn.Module):
