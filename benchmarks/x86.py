@@ -233,7 +233,9 @@ def compare(name: str, batch: int, chosen: argparse.Namespace) -> None:
 def main() -> None:
     """Reads the command line and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", help="mlp, residual_mlp, encoder, bert, or a classifier of torchvision.models")
+    parser.add_argument(
+        "models", nargs="+", help="mlp, residual_mlp, encoder, bert, or a classifier of torchvision.models"
+    )
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
     parser.add_argument("--seconds", type=float, default=15, help="of timing for each model")
