@@ -1,4 +1,4 @@
-"""Layers, averages and clamps that OpenVINO computes wrongly, in terms of others that it computes rightly.
+"""Layers, averages, clamps and maxima that OpenVINO computes wrongly, in terms of others that it computes rightly.
 
 Found by comparing programs with their graphs over random geometries (`tests/lowering/test_openvino_geometries.py`), and
 seen with OpenVINO 2026.4 on processors with AVX512 and AMX.
@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from quantplug.core.boundaries import is_dequantize
 from quantplug.core.errors import LoweringError
 from quantplug.core.graph import constant_value, describe, operands, tensor_value
-from quantplug.core.pattern import Match, op, value
+from quantplug.core.pattern import Match, item, op, value
 from quantplug.lowering.qparams import dequantize
 from quantplug.lowering.rewriting import Rule, absorb, apply, call, constant, replace, viewed
 
@@ -33,6 +33,7 @@ def step_aside(graph: fx.Graph) -> None:
     apply(graph, BIASES)
     apply(graph, GEOMETRIES)
     apply(graph, CLAMPS)
+    apply(graph, EXTREMES)
 
 
 def _uneven(match: Match) -> str | None:
@@ -148,6 +149,28 @@ def _bound(node: fx.Node, name: str) -> float | None:
     return None if number is None else float(number)
 
 
+def _apart(match: Match) -> str | None:
+    """Maxima of floats are written in the integers that something behind them quantizes to, without their zero point.
+
+    A selection that selects nothing but infinity keeps the two apart.
+    """
+    node, extremes = match.root, match["extremes"]
+    if is_dequantize(extremes.all_input_nodes[0]) or not node.meta["val"].is_floating_point():
+        return "it compares integers"
+    readers, behind, dtype = list(node.users), node.next, node.meta["val"].dtype
+    limit = constant(behind, f"{node.name}_limit", torch.tensor(torch.finfo(dtype).max, dtype=dtype))
+    beyond = call(behind, aten.gt.Tensor, (node, limit), node, torch.bool)
+    found = call(behind, aten.where.self, (beyond, limit, node), node)
+    absorb(found, node)
+    for reader in readers:
+        reader.replace_input_with(node, found)
+    return None
+
+
+_OF_VALUES = op("amax.default", "amin.default", "max.default", "min.default", name="extremes")
+_WITH_INDICES = op(
+    *("max.dim", "min.dim", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"), name="extremes"
+)
 _CONVOLUTIONS = op("conv1d.default", "conv2d.default", "conv3d.default")
 BIASES = (
     Rule(op("linear.default"), _uneven),
@@ -159,6 +182,7 @@ CLAMPS = (
         op("clamp.default", "hardtanh.default", "relu6.default", self=dequantize(input=value("q"), name="x")), _selected
     ),
 )
+EXTREMES = (Rule(_OF_VALUES, _apart), Rule(item(_WITH_INDICES, 0), _apart))
 GEOMETRIES = (
     Rule(_CONVOLUTIONS, _column_by_column),
     Rule(op("avg_pool1d", "avg_pool2d", "avg_pool3d", self=value("x")), _padded_before),

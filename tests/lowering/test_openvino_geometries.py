@@ -1,4 +1,4 @@
-"""Layers, averages and clamps of any geometry on OpenVINO against their graphs."""
+"""Layers, averages, clamps and maxima of any geometry on OpenVINO against their graphs."""
 
 import random
 
@@ -114,6 +114,26 @@ def test_clamps_of_integers_that_others_read_round_their_bounds(clamp):
     torch.manual_seed(0)
     calls = [torch.randn(2, 4, 9, 11) for _ in range(2)]
     artefact = quantized(Then(nn.Conv2d(4, 8, 3), lambda y: CLAMPS[clamp](y) + 2 * y), *calls)
+    require_agreement(artefact, artefact.program, calls)
+
+
+MAXIMA = {
+    "a maximum": lambda x: x.amax(1),
+    "a minimum": lambda x: x.amin(1),
+    "with indices": lambda x: x.max(1).values,
+    "a pooling": lambda x: nn.functional.adaptive_max_pool1d(x.mT, 1).squeeze(-1),
+    "functions of it": lambda x: torch.tanh(2.5 * x.amax(1)),
+    "a sum with others": lambda x: x.amax(1) + torch.arange(8.0),
+    "a gate": lambda x: torch.sigmoid(x.amax(1)) * x.amax(1),
+    "all of it": lambda x: x[:, 0] + x.max(),
+}
+
+
+@pytest.mark.parametrize("read", MAXIMA)
+def test_maxima_of_floats_are_quantized_as_they_are(read):
+    torch.manual_seed(0)
+    calls = [torch.randn(3, 10, 8) for _ in range(3)]
+    artefact = quantized(nn.Sequential(Then(nn.Identity(), MAXIMA[read]), nn.Linear(8, 8)), *calls)
     require_agreement(artefact, artefact.program, calls)
 
 
