@@ -1,4 +1,4 @@
-"""Layers, averages, clamps and maxima that OpenVINO computes wrongly, in terms of others that it computes rightly.
+"""What OpenVINO computes wrongly, in terms of operators that it computes rightly.
 
 Found by comparing programs with their graphs over random geometries (`tests/lowering/test_openvino_geometries.py`), and
 seen with OpenVINO 2026.4 on processors with AVX512 and AMX.
@@ -31,9 +31,7 @@ def step_aside(graph: fx.Graph) -> None:
         LoweringError: an average has open sizes, for which there is no other form.
     """
     apply(graph, BIASES)
-    apply(graph, GEOMETRIES)
-    apply(graph, CLAMPS)
-    apply(graph, EXTREMES)
+    apply(graph, OTHERS)
 
 
 def _uneven(match: Match) -> str | None:
@@ -150,21 +148,35 @@ def _bound(node: fx.Node, name: str) -> float | None:
 
 
 def _apart(match: Match) -> str | None:
-    """Maxima of floats are written in the integers that something behind them quantizes to, without their zero point.
-
-    A selection that selects nothing but infinity keeps the two apart.
-    """
+    """Maxima of floats are written in the integers that something behind quantizes to, without the zero point."""
     node, extremes = match.root, match["extremes"]
     if is_dequantize(extremes.all_input_nodes[0]) or not node.meta["val"].is_floating_point():
         return "it compares integers"
-    readers, behind, dtype = list(node.users), node.next, node.meta["val"].dtype
-    limit = constant(behind, f"{node.name}_limit", torch.tensor(torch.finfo(dtype).max, dtype=dtype))
-    beyond = call(behind, aten.gt.Tensor, (node, limit), node, torch.bool)
-    found = call(behind, aten.where.self, (beyond, limit, node), node)
+    readers = list(node.users)
+    found = _selection(node.next, node)
     absorb(found, node)
     for reader in readers:
         reader.replace_input_with(node, found)
     return None
+
+
+def _normed_in_float(match: Match) -> str | None:
+    """Norms of integers that others read too add their epsilon to the variance of the integers."""
+    node, source = match.root, match["x"]
+    while len(source.all_input_nodes) == 1 and not is_dequantize(source):
+        source = source.all_input_nodes[0]
+    if not is_dequantize(source):
+        return "it reads floats"
+    node.replace_input_with(match["x"], _selection(node, match["x"]))
+    return None
+
+
+def _selection(before: fx.Node, source: fx.Node) -> fx.Node:
+    """Inserts a selection that selects nothing but infinity, which no conversion passes and no kernel takes in."""
+    dtype = source.meta["val"].dtype
+    limit = constant(before, f"{source.name}_limit", torch.tensor(torch.finfo(dtype).max, dtype=dtype))
+    beyond = call(before, aten.gt.Tensor, (source, limit), source, torch.bool)
+    return call(before, aten.where.self, (beyond, limit, source), source)
 
 
 _OF_VALUES = op("amax.default", "amin.default", "max.default", "min.default", name="extremes")
@@ -177,13 +189,13 @@ BIASES = (
     Rule(_CONVOLUTIONS, _uneven),
     Rule(op("mm.default", "addmm.default"), _uneven_product),
 )
-CLAMPS = (
-    Rule(
-        op("clamp.default", "hardtanh.default", "relu6.default", self=dequantize(input=value("q"), name="x")), _selected
-    ),
-)
-EXTREMES = (Rule(_OF_VALUES, _apart), Rule(item(_WITH_INDICES, 0), _apart))
-GEOMETRIES = (
+_CLAMPS = op("clamp.default", "hardtanh.default", "relu6.default", self=dequantize(input=value("q"), name="x"))
+_NORMS = op("layer_norm.default", "group_norm.default", "instance_norm.default", input=value("x"))
+OTHERS = (
     Rule(_CONVOLUTIONS, _column_by_column),
     Rule(op("avg_pool1d", "avg_pool2d", "avg_pool3d", self=value("x")), _padded_before),
+    Rule(_CLAMPS, _selected),
+    Rule(_OF_VALUES, _apart),
+    Rule(item(_WITH_INDICES, 0), _apart),
+    Rule(_NORMS, _normed_in_float),
 )

@@ -1,4 +1,4 @@
-"""Layers, averages, clamps and maxima of any geometry on OpenVINO against their graphs."""
+"""Layers, averages, clamps, maxima and norms of any geometry on OpenVINO against their graphs."""
 
 import random
 
@@ -8,6 +8,7 @@ from test_x86_geometries import KINDS, ONE_COLUMN, geometry
 from torch import nn
 
 import quantplug
+from quantplug.core.compare import sqnr
 from quantplug.core.errors import LoweringError, ModelError
 from quantplug.lowering.openvino import OpenVINOProgram
 
@@ -135,6 +136,36 @@ def test_maxima_of_floats_are_quantized_as_they_are(read):
     calls = [torch.randn(3, 10, 8) for _ in range(3)]
     artefact = quantized(nn.Sequential(Then(nn.Identity(), MAXIMA[read]), nn.Linear(8, 8)), *calls)
     require_agreement(artefact, artefact.program, calls)
+
+
+class Shared(nn.Module):
+    """Small integers that a norm and a layer read."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.first, self.second, self.norm = nn.Conv1d(9, 8, 1, 3), nn.Linear(2, 2), norm
+
+    def forward(self, x):
+        x = self.first(x).relu()
+        return self.norm(x), self.second(x)
+
+
+NORMS = {
+    "layer": nn.LayerNorm(2),
+    "layer, transposed": lambda x: nn.functional.layer_norm(x.mT, (8,)),
+    "group": nn.GroupNorm(2, 8),
+    "instance": nn.functional.instance_norm,
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_of_integers_that_others_read_add_epsilon_to_the_variance_of_the_numbers(norm):
+    torch.manual_seed(0)
+    calls = [torch.randn(3, 9, 4) * 0.1 for _ in range(2)]
+    artefact = quantized(Shared(NORMS[norm]), *calls)
+    for x in calls:
+        for wanted, found in zip(artefact.reference(x), artefact(x), strict=True):
+            assert sqnr(found, wanted) > 60
 
 
 def test_averages_of_integers_count_zeros_as_padding():
