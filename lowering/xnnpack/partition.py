@@ -26,6 +26,11 @@ _INTEGER_TOO = (
 # Stock configs whose kernels take output bounds, so that a relu or hardtanh behind them is fused.
 _BOUNDED = ("AddConfig", "SubConfig", "MulConfig")
 _BOUNDS = ["relu.default", "hardtanh.default"]
+# Operators whose delegates hold their weights.
+_WITH_WEIGHTS = (
+    *("aten::convolution", "aten::linear", "aten::addmm", "aten::mm", "aten::prelu", "aten::_prelu_kernel"),
+    *("aten::native_batch_norm", "aten::_native_batch_norm_legit", "aten::_native_batch_norm_legit_no_training"),
+)
 _GEMM_CONFIGS = ("ConvolutionConfig", "LinearConfig", "AddmmConfig", "MMConfig")
 
 
@@ -125,7 +130,7 @@ def _guarded(stock: Any, graph: fx.Graph, legal: Legalized) -> type:
 
     def check_constraints(self: Any, node: fx.Node, ep: Any) -> bool:
         names = origins(node, graph)
-        if names & legal.portable.keys() or any(_is_state(one, ep) for one in self.get_node_and_deps(node, ep)):
+        if names & legal.portable.keys() or _weighs_by_state(node, ep):
             return False
         return _is_weight_only(node, names, legal) or bool(stock.check_constraints(self, node, ep))
 
@@ -154,10 +159,20 @@ def _guarded(stock: Any, graph: fx.Graph, legal: Legalized) -> type:
     return type(stock.__name__, (stock,), members)
 
 
-def _is_state(node: fx.Node, ep: Any) -> bool:
+def _weighs_by_state(node: fx.Node, ep: Any) -> bool:
     """Tells whether a weight is a buffer that the program writes: a delegate reads its weights once, into a copy."""
-    written = ep.graph_signature.buffers_to_mutate.values()
-    return node.op == "placeholder" and ep.graph_signature.inputs_to_buffers.get(node.name) in written
+    written = set(ep.graph_signature.buffers_to_mutate.values())
+    if not written or operator_name(node) not in _WITH_WEIGHTS:
+        return False
+    held = (ep.graph_signature.inputs_to_buffers.get(_given(source).name) for source in node.all_input_nodes)
+    return any(buffer in written for buffer in held)
+
+
+def _given(node: fx.Node) -> fx.Node:
+    """Returns what a node makes another form of: the weight behind its transposition or dequantization."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _is_weight_only(node: fx.Node, names: set[str], legal: Legalized) -> bool:
