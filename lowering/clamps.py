@@ -34,11 +34,16 @@ def clamp_rules(source: Pattern) -> tuple[Rule, ...]:
     return tuple(_rule(name, source) for name in _BOUNDS)
 
 
+def bounds_of(clamp: fx.Node, name: str) -> list[Any]:
+    """Returns the lower and the upper bound of a clamp, by its operator's name: numbers, tensors' nodes or None."""
+    given = operands(clamp)
+    return [given.get(bound) if isinstance(bound, str) else bound for bound in _BOUNDS[name]]
+
+
 def _rule(name: str, source: Pattern) -> Rule:
     def rewrite(match: Match) -> str | None:
         clamp, params = match["clamp"], qparams(match.root)
-        given = operands(clamp)
-        bounds = [given.get(bound) if isinstance(bound, str) else bound for bound in _BOUNDS[name]]
+        bounds = bounds_of(clamp, name)
         if params.dtype not in (torch.uint8, torch.int8) or any(isinstance(bound, fx.Node) for bound in bounds):
             return "its bounds are tensors or its integers wider than a byte"
         _clamp_integers(match, params, bounds)

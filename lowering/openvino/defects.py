@@ -15,6 +15,7 @@ from quantplug.core.boundaries import is_dequantize
 from quantplug.core.errors import LoweringError
 from quantplug.core.graph import constant_value, describe, operands, tensor_value
 from quantplug.core.pattern import Match, item, op, value
+from quantplug.lowering.clamps import bounds_of
 from quantplug.lowering.qparams import dequantize
 from quantplug.lowering.rewriting import Rule, absorb, apply, call, constant, replace, viewed
 
@@ -129,22 +130,16 @@ def _selected(match: Match) -> str | None:
     """Clamps of integers that others read too are computed on the integers, by bounds whose fractions are cut off."""
     node = match.root
     found: Any = match["x"]
-    for name, compare in (("min", aten.lt.Scalar), ("max", aten.gt.Scalar)):
-        bound = _bound(node, name)
+    bounds = bounds_of(node, str(node.target).split(".")[1])  # "aten.clamp.default"
+    for bound, compare in zip(bounds, (aten.lt.Scalar, aten.gt.Scalar), strict=True):
         if bound is None:
             continue
         beyond = call(node, compare, (found, bound), node, torch.bool)
-        limit = constant(node, f"{node.name}_{name}", torch.tensor(bound, dtype=node.meta["val"].dtype))
+        limit = constant(node, f"{node.name}_bound", torch.tensor(float(bound), dtype=node.meta["val"].dtype))
         found = call(node, aten.where.self, (beyond, limit, found), node)
     absorb(found, node)
     replace(node, found)
     return None
-
-
-def _bound(node: fx.Node, name: str) -> float | None:
-    given = operands(node)
-    number = given[name] if name in given else given.get(f"{name}_val", {"min": 0.0, "max": 6.0}[name])
-    return None if number is None else float(number)
 
 
 def _apart(match: Match) -> str | None:
