@@ -41,7 +41,8 @@ def residual(product: Annotator, activations: tuple[str, ...] = ("relu",), *, in
         labelled for label, base in bare for labelled in with_activations(f"{label}_add", _sum(base), activations)
     )
     constraints = (*product.constraints, static_only, _two_tensors)
-    return Annotator(f"{product.name}_add", patterns, decide, constraints, adds=("residual",))
+    output = "float" if in_float else "own"
+    return Annotator(f"{product.name}_add", patterns, decide, constraints, output=output, adds=("residual",))
 
 
 def _sum(product: Op) -> Op:

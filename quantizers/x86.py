@@ -67,7 +67,7 @@ _weight_only = partial(get_x86_quantization_config, is_weight_only=True)
 
 _ROWS = (
     residual(convolution(dims=(2,))).where(no_groups, right_shapes).writing_float(),
-    residual(linear(), in_float=True).where(no_groups).writing_float(),
+    residual(linear(), in_float=True).where(no_groups),
     convolution(dims=(1, 2), activations=(*CLAMPS, "hardswish", "silu"))
     .where(*AT_RUN_TIME, right_shapes)
     .writing_float()
