@@ -7,8 +7,8 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, SharedQuanti
 from quantplug.annotators.constraints import static_only
 from quantplug.annotators.fusion import activation, annotate_piece
 from quantplug.annotators.qspecs import fixed_qspec, get_input_act_qspec, get_output_act_qspec
-from quantplug.core.annotator import Annotations, Annotator
-from quantplug.core.pattern import Match, op, value
+from quantplug.core.annotation.annotator import Annotations, Annotator
+from quantplug.core.patterns.language import Match, op, value
 
 # The open end of the range is one step above the largest integer: sigmoid never reaches 1.
 KNOWN_RANGES: Mapping[str, tuple[float, float]] = {

@@ -10,9 +10,9 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig
 from quantplug.annotators.constraints import quantizes_weight
 from quantplug.annotators.fusion import with_activations, with_batch_norm
 from quantplug.annotators.weighted import annotate_weighted, batch_norm_in_training
-from quantplug.core.annotator import Annotations, Annotator
-from quantplug.core.graph import operands
-from quantplug.core.pattern import Match, constant, op, optional, value
+from quantplug.core.annotation.annotator import Annotations, Annotator
+from quantplug.core.graph.facts import operands
+from quantplug.core.patterns.language import Match, constant, op, optional, value
 
 CLAMPS = ("relu", "relu6", "hardtanh", "clamp")
 

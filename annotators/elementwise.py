@@ -8,9 +8,9 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantization
 from quantplug.annotators.constraints import static_only
 from quantplug.annotators.fusion import annotate_piece, with_activations
 from quantplug.annotators.qspecs import get_input_act_qspec, get_output_act_qspec
-from quantplug.core.annotator import Annotations, Annotator, Decide
-from quantplug.core.graph import constant_value, is_constant
-from quantplug.core.pattern import Match, Op, op, value
+from quantplug.core.annotation.annotator import Annotations, Annotator, Decide
+from quantplug.core.graph.facts import constant_value, is_constant
+from quantplug.core.patterns.language import Match, Op, op, value
 
 # The kernels of add and sub have no factor on the second operand.
 _HAS_ALPHA = ("add", "sub")

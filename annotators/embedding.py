@@ -5,8 +5,8 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig
 from quantplug.annotators.constraints import quantizes_weight
 from quantplug.annotators.fusion import annotate_piece
 from quantplug.annotators.qspecs import get_weight_qspec
-from quantplug.core.annotator import Annotations, Annotator
-from quantplug.core.pattern import Match, constant, op
+from quantplug.core.annotation.annotator import Annotations, Annotator
+from quantplug.core.patterns.language import Match, constant, op
 
 
 def embedding() -> Annotator:

@@ -10,8 +10,8 @@ from typing import Any
 from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpecBase
 
-from quantplug.core.annotator import Annotations
-from quantplug.core.pattern import Match, Op, Pattern, anything, op, optional, single_use
+from quantplug.core.annotation.annotator import Annotations
+from quantplug.core.patterns.language import Match, Op, Pattern, anything, op, optional, single_use
 
 
 def _number(found: Any) -> str | None:

@@ -10,10 +10,10 @@ from torchao.quantization.pt2e import MappingType, PerGroup
 from torchao.quantization.pt2e._affine_quantization import AffineQuantizedMinMaxObserver  # torchao has no public path
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
 
-from quantplug.core.dtypes import group_size, integer_range
 from quantplug.core.errors import ConfigError
-from quantplug.core.graph import tensor_value
-from quantplug.core.pattern import Match, operator_overloads
+from quantplug.core.graph.facts import tensor_value
+from quantplug.core.patterns.language import Match, operator_overloads
+from quantplug.core.specs.dtypes import group_size, integer_range
 
 FOUR_BITS = (-8, 7)
 _OUTPUTS_FIRST = operator_overloads("linear")

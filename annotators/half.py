@@ -6,8 +6,8 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig
 from quantplug.annotators.convolution import convolution, transposed_convolution
 from quantplug.annotators.embedding import embedding
 from quantplug.annotators.linear import linear
-from quantplug.core.annotator import Annotator
-from quantplug.core.pattern import Match
+from quantplug.core.annotation.annotator import Annotator
+from quantplug.core.patterns.language import Match
 
 DIMS = (1, 2, 3)
 

@@ -9,8 +9,8 @@ from quantplug.annotators.activation import KNOWN_RANGES
 from quantplug.annotators.constraints import static_only
 from quantplug.annotators.fusion import annotate_piece, with_activations
 from quantplug.annotators.qspecs import fixed_qspec, get_input_act_qspec, get_output_act_qspec
-from quantplug.core.annotator import Annotations, Annotator
-from quantplug.core.pattern import Match, Op, op, value
+from quantplug.core.annotation.annotator import Annotations, Annotator
+from quantplug.core.patterns.language import Match, Op, op, value
 
 # How ATen calls the second operand.
 _SECOND = {"bmm": "mat2", "mm": "mat2", "matmul": "other"}

@@ -15,10 +15,10 @@ from torchao.quantization.pt2e.quantizer import (
 from quantplug.annotators.constraints import quantizes_weight, static_only
 from quantplug.annotators.fusion import annotate_piece
 from quantplug.annotators.qspecs import get_input_act_qspec, get_output_act_qspec, on_axis
-from quantplug.core.annotator import Annotations, Annotator
-from quantplug.core.dtypes import integer_range
+from quantplug.core.annotation.annotator import Annotations, Annotator
 from quantplug.core.errors import ConfigError
-from quantplug.core.pattern import Match, Pattern
+from quantplug.core.patterns.language import Match, Pattern
+from quantplug.core.specs.dtypes import integer_range
 
 # For each observation of activations, where the scale of the output comes from.
 OBSERVATIONS: Mapping[str, str] = MappingProxyType(

@@ -5,8 +5,8 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantization
 from quantplug.annotators.constraints import static_only
 from quantplug.annotators.fusion import annotate_piece
 from quantplug.annotators.qspecs import get_input_act_qspec, get_output_act_qspec
-from quantplug.core.annotator import Annotations, Annotator
-from quantplug.core.pattern import Match, Pattern, item, op, value
+from quantplug.core.annotation.annotator import Annotations, Annotator
+from quantplug.core.patterns.language import Match, Pattern, item, op, value
 
 
 def pooling(*names: str, own_output: bool = False, follows: tuple[str, ...] = ()) -> Annotator:

@@ -20,11 +20,11 @@ from torchao.quantization.pt2e import (
 )
 from torchao.quantization.pt2e.quantizer import FixedQParamsQuantizationSpec, QuantizationConfig, QuantizationSpec
 
-from quantplug.core.dtypes import DTypeConfig, DTypeWithConstraints
 from quantplug.core.errors import ConfigError
 from quantplug.core.observers import OBSERVERS
 from quantplug.core.observers import observer as make_observer
-from quantplug.core.rowwise import Granularity, RowFakeQuantize, RowObserver
+from quantplug.core.qdq.rowwise import Granularity, RowFakeQuantize, RowObserver
+from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
 
 MODES = ("static", "dynamic", "weight_only")
 # Scales below 2**-12 underflow in kernels that multiply s_in * s_w / s_out in fixed point.

@@ -18,9 +18,9 @@ from torchao.quantization.pt2e.quantizer import (
     QuantizationSpecBase,
 )
 
-from quantplug.core.dtypes import integer_range
 from quantplug.core.errors import ConfigError
-from quantplug.core.specs import register_for_plans
+from quantplug.core.specs.dtypes import integer_range
+from quantplug.core.specs.written import register_for_plans
 
 _PER_TENSOR = (torch.per_tensor_affine, torch.per_tensor_symmetric, None)
 _PER_CHANNEL = (torch.per_channel_symmetric, torch.per_channel_affine)

@@ -11,8 +11,8 @@ from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, Quantiza
 from quantplug.annotators.constraints import static_only
 from quantplug.annotators.fusion import with_activations
 from quantplug.annotators.qspecs import get_input_act_qspec
-from quantplug.core.annotator import Annotations, Annotator
-from quantplug.core.pattern import Match, Op, op, single_use, value
+from quantplug.core.annotation.annotator import Annotations, Annotator
+from quantplug.core.patterns.language import Match, Op, op, single_use, value
 
 
 def residual(product: Annotator, activations: tuple[str, ...] = ("relu",), *, in_float: bool = False) -> Annotator:

@@ -6,8 +6,8 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantization
 from quantplug.annotators.constraints import static_only
 from quantplug.annotators.fusion import annotate_piece
 from quantplug.annotators.qspecs import get_input_act_qspec
-from quantplug.core.annotator import Annotations, Annotator
-from quantplug.core.pattern import Match, Op, each, literal, op, value
+from quantplug.core.annotation.annotator import Annotations, Annotator
+from quantplug.core.patterns.language import Match, Op, each, literal, op, value
 
 VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "permute", "transpose", "t", "squeeze", "unsqueeze")
 COPIES = ("slice", "select", "expand", "contiguous", "clone", "repeat", "alias", "detach", "dropout")

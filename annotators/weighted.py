@@ -17,11 +17,11 @@ from quantplug.annotators.qspecs import (
     get_weight_qspec,
     on_axis,
 )
-from quantplug.core.annotator import Annotations, Annotator
-from quantplug.core.dtypes import integer_range, smallest_scale
-from quantplug.core.graph import rank
-from quantplug.core.pattern import Match, operator_overloads
-from quantplug.core.rowwise import granularity_of
+from quantplug.core.annotation.annotator import Annotations, Annotator
+from quantplug.core.graph.facts import rank
+from quantplug.core.patterns.language import Match, operator_overloads
+from quantplug.core.qdq.rowwise import granularity_of
+from quantplug.core.specs.dtypes import integer_range, smallest_scale
 
 _OVER_ROWS = frozenset().union(*(operator_overloads(name) for name in ("linear", "addmm", "mm")))
 

@@ -30,7 +30,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantization
 
 import quantplug
 from quantplug.annotators.presets import get_symmetric_quantization_config
-from quantplug.core.bias_correction import correct_biases
+from quantplug.core.calibration.bias_correction import correct_biases
 from quantplug.core.observers import observer
 from quantplug.quantizers.x86_config import get_x86_quantization_config
 

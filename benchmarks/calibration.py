@@ -31,10 +31,10 @@ from torchao.quantization.pt2e import PerChannelMinMaxObserver as TorchaoPerChan
 from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
-from quantplug.core.calibrate import calibrate
+from quantplug.core.calibration.calibrate import calibrate
+from quantplug.core.calibration.sites import observer_sites
 from quantplug.core.observers import observer
 from quantplug.core.observers.session import find_ranges
-from quantplug.core.sites import observer_sites
 
 OURS = ("minmax", "histogram", "percentile", "mse", "entropy")
 THEIRS: dict[str, Any] = {"torchao minmax": TorchaoMinMax, "torchao histogram": TorchaoHistogram}
@@ -166,7 +166,7 @@ def peak_memory(kind: str, count: int) -> float:
     """Returns the peak resident memory in MB of a process that calibrates resnet50 on so many batches of one image."""
     code = (
         "import resource, sys, torch; sys.path.insert(0, sys.argv[3]); import calibration as c; "
-        "from quantplug.core.calibrate import calibrate; model, _ = c.build('resnet50'); "
+        "from quantplug.core.calibration.calibrate import calibrate; model, _ = c.build('resnet50'); "
         "batch = torch.randn(1, 3, 224, 224); observed = c.prepared(model, batch, sys.argv[1]); "
         "calibrate(observed, (torch.randn(1, 3, 224, 224) for _ in range(int(sys.argv[2]))), progress=False); "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"

@@ -26,8 +26,8 @@ from torchao.quantization.pt2e import quantize_pt2e as peer
 from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, Quantizer
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
-from quantplug.core.convert import convert_pt2e
-from quantplug.core.prepare import prepare_pt2e
+from quantplug.core.pt2e.convert import convert_pt2e
+from quantplug.core.pt2e.prepare import prepare_pt2e
 
 
 class EveryOperator(Quantizer):

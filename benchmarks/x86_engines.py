@@ -22,8 +22,8 @@ from x86_models import Bert, Case
 
 import quantplug
 from quantplug.lowering.openvino import OpenVINOProgram
+from quantplug.lowering.processor import kernels_saturate
 from quantplug.lowering.x86 import X86Program, lower
-from quantplug.lowering.x86.processor import kernels_saturate
 
 Run = Callable[..., Any]
 Inputs = tuple[Tensor, ...]

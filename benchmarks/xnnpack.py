@@ -38,8 +38,8 @@ from xnnpack_models import TABLE, Inputs, Sample, make
 import quantplug
 from quantplug.lowering.xnnpack import KernelCounts, lower
 from quantplug.lowering.xnnpack.placement import place
-from quantplug.lowering.xnnpack.records import recorded_kernel_calls
 from quantplug.lowering.xnnpack.runtime import Method, quiet
+from quantplug.lowering.xnnpack.serializer.records import recorded_kernel_calls
 
 # A program may corrupt memory when it is released (ExecuTorch's of a vision transformer does): none is, so that it
 # can be measured all the same.

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from quantplug.core.boundaries import is_quantize
-from quantplug.core.compare import sqnr
 from quantplug.core.errors import LoweringError
-from quantplug.core.levels import STEP_ROUNDING, Deviation
+from quantplug.core.report.boundaries import is_quantize
+from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import STEP_ROUNDING, Deviation
 from quantplug.lowering.qparams import DEQUANTIZE_PER_TENSOR, qparams
 from quantplug.lowering.starting import twin
 

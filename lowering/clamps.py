@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph import operands
-from quantplug.core.pattern import Match, Pattern, op, single_use
+from quantplug.core.graph.facts import operands
+from quantplug.core.patterns.language import Match, Pattern, op, single_use
 from quantplug.lowering.qparams import QParams, is_static, qparams, quantize
 from quantplug.lowering.rewriting import Rule, absorb, call, replace
 

@@ -7,8 +7,8 @@ every front end reads.
 import torch
 from torch import fx
 
-from quantplug.core.graph import constant_value
-from quantplug.core.qdq import CAST_OP
+from quantplug.core.graph.facts import constant_value
+from quantplug.core.pt2e.quantization import CAST_OP
 
 STORED = "it computes in float32, from a weight in float16"
 

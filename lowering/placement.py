@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import fx
 
-from quantplug.core.graph import compute_nodes, module_path
+from quantplug.core.graph.facts import compute_nodes, module_path
 from quantplug.lowering.program import LoweredOp
 from quantplug.lowering.rewriting import ORIGINS, REASON, origins
 

@@ -9,8 +9,8 @@ import torch
 import torchao.quantization.pt2e  # noqa: F401  (registers the operators of quantized_decomposed)
 from torch import Tensor, fx
 
-from quantplug.core.graph import constant_value, operands
-from quantplug.core.pattern import Op, op
+from quantplug.core.graph.facts import constant_value, operands
+from quantplug.core.patterns.language import Op, op
 
 QD = torch.ops.quantized_decomposed
 FULL_RANGE = {torch.uint8: (0, 255), torch.int8: (-128, 127)}

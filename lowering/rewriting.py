@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph import attribute, erase_dead_code, tensor_value
-from quantplug.core.pattern import Match, Miss, Op
+from quantplug.core.graph.facts import attribute, erase_dead_code, tensor_value
+from quantplug.core.patterns.language import Match, Miss, Op
 
 ORIGINS = "quantplug_origins"
 REASON = "quantplug_reason"

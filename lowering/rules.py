@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from quantplug.core.errors import LoweringError, first_line
-from quantplug.core.graph import require_graph_module
+from quantplug.core.graph.facts import require_graph_module
+from quantplug.lowering.emulation import ReferenceProgram
 from quantplug.lowering.placement import place, record
-from quantplug.lowering.reference import ReferenceProgram
 from quantplug.lowering.rewriting import Rule, apply, finish
 from quantplug.lowering.starting import starting
 

@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from quantplug.core.calling import in_order, input_names
 from quantplug.core.errors import LoweringError, shown
-from quantplug.core.structures import structure_of, structure_text
-from quantplug.core.typed import typed
+from quantplug.core.files.structures import structure_of, structure_text
+from quantplug.core.files.typed import typed
+from quantplug.core.graph.calling import in_order, input_names
 
 
 @dataclass(frozen=True)

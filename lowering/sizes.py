@@ -6,8 +6,8 @@ Before: `conv2d(x, w, stride=[1])`. After: `conv2d(x, w, stride=[1, 1])`.
 import torch
 from torch import fx
 
-from quantplug.core.fold import set_operand
-from quantplug.core.graph import compute_nodes, operands
+from quantplug.core.batch_norms.inference import set_operand
+from quantplug.core.graph.facts import compute_nodes, operands
 
 
 def write_sizes_out(graph: fx.Graph) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantplug.core.constants import written_buffers
-from quantplug.core.graph import attribute
-from quantplug.core.memory import name_memory_once
-from quantplug.core.written_inputs import leave_inputs_as_they_are
+from quantplug.core.graph.constants import written_buffers
+from quantplug.core.graph.facts import attribute
+from quantplug.core.graph.memory import name_memory_once
+from quantplug.core.graph.written_inputs import leave_inputs_as_they_are
 from quantplug.lowering.scopes import inline_scopes
 from quantplug.lowering.strides import read_strides_as_exported
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.errors import LoweringError
-from quantplug.core.graph import describe, is_written, tensor_value
+from quantplug.core.graph.facts import describe, is_written, tensor_value
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _END = sys.maxsize

@@ -24,10 +24,10 @@ from quantplug.annotators.pooling import pooling
 from quantplug.annotators.presets import get_symmetric_quantization_config
 from quantplug.annotators.shape import movement
 from quantplug.annotators.weighted import per_tensor_weight
-from quantplug.lowering.cortex_m.rewrites import means_are_poolings
-from quantplug.lowering.xnnpack.rewrites.products import products_are_linear
-from quantplug.quantizers.backend import Backend
-from quantplug.quantizers.quantizer import BackendQuantizer
+from quantplug.lowering.rewrites.means import means_are_poolings
+from quantplug.lowering.rewrites.products import products_are_linear
+from quantplug.quantizers.framework.backend import Backend
+from quantplug.quantizers.framework.quantizer import BackendQuantizer
 
 _ROWS = (
     convolution(dims=(2,)).where(images_with_batch, depthwise_or_whole, even_sides),

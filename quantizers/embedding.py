@@ -5,8 +5,8 @@ It is meant for compositions, beside a quantizer of the rest: `ComposableQuantiz
 
 from quantplug.annotators.embedding import embedding
 from quantplug.annotators.presets import get_symmetric_quantization_config
-from quantplug.quantizers.backend import Backend
-from quantplug.quantizers.quantizer import BackendQuantizer
+from quantplug.quantizers.framework.backend import Backend
+from quantplug.quantizers.framework.quantizer import BackendQuantizer
 
 __all__ = ["EMBEDDING", "EmbeddingQuantizer"]
 

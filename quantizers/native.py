@@ -3,8 +3,8 @@
 The q/dq graph is the artefact; the rows of x86 come first.
 """
 
-from quantplug.quantizers.backend import union
-from quantplug.quantizers.quantizer import BackendQuantizer
+from quantplug.quantizers.framework.backend import union
+from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.x86 import X86
 from quantplug.quantizers.xnnpack import XNNPACK
 
@@ -13,7 +13,7 @@ NATIVE = union(
     X86,
     XNNPACK,
     summary="q/dq graphs of everything that x86 or XNNPACK kernels run",
-    lowering="quantplug.lowering.reference:lower",
+    lowering="quantplug.lowering.emulation:lower",
 )
 
 

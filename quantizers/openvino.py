@@ -7,11 +7,11 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.annotators.matmul import matmul
 from quantplug.annotators.presets import activation_spec
-from quantplug.core.annotator import Annotations, Annotator
-from quantplug.core.pattern import Match
-from quantplug.lowering.x86.processor import kernels_saturate
-from quantplug.quantizers.backend import derive
-from quantplug.quantizers.quantizer import BackendQuantizer
+from quantplug.core.annotation.annotator import Annotations, Annotator
+from quantplug.core.patterns.language import Match
+from quantplug.lowering.processor import kernels_saturate
+from quantplug.quantizers.framework.backend import derive
+from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.x86 import FLOAT_WEIGHTS, X86
 
 # OpenVINO's front end reads no quantization parameters of run time.

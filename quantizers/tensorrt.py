@@ -17,9 +17,9 @@ from quantplug.annotators.pooling import pooling
 from quantplug.annotators.presets import config_for
 from quantplug.annotators.residual import residual
 from quantplug.annotators.shape import concatenation, movement
-from quantplug.core.dtypes import DTypeConfig, DTypeWithConstraints
-from quantplug.quantizers.backend import Backend
-from quantplug.quantizers.quantizer import BackendQuantizer
+from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
+from quantplug.quantizers.framework.backend import Backend
+from quantplug.quantizers.framework.quantizer import BackendQuantizer
 
 ACTIVATION = DTypeWithConstraints(torch.int8, zero_point_exact_match=0, qschemes=(torch.per_tensor_symmetric,))
 WEIGHT = DTypeWithConstraints(
@@ -45,7 +45,7 @@ TENSORRT = Backend(
     configs={"int8": partial(config_for, INT8, observer="entropy")},
     dtypes=(INT8,),
     weight_bits=8,
-    lowering="quantplug.lowering.reference:lower",
+    lowering="quantplug.lowering.emulation:lower",
 )
 
 

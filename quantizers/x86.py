@@ -30,12 +30,12 @@ from quantplug.annotators.pooling import pooling
 from quantplug.annotators.presets import get_float16_quantization_config
 from quantplug.annotators.residual import residual
 from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
-from quantplug.core.levels import Level
-from quantplug.lowering.x86.four_bits import readable_groups, stored_bits
+from quantplug.core.specs.levels import Level
+from quantplug.lowering.rewrites.movement import split_is_slices
 from quantplug.lowering.x86.geometry import right_shapes
-from quantplug.lowering.xnnpack.rewrites.movement import split_is_slices
-from quantplug.quantizers.backend import Backend
-from quantplug.quantizers.quantizer import BackendQuantizer
+from quantplug.lowering.x86.kernels.four_bits import readable_groups, stored_bits
+from quantplug.quantizers.framework.backend import Backend
+from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.x86_config import get_x86_quantization_config
 
 __all__ = ["X86", "X86Quantizer", "get_x86_quantization_config"]

@@ -8,7 +8,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.annotators.presets import activation_spec, weight_spec
 from quantplug.core.errors import ConfigError
-from quantplug.lowering.x86.processor import kernels_saturate
+from quantplug.lowering.processor import kernels_saturate
 
 # oneDNN scales in float32. The bound of 2**-12, which kernels of fixed point need, takes a bit from the weights of a
 # linear of 4096 features, and all but a few steps from quiet signals.

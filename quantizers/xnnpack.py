@@ -24,7 +24,7 @@ from quantplug.annotators.presets import (
     per_row,
 )
 from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
-from quantplug.core.levels import Level
+from quantplug.core.specs.levels import Level
 from quantplug.lowering.xnnpack.legalize import (
     adds_less_than_a_step,
     one_open_size_if_1d,
@@ -32,8 +32,8 @@ from quantplug.lowering.xnnpack.legalize import (
     resizes_by_ratios,
 )
 from quantplug.lowering.xnnpack.rewrites import ALL, outside_of_states
-from quantplug.quantizers.backend import Backend
-from quantplug.quantizers.quantizer import BackendQuantizer
+from quantplug.quantizers.framework.backend import Backend
+from quantplug.quantizers.framework.quantizer import BackendQuantizer
 
 __all__ = ["INTEGER_STATES", "WIDE_RANGES", "XNNPACK", "XNNPACKQuantizer", "get_symmetric_quantization_config"]
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 from calibration_models import batches, prepared, qparams
 
-from quantplug.core.calibrate import calibrate
+from quantplug.core.calibration.calibrate import calibrate
 
 
 def rank_main(scenario, folder):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quantplug
-from quantplug.lowering.x86.processor import kernels_saturate
+from quantplug.lowering.processor import kernels_saturate
 
 # Where 8 bits come from elsewhere (another quantizer, a graph written down): what takes their place without VNNI is
 # tested on every processor, in test_x86_compiled.py.

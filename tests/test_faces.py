@@ -43,8 +43,8 @@ def _faces_in(module):
 @pytest.mark.parametrize(
     ("source", "found"),
     [
-        ("import quantplug.core.plan", ["quantplug.core.plan"]),
-        ("from quantplug.core.plan import Plan", ["quantplug.core.plan.Plan"]),
+        ("import quantplug.core.annotation.plan", ["quantplug.core.annotation.plan"]),
+        ("from quantplug.core.annotation.plan import Plan", ["quantplug.core.annotation.plan.Plan"]),
         ("from quantplug import core, plugin, Plan", ["quantplug.core"]),
         ("from quantplug.plugin import Backend, partial", ["quantplug.plugin.partial"]),
         ("import quantplug\nquantplug.core.plan.Plan", ["quantplug.core"]),
@@ -129,7 +129,7 @@ def test_the_names_of_both_faces_are_known_to_type_checkers():
 def test_the_face_of_authors_loads_no_target_of_its_own_accord():
     program = """
 import sys
-import quantplug.quantizers.backend
+import quantplug.quantizers.framework.backend
 targets = ("cortex_m", "openvino", "x86", "xnnpack")
 loaded = lambda: {m for m in sys.modules if m.startswith(tuple(f"quantplug.lowering.{t}" for t in targets))}
 before = loaded()

@@ -20,7 +20,6 @@ from quantplug.annotators.elementwise import binary
 from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling
 from quantplug.annotators.shape import movement
-from quantplug.core.compare import sqnr
 from quantplug.core.errors import (
     ArtefactError,
     CalibrationError,
@@ -28,6 +27,7 @@ from quantplug.core.errors import (
     ModelError,
     QuantplugError,
 )
+from quantplug.core.report.compare import sqnr
 from quantplug.quantizers.x86_config import get_x86_quantization_config
 
 BACKENDS = ("xnnpack", "x86")

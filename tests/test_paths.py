@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import quantplug
 from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError, LoweringError, QuantplugError
-from quantplug.core.exported_files import read_exported
-from quantplug.core.whole_files import kind_at, write_content
+from quantplug.core.files.exported import read_exported
+from quantplug.core.files.whole import kind_at, write_content
 from quantplug.files import require_apart
 from quantplug.lowering.openvino import OpenVINOProgram
 from quantplug.lowering.x86 import X86Program

@@ -7,9 +7,9 @@ of the sums, input scale x weight scale.
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.fold import set_operand
-from quantplug.core.graph import compute_nodes, constant_value, operands
-from quantplug.core.pattern import op
+from quantplug.core.batch_norms.inference import set_operand
+from quantplug.core.graph.facts import compute_nodes, constant_value, operands
+from quantplug.core.patterns.language import op
 from quantplug.lowering.qparams import IntegerWeight, dequantize, integer_weight, qparams
 from quantplug.lowering.rewriting import call, constant
 

@@ -15,10 +15,17 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from quantplug.core.decision import decision
 from quantplug.core.errors import ConfigError, LoweringError, first_line
-from quantplug.core.graph import compute_nodes, is_constant, is_float, is_written, module_path, require_graph_module
-from quantplug.core.pattern import op, single_use
+from quantplug.core.graph.facts import (
+    compute_nodes,
+    is_constant,
+    is_float,
+    is_written,
+    module_path,
+    require_graph_module,
+)
+from quantplug.core.patterns.language import op, single_use
+from quantplug.core.specs.decision import decision
 from quantplug.lowering.agreement import agreement
 from quantplug.lowering.clamps import clamp_rules
 from quantplug.lowering.cortex_m.biases import quantize_biases

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from quantplug.core.calling import in_order, input_names
-from quantplug.core.whole_files import write_content
+from quantplug.core.files.whole import write_content
+from quantplug.core.graph.calling import in_order, input_names
 from quantplug.lowering.program import LoweredOp, Program
 from quantplug.lowering.starting import own_state
 

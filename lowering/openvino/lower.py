@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.boundaries import is_dequantize
 from quantplug.core.errors import LoweringError
-from quantplug.core.graph import (
+from quantplug.core.graph.facts import (
     constant_value,
     describe,
     is_constant,
@@ -26,7 +25,8 @@ from quantplug.core.graph import (
     require_graph_module,
     tensor_value,
 )
-from quantplug.core.pattern import Match, op, value
+from quantplug.core.patterns.language import Match, op, value
+from quantplug.core.report.boundaries import is_dequantize
 from quantplug.lowering.agreement import agreement
 from quantplug.lowering.halves import spell_out_halves
 from quantplug.lowering.open_sizes import open_sizes
@@ -35,13 +35,13 @@ from quantplug.lowering.openvino.outputs import make_distinct
 from quantplug.lowering.openvino.program import OpenVINOProgram, runtime, said
 from quantplug.lowering.openvino.state import Variable, expose
 from quantplug.lowering.placement import record
+from quantplug.lowering.processor import as_unsigned, largest_pair, pair_objection
 from quantplug.lowering.program import refusal, require_float_dtype
 from quantplug.lowering.qparams import FULL_RANGE, QD, dequantize, qparams, quantize
 from quantplug.lowering.rewriting import Rule, absorb, apply, call, constant, erase_unused, finish, replace
 from quantplug.lowering.scopes import require_no_autocast
 from quantplug.lowering.signature import FixedInput, Signature
 from quantplug.lowering.starting import starting, twin
-from quantplug.lowering.x86.processor import as_unsigned, largest_pair, pair_objection
 
 _ATEN = torch.ops.aten
 _HINTS = {torch.float32: "f32", torch.bfloat16: "bf16"}

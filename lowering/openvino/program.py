@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from quantplug.core.errors import ArtefactError, LoweringError, first_line, shown
-from quantplug.core.typed import typed
-from quantplug.core.whole_files import kind_at, require_writable, write_content
+from quantplug.core.files.typed import typed
+from quantplug.core.files.whole import kind_at, require_writable, write_content
 from quantplug.lowering.openvino.outputs import Outputs
 from quantplug.lowering.openvino.state import Variable
+from quantplug.lowering.processor import pair_objection
 from quantplug.lowering.program import LoweredOp, Program
 from quantplug.lowering.signature import Signature, TensorInput
-from quantplug.lowering.x86.processor import pair_objection
 
 _GRAPH, _WEIGHTS, _SETTINGS, _STATE = "model.xml", "model.bin", "settings.json", "state.npz"
 _INTEGER = {"u8", "i8"}

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import LoweringError
-from quantplug.core.graph import describe, held_tensor, is_written, written_argument
+from quantplug.core.graph.facts import describe, held_tensor, is_written, written_argument
 
 _COPY = torch.ops.aten.copy_.default
 

@@ -1,6 +1,6 @@
 """Lowering to oneDNN quantized kernels on x86: `lower(converted, example_inputs)` gives an `X86Program`."""
 
 from quantplug.lowering.x86.lower import lower
-from quantplug.lowering.x86.program import X86Program
+from quantplug.lowering.x86.running.program import X86Program
 
 __all__ = ["X86Program", "lower"]

@@ -7,8 +7,8 @@ are given no mask. After: the same without it; the kernel would add it to the sc
 import torch
 from torch import fx
 
-from quantplug.core.graph import constant_value, operands, viewed_node
-from quantplug.core.pattern import Match, op, value
+from quantplug.core.graph.facts import constant_value, operands, viewed_node
+from quantplug.core.patterns.language import Match, op, value
 from quantplug.lowering.rewriting import Rule, erase_unused
 
 

@@ -13,12 +13,12 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from quantplug.core.boundaries import is_dequantize, is_quantize
-from quantplug.core.graph import constant_value, is_constant, operands
-from quantplug.core.pattern import Match, op, value
+from quantplug.core.graph.facts import constant_value, is_constant, operands
+from quantplug.core.patterns.language import Match, op, value
+from quantplug.core.report.boundaries import is_dequantize, is_quantize
 from quantplug.lowering.qparams import QD, is_static, qparams, quantize
+from quantplug.lowering.rewrites.functional import make_functional
 from quantplug.lowering.rewriting import Rule, apply, constant, erase_unused, replace
-from quantplug.lowering.x86.functional import make_functional
 
 
 def clean(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:

@@ -13,8 +13,8 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
-from quantplug.core.graph import operands, tensor_value
-from quantplug.core.pattern import Match, op
+from quantplug.core.graph.facts import operands, tensor_value
+from quantplug.core.patterns.language import Match, op
 from quantplug.lowering.rewriting import Rule, absorb, apply, call, replace, viewed
 
 aten = torch.ops.aten

@@ -10,26 +10,26 @@ import torch
 from torch import fx
 
 from quantplug.core.errors import LoweringError
-from quantplug.core.graph import require_graph_module
+from quantplug.core.graph.facts import require_graph_module
 from quantplug.lowering.halves import spell_out_halves
 from quantplug.lowering.placement import place, record
 from quantplug.lowering.program import require_float_dtype
+from quantplug.lowering.rewrites.folding import all_constant_expressions_are_folded
 from quantplug.lowering.rewriting import apply, finish
 from quantplug.lowering.starting import starting
 from quantplug.lowering.x86.attention import OPEN_MASKS
-from quantplug.lowering.x86.autotune import always_integer, measured, measured_half
+from quantplug.lowering.x86.bfloat16 import compute_in_half, is_half_for_free
 from quantplug.lowering.x86.cleaning import clean
-from quantplug.lowering.x86.embedding import EMBEDDINGS
-from quantplug.lowering.x86.epilogues import fuse
 from quantplug.lowering.x86.geometry import step_aside
-from quantplug.lowering.x86.half import compute_in_half, is_half_for_free
-from quantplug.lowering.x86.movement import move
-from quantplug.lowering.x86.pooling import AVERAGES
-from quantplug.lowering.x86.products import PAIR, products
-from quantplug.lowering.x86.program import X86Program
+from quantplug.lowering.x86.integer_flow import move
+from quantplug.lowering.x86.kernels.embedding import EMBEDDINGS
+from quantplug.lowering.x86.kernels.epilogues import fuse
+from quantplug.lowering.x86.kernels.pooling import AVERAGES
+from quantplug.lowering.x86.kernels.products import PAIR, products
+from quantplug.lowering.x86.kernels.weight_only import WEIGHT_ONLY
 from quantplug.lowering.x86.rows import spell_out_rows
-from quantplug.lowering.x86.weight_only import WEIGHT_ONLY
-from quantplug.lowering.xnnpack.rewrites.folding import all_constant_expressions_are_folded
+from quantplug.lowering.x86.running.autotune import always_integer, measured, measured_half
+from quantplug.lowering.x86.running.program import X86Program
 
 
 def lower(

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 from torchao.quantization.pt2e import PerToken
 
-from quantplug.core.boundaries import is_dequantize, range_of
-from quantplug.core.graph import erase_dead_code, rank
+from quantplug.core.graph.facts import erase_dead_code, rank
+from quantplug.core.report.boundaries import is_dequantize, range_of
 from quantplug.lowering.rewriting import REASON
 from quantplug.lowering.xnnpack.run_time import Chain, chain_of
 

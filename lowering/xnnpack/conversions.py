@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, fx, nn
 
-from quantplug.core.graph import constant_value, is_constant, operands
+from quantplug.core.graph.facts import constant_value, is_constant, operands
 
 _Q = torch.ops.quantized_decomposed
 INT8 = (-128, 127, torch.int8)

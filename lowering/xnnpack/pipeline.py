@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from quantplug.core.constants import written_buffers
-from quantplug.core.decision import decision
 from quantplug.core.errors import LoweringError, first_line
-from quantplug.core.graph import compute_nodes, require_graph_module
-from quantplug.core.structures import without_unnamed
+from quantplug.core.files.structures import without_unnamed
+from quantplug.core.graph.constants import written_buffers
+from quantplug.core.graph.facts import compute_nodes, require_graph_module
+from quantplug.core.specs.decision import decision
 from quantplug.lowering.agreement import agreement
 from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.program import LoweredOp, refusal
@@ -30,15 +30,15 @@ from quantplug.lowering.starting import starting, starting_from_state
 from quantplug.lowering.xnnpack.capacity import largest_sizes, one_way_to_convolve, require_capacity, require_limits
 from quantplug.lowering.xnnpack.conversions import is_conversion, is_dequantize, operator_name
 from quantplug.lowering.xnnpack.copies import copies_of_dequantized_are_dropped
-from quantplug.lowering.xnnpack.half import compute_in_float16, compute_in_float32
 from quantplug.lowering.xnnpack.legalize import Legalized, legalize, runs_alone
+from quantplug.lowering.xnnpack.legalize.embeddings import read_tables_by_row
+from quantplug.lowering.xnnpack.legalize.half import compute_in_float16, compute_in_float32
 from quantplug.lowering.xnnpack.partition import keeping_whole, partitioner
 from quantplug.lowering.xnnpack.placement import place, taken_by_others
 from quantplug.lowering.xnnpack.program import XNNPACKProgram
-from quantplug.lowering.xnnpack.records import recorded_kernel_calls
 from quantplug.lowering.xnnpack.run_time import as_kernels_choose, as_serializer_reads
 from quantplug.lowering.xnnpack.runtime import Method, check_threads, quiet
-from quantplug.lowering.xnnpack.tables import read_tables_by_row
+from quantplug.lowering.xnnpack.serializer.records import recorded_kernel_calls
 
 _MIXED_UP = "in float, ExecuTorch's delegates refuse it or compute it wrongly here"
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantplug.core.graph import compute_nodes, module_path
+from quantplug.core.graph.facts import compute_nodes, module_path
 from quantplug.lowering.program import LoweredOp
 from quantplug.lowering.xnnpack.conversions import is_conversion
 from quantplug.lowering.xnnpack.program import KernelCounts
-from quantplug.lowering.xnnpack.records import KernelCall
+from quantplug.lowering.xnnpack.serializer.records import KernelCall
 
 
 def origins(node: fx.Node, graph: fx.Graph) -> set[str]:

@@ -16,9 +16,9 @@ import torch
 from torch import fx
 from torchao.quantization.pt2e import PerAxis, PerToken
 
-from quantplug.core.boundaries import range_of
-from quantplug.core.graph import erase_dead_code, operands, rank, tensor_value
-from quantplug.core.rowwise import Granularity, add_rows, granularity_text
+from quantplug.core.graph.facts import erase_dead_code, operands, rank, tensor_value
+from quantplug.core.qdq.rowwise import Granularity, add_rows, granularity_text
+from quantplug.core.report.boundaries import range_of
 from quantplug.lowering.xnnpack.conversions import INT8, is_dequantize, is_dynamic, is_quantize, like, operator_name
 
 _Q = torch.ops.quantized_decomposed

@@ -13,11 +13,11 @@ from typing import Any
 from torch import fx
 
 from quantplug.annotators.presets import config_for
-from quantplug.core.annotator import Annotator
-from quantplug.core.dtypes import DTypeConfig
+from quantplug.core.annotation.annotator import Annotator
 from quantplug.core.errors import ConfigError
-from quantplug.core.pattern import operator_overloads
-from quantplug.quantizers.backend import Backend, Lowering
+from quantplug.core.patterns.language import operator_overloads
+from quantplug.core.specs.dtypes import DTypeConfig
+from quantplug.quantizers.framework.backend import Backend, Lowering
 from quantplug.quantizers.importer.dtypes import distinct_names, dtype_config, is_fixed
 from quantplug.quantizers.importer.entries import PatternEntry, pattern_entry, require_keys
 from quantplug.quantizers.importer.operator_dictionary import operator_entries
@@ -25,7 +25,7 @@ from quantplug.quantizers.importer.operators import RESIDUAL, NotApplicableError
 from quantplug.quantizers.importer.report import Effects, ImportedPattern, ImportReport, effects
 from quantplug.quantizers.importer.rules import fusion_only, label_of, rules
 
-REFERENCE = "quantplug.lowering.reference:lower"
+REFERENCE = "quantplug.lowering.emulation:lower"
 
 
 def from_backend_config(backend_config: Any, lowering: str | Lowering = REFERENCE, name: str | None = None) -> Backend:

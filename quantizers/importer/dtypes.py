@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from quantplug.core.dtypes import DTypeConfig, DTypeWithConstraints
 from quantplug.core.errors import ConfigError
+from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
 
 STORAGE: Mapping[torch.dtype, torch.dtype] = {
     torch.quint8: torch.uint8,

@@ -13,13 +13,13 @@ from torch import fx, nn
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
 
 from quantplug.core.errors import ConfigError
-from quantplug.core.graph import compute_nodes, module_stack
-from quantplug.core.pattern import operator_overloads
-from quantplug.quantizers.backend import Backend
+from quantplug.core.graph.facts import compute_nodes, module_stack
+from quantplug.core.patterns.language import operator_overloads
+from quantplug.quantizers.framework.backend import Backend
+from quantplug.quantizers.framework.quantizer import BackendQuantizer
+from quantplug.quantizers.framework.scopes import Scope
 from quantplug.quantizers.importer.operators import NotApplicableError, chain, function_name, targets
 from quantplug.quantizers.importer.qconfig import from_qconfig, reuses_input
-from quantplug.quantizers.quantizer import BackendQuantizer
-from quantplug.quantizers.scopes import Scope
 
 _KEYS = {
     "": "global_qconfig",

@@ -10,10 +10,10 @@ from quantplug.annotators.convolution import convolution, transposed_convolution
 from quantplug.annotators.linear import linear
 from quantplug.annotators.pattern import pattern_annotator
 from quantplug.annotators.residual import residual
-from quantplug.core.annotator import Annotator
-from quantplug.core.dtypes import DTypeConfig
+from quantplug.core.annotation.annotator import Annotator
 from quantplug.core.errors import ConfigError
-from quantplug.core.pattern import Pattern, anything, constant, each, either, op, single_use, value
+from quantplug.core.patterns.language import Pattern, anything, constant, each, either, op, single_use, value
+from quantplug.core.specs.dtypes import DTypeConfig
 from quantplug.quantizers.importer.entries import PatternEntry
 from quantplug.quantizers.importer.operators import RESIDUAL, TENSORS, arguments, targets
 

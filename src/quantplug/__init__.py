@@ -29,17 +29,13 @@ if TYPE_CHECKING:
     from quantplug.annotators.qspecs import get_input_act_qspec as get_input_act_qspec
     from quantplug.annotators.qspecs import get_output_act_qspec as get_output_act_qspec
     from quantplug.annotators.qspecs import get_weight_qspec as get_weight_qspec
-    from quantplug.core.annotator import Annotator as _Annotator
-    from quantplug.core.bias_correction import correct_biases as correct_biases
-    from quantplug.core.boundaries import measure_boundaries as measure_boundaries
-    from quantplug.core.boundary_dtypes import boundary_qparams as boundary_qparams
-    from quantplug.core.boundary_dtypes import quantized_inputs as quantized_inputs
-    from quantplug.core.calibrate import calibrate as calibrate
-    from quantplug.core.compare import compare_layers as compare_layers
-    from quantplug.core.compare import sqnr as sqnr
-    from quantplug.core.convert import convert_pt2e as convert_pt2e
-    from quantplug.core.coverage import coverage as coverage
-    from quantplug.core.coverage import coverage_table as coverage_table
+    from quantplug.core.annotation.annotator import Annotator as _Annotator
+    from quantplug.core.annotation.plan import Plan as Plan
+    from quantplug.core.annotation.plan import plan_of as plan_of
+    from quantplug.core.calibration.bias_correction import correct_biases as correct_biases
+    from quantplug.core.calibration.calibrate import calibrate as calibrate
+    from quantplug.core.calibration.coverage import coverage as coverage
+    from quantplug.core.calibration.coverage import coverage_table as coverage_table
     from quantplug.core.errors import AnnotationError as AnnotationError
     from quantplug.core.errors import ArtefactError as ArtefactError
     from quantplug.core.errors import CalibrationError as CalibrationError
@@ -50,34 +46,38 @@ if TYPE_CHECKING:
     from quantplug.core.errors import PatternError as PatternError
     from quantplug.core.errors import QuantplugError as QuantplugError
     from quantplug.core.observers import observer as observer
-    from quantplug.core.plan import Plan as Plan
-    from quantplug.core.plan import plan_of as plan_of
-    from quantplug.core.prepare import prepare_pt2e as prepare_pt2e
-    from quantplug.core.prepare import prepare_qat_pt2e as prepare_qat_pt2e
-    from quantplug.core.reference import is_reference_quantized as is_reference_quantized
-    from quantplug.core.report import Report as Report
-    from quantplug.core.report import explain as explain
-    from quantplug.core.specs import register_for_plans as register_for_plans
+    from quantplug.core.pt2e.convert import convert_pt2e as convert_pt2e
+    from quantplug.core.pt2e.prepare import prepare_pt2e as prepare_pt2e
+    from quantplug.core.pt2e.prepare import prepare_qat_pt2e as prepare_qat_pt2e
+    from quantplug.core.qdq.format import is_reference_quantized as is_reference_quantized
+    from quantplug.core.qdq.integer_io import boundary_qparams as boundary_qparams
+    from quantplug.core.qdq.integer_io import quantized_inputs as quantized_inputs
+    from quantplug.core.report.boundaries import measure_boundaries as measure_boundaries
+    from quantplug.core.report.compare import compare_layers as compare_layers
+    from quantplug.core.report.compare import sqnr as sqnr
+    from quantplug.core.report.explain import Report as Report
+    from quantplug.core.report.explain import explain as explain
+    from quantplug.core.specs.written import register_for_plans as register_for_plans
     from quantplug.flow import Artefact as Artefact
     from quantplug.flow import quantize as quantize
+    from quantplug.lowering.emulation import emulate as emulate
     from quantplug.lowering.openvino import OpenVINOProgram as OpenVINOProgram
-    from quantplug.lowering.reference import emulate as emulate
     from quantplug.lowering.x86 import X86Program as X86Program
-    from quantplug.quantizers.backend import Backend as Backend
-    from quantplug.quantizers.backend import derive as derive
-    from quantplug.quantizers.backend import union as union
-    from quantplug.quantizers.composable import ComposableQuantizer as ComposableQuantizer
+    from quantplug.quantizers.composition.composable import ComposableQuantizer as ComposableQuantizer
+    from quantplug.quantizers.composition.region import Region as Region
     from quantplug.quantizers.cortex_m import CortexMQuantizer as CortexMQuantizer
     from quantplug.quantizers.embedding import EmbeddingQuantizer as EmbeddingQuantizer
+    from quantplug.quantizers.framework.backend import Backend as Backend
+    from quantplug.quantizers.framework.backend import derive as derive
+    from quantplug.quantizers.framework.backend import union as union
+    from quantplug.quantizers.framework.quantizer import BackendQuantizer as BackendQuantizer
+    from quantplug.quantizers.framework.registry import backends as backends
+    from quantplug.quantizers.framework.registry import capabilities as capabilities
+    from quantplug.quantizers.framework.registry import get_quantizer as get_quantizer
     from quantplug.quantizers.importer import from_backend_config as from_backend_config
     from quantplug.quantizers.importer import from_qconfig_mapping as from_qconfig_mapping
     from quantplug.quantizers.importer import import_backend_config as import_backend_config
     from quantplug.quantizers.openvino import OpenVINOQuantizer as OpenVINOQuantizer
-    from quantplug.quantizers.quantizer import BackendQuantizer as BackendQuantizer
-    from quantplug.quantizers.region import Region as Region
-    from quantplug.quantizers.registry import backends as backends
-    from quantplug.quantizers.registry import capabilities as capabilities
-    from quantplug.quantizers.registry import get_quantizer as get_quantizer
     from quantplug.quantizers.tensorrt import TensorRTQuantizer as TensorRTQuantizer
     from quantplug.quantizers.x86 import X86Quantizer as X86Quantizer
     from quantplug.quantizers.x86_config import get_x86_quantization_config as get_x86_quantization_config
@@ -94,10 +94,10 @@ _HOME = {
     "AnnotationError": "quantplug.core.errors",
     "Artefact": "quantplug.flow",
     "ArtefactError": "quantplug.core.errors",
-    "Backend": "quantplug.quantizers.backend",
-    "BackendQuantizer": "quantplug.quantizers.quantizer",
+    "Backend": "quantplug.quantizers.framework.backend",
+    "BackendQuantizer": "quantplug.quantizers.framework.quantizer",
     "CalibrationError": "quantplug.core.errors",
-    "ComposableQuantizer": "quantplug.quantizers.composable",
+    "ComposableQuantizer": "quantplug.quantizers.composition.composable",
     "ConfigError": "quantplug.core.errors",
     "ConvertError": "quantplug.core.errors",
     "CortexMQuantizer": "quantplug.quantizers.cortex_m",
@@ -108,50 +108,50 @@ _HOME = {
     "OpenVINOProgram": "quantplug.lowering.openvino",
     "OpenVINOQuantizer": "quantplug.quantizers.openvino",
     "PatternError": "quantplug.core.errors",
-    "Plan": "quantplug.core.plan",
+    "Plan": "quantplug.core.annotation.plan",
     "QuantizationConfig": "torchao.quantization.pt2e.quantizer",
     "QuantplugError": "quantplug.core.errors",
-    "Region": "quantplug.quantizers.region",
-    "Report": "quantplug.core.report",
+    "Region": "quantplug.quantizers.composition.region",
+    "Report": "quantplug.core.report.explain",
     "TensorRTQuantizer": "quantplug.quantizers.tensorrt",
     "X86Program": "quantplug.lowering.x86",
     "X86Quantizer": "quantplug.quantizers.x86",
     "XNNPACKQuantizer": "quantplug.quantizers.xnnpack",
     "XNNPACK_INTEGER_STATES": "quantplug.quantizers.xnnpack:INTEGER_STATES",
     "XNNPACK_WIDE_RANGES": "quantplug.quantizers.xnnpack:WIDE_RANGES",
-    "backends": "quantplug.quantizers.registry",
-    "boundary_qparams": "quantplug.core.boundary_dtypes",
-    "calibrate": "quantplug.core.calibrate",
-    "capabilities": "quantplug.quantizers.registry",
-    "compare_layers": "quantplug.core.compare",
-    "convert_pt2e": "quantplug.core.convert",
-    "correct_biases": "quantplug.core.bias_correction",
-    "coverage": "quantplug.core.coverage",
-    "coverage_table": "quantplug.core.coverage",
-    "derive": "quantplug.quantizers.backend",
-    "emulate": "quantplug.lowering.reference",
-    "explain": "quantplug.core.report",
+    "backends": "quantplug.quantizers.framework.registry",
+    "boundary_qparams": "quantplug.core.qdq.integer_io",
+    "calibrate": "quantplug.core.calibration.calibrate",
+    "capabilities": "quantplug.quantizers.framework.registry",
+    "compare_layers": "quantplug.core.report.compare",
+    "convert_pt2e": "quantplug.core.pt2e.convert",
+    "correct_biases": "quantplug.core.calibration.bias_correction",
+    "coverage": "quantplug.core.calibration.coverage",
+    "coverage_table": "quantplug.core.calibration.coverage",
+    "derive": "quantplug.quantizers.framework.backend",
+    "emulate": "quantplug.lowering.emulation",
+    "explain": "quantplug.core.report.explain",
     "from_backend_config": "quantplug.quantizers.importer",
     "from_qconfig_mapping": "quantplug.quantizers.importer",
     "get_bias_qspec": "quantplug.annotators.qspecs",
     "get_input_act_qspec": "quantplug.annotators.qspecs",
     "get_output_act_qspec": "quantplug.annotators.qspecs",
-    "get_quantizer": "quantplug.quantizers.registry",
+    "get_quantizer": "quantplug.quantizers.framework.registry",
     "get_symmetric_quantization_config": "quantplug.annotators.presets",
     "get_weight_qspec": "quantplug.annotators.qspecs",
     "get_x86_quantization_config": "quantplug.quantizers.x86_config",
     "import_backend_config": "quantplug.quantizers.importer",
-    "is_reference_quantized": "quantplug.core.reference",
-    "measure_boundaries": "quantplug.core.boundaries",
+    "is_reference_quantized": "quantplug.core.qdq.format",
+    "measure_boundaries": "quantplug.core.report.boundaries",
     "observer": "quantplug.core.observers",
-    "plan_of": "quantplug.core.plan",
-    "prepare_pt2e": "quantplug.core.prepare",
-    "prepare_qat_pt2e": "quantplug.core.prepare",
+    "plan_of": "quantplug.core.annotation.plan",
+    "prepare_pt2e": "quantplug.core.pt2e.prepare",
+    "prepare_qat_pt2e": "quantplug.core.pt2e.prepare",
     "quantize": "quantplug.flow",
-    "quantized_inputs": "quantplug.core.boundary_dtypes",
-    "register_for_plans": "quantplug.core.specs",
-    "sqnr": "quantplug.core.compare",
-    "union": "quantplug.quantizers.backend",
+    "quantized_inputs": "quantplug.core.qdq.integer_io",
+    "register_for_plans": "quantplug.core.specs.written",
+    "sqnr": "quantplug.core.report.compare",
+    "union": "quantplug.quantizers.framework.backend",
 }
 __all__ = list(_HOME)
 

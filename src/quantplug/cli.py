@@ -21,7 +21,7 @@ from rich.table import Table
 from quantplug.core.errors import ConfigError, QuantplugError
 
 if TYPE_CHECKING:
-    from quantplug.core.report import Report
+    from quantplug.core.report.explain import Report
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Quantize exported PyTorch models for real kernels.")
 
@@ -45,8 +45,8 @@ def demo(out: Annotated[Path, typer.Option(help="Folder for artefacts, picture a
 @app.command()
 def backends() -> None:
     """List the backends that are installed."""
-    from quantplug.quantizers.capabilities import dtypes_of, modes_of
-    from quantplug.quantizers.registry import backends as registered
+    from quantplug.quantizers.framework.capabilities import dtypes_of, modes_of
+    from quantplug.quantizers.framework.registry import backends as registered
 
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("backend", "package", "version", "modes", "dtypes", "configs", "summary"):
@@ -105,10 +105,10 @@ def quantize(
     trust: TrustOption = False,
 ) -> None:
     """Quantize an exported model and lower it to a backend's kernels."""
-    from quantplug.core.whole_files import require_writable
+    from quantplug.core.files.whole import require_writable
     from quantplug.files import load_batches, load_exported, require_apart
     from quantplug.flow import quantize as quantize_model
-    from quantplug.quantizers.registry import get_quantizer
+    from quantplug.quantizers.framework.registry import get_quantizer
 
     # Names are checked before files are read.
     named = {"observer": observer, "weight_observer": weight_observer, "weight_bits": weight_bits}
@@ -141,11 +141,11 @@ def explain(
     trust: TrustOption = False,
 ) -> None:
     """Show, for every operator, which rule would quantize it, or why none does; no data is needed."""
-    from quantplug.core.prepare import prepare_pt2e
-    from quantplug.core.report import explain as explain_model
-    from quantplug.core.whole_files import require_writable
+    from quantplug.core.files.whole import require_writable
+    from quantplug.core.pt2e.prepare import prepare_pt2e
+    from quantplug.core.report.explain import explain as explain_model
     from quantplug.files import load_exported, require_apart
-    from quantplug.quantizers.registry import get_quantizer
+    from quantplug.quantizers.framework.registry import get_quantizer
 
     quantizer = get_quantizer(backend, strict=False)  # it tells why nothing is quantized, too
     if config is not None:
@@ -167,7 +167,7 @@ def numerics(backend: BackendOption = "xnnpack") -> None:
 
     XNNPACK takes a minute or two. Ends with code 1 if a kernel is not at its declared level.
     """
-    from quantplug.lowering.reference.mismatch import mismatches
+    from quantplug.lowering.emulation.mismatch import mismatches
 
     found, console = mismatches(backend), Console()
     table = Table(box=box.SIMPLE_HEAD)
@@ -190,7 +190,7 @@ def _require_report_kind(path: Path | None) -> None:
 
 
 def _write_report(report: "Report", path: Path | None, title: str) -> None:
-    from quantplug.core.whole_files import write_whole
+    from quantplug.core.files.whole import write_whole
 
     if path is not None:
         text = report.html(title) if path.suffix == ".html" else report.json()

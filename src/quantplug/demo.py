@@ -19,9 +19,9 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, fx, nn
 
-from quantplug.core.compare import compare_layers, sqnr
 from quantplug.core.errors import ArtefactError
-from quantplug.core.whole_files import kind_at, write_content, write_whole
+from quantplug.core.files.whole import kind_at, write_content, write_whole
+from quantplug.core.report.compare import compare_layers, sqnr
 from quantplug.flow import Artefact, export, quantize
 
 BATCH = 64

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from quantplug.core.calling import by_position, in_order, input_names
 from quantplug.core.errors import ArtefactError, CalibrationError, first_line, shown
-from quantplug.core.exported_files import read_exported
-from quantplug.core.whole_files import kind_at
+from quantplug.core.files.exported import read_exported
+from quantplug.core.files.whole import kind_at
+from quantplug.core.graph.calling import by_position, in_order, input_names
 from quantplug.lowering.signature import Signature
 
 

@@ -16,21 +16,21 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantizer
 
-from quantplug.core.bias_correction import SAMPLES, correct_biases
-from quantplug.core.boundary_dtypes import quantized_inputs
-from quantplug.core.calibrate import calibrate
-from quantplug.core.calling import in_order, input_names
-from quantplug.core.convert import convert_pt2e
+from quantplug.core.calibration.bias_correction import SAMPLES, correct_biases
+from quantplug.core.calibration.calibrate import calibrate
+from quantplug.core.calibration.sites import observer_sites
 from quantplug.core.errors import ConfigError, ModelError, first_line
-from quantplug.core.observation import needs_data
-from quantplug.core.prepare import prepare_pt2e
-from quantplug.core.report import Report, explain
-from quantplug.core.sites import observer_sites
-from quantplug.core.whole_files import write_whole
+from quantplug.core.files.whole import write_whole
+from quantplug.core.graph.calling import in_order, input_names
+from quantplug.core.observers.from_specs import needs_data
+from quantplug.core.pt2e.convert import convert_pt2e
+from quantplug.core.pt2e.prepare import prepare_pt2e
+from quantplug.core.qdq.integer_io import quantized_inputs
+from quantplug.core.report.explain import Report, explain
 from quantplug.lowering.program import Program
-from quantplug.quantizers.backend import Backend
-from quantplug.quantizers.quantizer import BackendQuantizer
-from quantplug.quantizers.registry import get_quantizer
+from quantplug.quantizers.framework.backend import Backend
+from quantplug.quantizers.framework.quantizer import BackendQuantizer
+from quantplug.quantizers.framework.registry import get_quantizer
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,7 @@ from quantplug.annotators.qspecs import on_axis as qspec_on_axis
 from quantplug.annotators.residual import residual
 from quantplug.annotators.shape import concatenation, movement
 from quantplug.conformance import Verdict, verdicts
-from quantplug.core.annotator import Annotations, Annotator, Constraint
-from quantplug.core.compare import sqnr
-from quantplug.core.dtypes import DTypeConfig, DTypeWithConstraints
+from quantplug.core.annotation.annotator import Annotations, Annotator, Constraint
 from quantplug.core.errors import (
     AnnotationError,
     ArtefactError,
@@ -70,10 +68,9 @@ from quantplug.core.errors import (
     PatternError,
     QuantplugError,
 )
-from quantplug.core.graph import constant_value, operands
-from quantplug.core.levels import Deviation, Level
+from quantplug.core.graph.facts import constant_value, operands
 from quantplug.core.observers import observer
-from quantplug.core.pattern import (
+from quantplug.core.patterns.language import (
     Match,
     Miss,
     Op,
@@ -89,12 +86,10 @@ from quantplug.core.pattern import (
     single_use,
     value,
 )
-from quantplug.lowering.program import LoweredOp, Program
-from quantplug.lowering.qparams import IntegerWeight, QParams, integer_weight, qparams
-from quantplug.lowering.qparams import dequantize as dequantize_op
-from quantplug.lowering.qparams import is_static as has_static_qparams
-from quantplug.lowering.qparams import quantize as quantize_op
-from quantplug.lowering.reference import (
+from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
+from quantplug.core.specs.levels import Deviation, Level
+from quantplug.lowering.emulation import (
     EmulatedProgram,
     FixedPoint,
     KernelSet,
@@ -102,9 +97,14 @@ from quantplug.lowering.reference import (
     ReferenceProgram,
     emulate,
 )
-from quantplug.lowering.reference import lower as lower_to_reference
-from quantplug.lowering.reference import rows as kernel_rules
-from quantplug.lowering.reference.rows import Row as KernelRow
+from quantplug.lowering.emulation import lower as lower_to_reference
+from quantplug.lowering.emulation import rows as kernel_rules
+from quantplug.lowering.emulation.rows import Row as KernelRow
+from quantplug.lowering.program import LoweredOp, Program
+from quantplug.lowering.qparams import IntegerWeight, QParams, integer_weight, qparams
+from quantplug.lowering.qparams import dequantize as dequantize_op
+from quantplug.lowering.qparams import is_static as has_static_qparams
+from quantplug.lowering.qparams import quantize as quantize_op
 from quantplug.lowering.rewriting import Rule as LoweringRule
 from quantplug.lowering.rewriting import absorb
 from quantplug.lowering.rewriting import call as add_call
@@ -112,9 +112,9 @@ from quantplug.lowering.rewriting import constant as add_constant
 from quantplug.lowering.rewriting import replace as replace_node
 from quantplug.lowering.rewriting import viewed as add_view
 from quantplug.lowering.rules import lower_by_rules
-from quantplug.quantizers.backend import Backend, derive, union
-from quantplug.quantizers.capabilities import Capability, capability_table
-from quantplug.quantizers.quantizer import BackendQuantizer
+from quantplug.quantizers.framework.backend import Backend, derive, union
+from quantplug.quantizers.framework.capabilities import Capability, capability_table
+from quantplug.quantizers.framework.quantizer import BackendQuantizer
 
 __all__ = [  # noqa: RUF022 - in the groups of the docstring
     # Backends

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from quantplug.core.errors import ArtefactError, ConfigError
-from quantplug.core.whole_files import kind_at
+from quantplug.core.files.whole import kind_at
 
 # Template -> place in the package.
 _FILES = {
@@ -57,7 +57,7 @@ def new_backend(name: str, out: Path) -> Path:
 
 
 def _require_free_name(name: str) -> None:
-    from quantplug.quantizers.registry import backends
+    from quantplug.quantizers.framework.registry import backends
 
     if not re.fullmatch("[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise ConfigError(

@@ -14,10 +14,10 @@ from quantplug.annotators.convolution import convolution
 from quantplug.annotators.elementwise import binary
 from quantplug.annotators.linear import linear
 from quantplug.annotators.presets import get_symmetric_quantization_config
-from quantplug.core.annotation import annotate
-from quantplug.core.annotator import Choice
-from quantplug.core.compare import sqnr
+from quantplug.core.annotation.annotator import Choice
+from quantplug.core.annotation.engine import annotate
 from quantplug.core.observers import HistogramObserver
+from quantplug.core.report.compare import sqnr
 from quantplug.quantizers.xnnpack import XNNPACK
 
 CONFIG = get_symmetric_quantization_config(True)

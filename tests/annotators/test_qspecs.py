@@ -21,10 +21,10 @@ from quantplug.annotators.activation import known_range
 from quantplug.annotators.linear import linear as rows_of_linear
 from quantplug.annotators.presets import activation_spec, int32_bias_spec, weight_spec
 from quantplug.annotators.qspecs import fixed_qspec, on_axis
-from quantplug.core.compare import sqnr
 from quantplug.core.errors import ConfigError
-from quantplug.quantizers.backend import Backend, derive
-from quantplug.quantizers.quantizer import BackendQuantizer
+from quantplug.core.report.compare import sqnr
+from quantplug.quantizers.framework.backend import Backend, derive
+from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.x86_config import get_x86_quantization_config
 from quantplug.quantizers.xnnpack import XNNPACK
 
@@ -41,7 +41,7 @@ def calls(model, target):
 
 
 # Rows that ask nothing of the dtypes, as a backend with every kernel has them.
-ANY = Backend("any", (rows_of_linear(),), configs=XNNPACK.configs, lowering="quantplug.lowering.reference:lower")
+ANY = Backend("any", (rows_of_linear(),), configs=XNNPACK.configs, lowering="quantplug.lowering.emulation:lower")
 
 
 class AnyQuantizer(BackendQuantizer):

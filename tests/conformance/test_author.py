@@ -12,11 +12,11 @@ from quantplug.annotators.activation import known_range
 from quantplug.annotators.elementwise import binary
 from quantplug.conformance import CHECKS, verdicts
 from quantplug.core.errors import PatternError
-from quantplug.core.pattern import op, value
+from quantplug.core.patterns.language import op, value
 from quantplug.lowering.qparams import dequantize, qparams, quantize
 from quantplug.lowering.rewriting import Rule, absorb, call, replace
 from quantplug.lowering.rules import lower_by_rules
-from quantplug.quantizers.backend import derive
+from quantplug.quantizers.framework.backend import derive
 
 
 @pytest.fixture(scope="module")

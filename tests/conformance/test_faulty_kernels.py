@@ -13,14 +13,14 @@ from torch.nn import functional as F
 from quantplug.annotators.convolution import convolution
 from quantplug.annotators.linear import linear
 from quantplug.conformance import CHECKS, judge, trials, verdicts
-from quantplug.core.dtypes import DTypeConfig
-from quantplug.core.graph import constant_value, operands
-from quantplug.core.levels import Level
-from quantplug.core.pattern import op, optional, value
+from quantplug.core.graph.facts import constant_value, operands
+from quantplug.core.patterns.language import op, optional, value
+from quantplug.core.specs.dtypes import DTypeConfig
+from quantplug.core.specs.levels import Level
 from quantplug.lowering.qparams import dequantize, integer_weight, is_static, qparams, quantize
 from quantplug.lowering.rewriting import Rule, absorb, call, constant, replace
 from quantplug.lowering.rules import lower_by_rules
-from quantplug.quantizers.backend import Backend
+from quantplug.quantizers.framework.backend import Backend
 
 INT8 = DTypeConfig("int8", input=torch.int8, output=torch.int8, weight=torch.int8)
 SEEN = {}

@@ -12,8 +12,8 @@ from quantplug.annotators.pooling import pooling
 from quantplug.annotators.presets import activation_spec, get_symmetric_quantization_config
 from quantplug.annotators.shape import movement
 from quantplug.conformance import judge, trials
-from quantplug.core.dtypes import DTypeConfig, DTypeWithConstraints
-from quantplug.quantizers.backend import Backend
+from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
+from quantplug.quantizers.framework.backend import Backend
 
 UINT8 = activation_spec(torch.uint8, 0, 255)
 
@@ -26,7 +26,7 @@ def under(row, spec):
 
 
 def backend(*rows):
-    lowering = "quantplug.lowering.reference:lower"
+    lowering = "quantplug.lowering.emulation:lower"
     return Backend("npu", rows, {"int8": get_symmetric_quantization_config}, lowering)
 
 
@@ -51,7 +51,7 @@ def test_b26_int8_layers_are_tried_before_a_uint8_sum_and_the_other_way_round():
 
 
 def test_b26_a_core_that_cannot_requantize_what_two_rows_disagree_about_fails_only_behind(monkeypatch):
-    monkeypatch.setattr("quantplug.core.verify._of_same_reader", lambda point, spec: False)
+    monkeypatch.setattr("quantplug.core.annotation.verify._of_same_reader", lambda point, spec: False)
     alone, behind = found(MIXED, "verified")
     assert "failed" not in {verdict.status for verdict in alone.values()}
     failed = {name: verdict.reason for name, verdict in behind.items() if verdict.status == "failed"}

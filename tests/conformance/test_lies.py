@@ -12,16 +12,16 @@ from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, SharedQu
 from quantplug.annotators.activation import own_range
 from quantplug.annotators.presets import get_symmetric_quantization_config
 from quantplug.conformance import CHECKS, verdicts
-from quantplug.core.annotator import Annotator
-from quantplug.core.dtypes import DTypeConfig, DTypeWithConstraints
+from quantplug.core.annotation.annotator import Annotator
 from quantplug.core.errors import ConfigError
-from quantplug.core.levels import Level
-from quantplug.core.pattern import anything, op, value
+from quantplug.core.patterns.language import anything, op, value
+from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
+from quantplug.core.specs.levels import Level
+from quantplug.lowering.emulation import KernelSet, rows
 from quantplug.lowering.program import Program
 from quantplug.lowering.qparams import qparams
-from quantplug.lowering.reference import KernelSet, rows
 from quantplug.lowering.rewriting import Rule
-from quantplug.quantizers.backend import derive
+from quantplug.quantizers.framework.backend import derive
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "plugin_package" / "src"))
 from tiny_npu import TINY_NPU

@@ -27,13 +27,13 @@ from quantplug.annotators.convolution import convolution
 from quantplug.annotators.elementwise import binary
 from quantplug.annotators.linear import linear
 from quantplug.annotators.presets import get_symmetric_quantization_config
-from quantplug.core.annotation import annotate
-from quantplug.core.annotator import Annotator, Choice
-from quantplug.core.compare import sqnr
-from quantplug.core.decision import decision
-from quantplug.core.dtypes import DTypeConfig
+from quantplug.core.annotation.annotator import Annotator, Choice
+from quantplug.core.annotation.engine import annotate
 from quantplug.core.errors import AnnotationError, ModelError, PatternError
-from quantplug.core.pattern import op, value
+from quantplug.core.patterns.language import op, value
+from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.decision import decision
+from quantplug.core.specs.dtypes import DTypeConfig
 
 CONFIG = get_symmetric_quantization_config(True)
 X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))

@@ -13,11 +13,11 @@ from torchao.quantization.pt2e.quantizer import QuantizationSpec, Quantizer
 from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer
 
 import quantplug
-from quantplug.core import bias_correction
-from quantplug.core.bias_correction import correct_biases
-from quantplug.core.compare import node_values, sqnr
+from quantplug.core.calibration import bias_correction
+from quantplug.core.calibration.bias_correction import correct_biases
 from quantplug.core.errors import CalibrationError, ConfigError, ModelError
 from quantplug.core.observers import observer
+from quantplug.core.report.compare import node_values, sqnr
 
 
 def low_bit_config():

@@ -10,7 +10,7 @@ from torchao.quantization.pt2e import quantize_pt2e as torchao
 
 import quantplug
 from quantplug import ComposableQuantizer, EmbeddingQuantizer, Region, explain, get_quantizer
-from quantplug.core.boundaries import measure_boundaries
+from quantplug.core.report.boundaries import measure_boundaries
 
 
 def test_boundaries_name_both_sides_elements_and_error():

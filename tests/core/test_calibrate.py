@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 import quantplug
-from quantplug.core.calibrate import calibrate
-from quantplug.core.coverage import coverage, coverage_table
+from quantplug.core.calibration.calibrate import calibrate
+from quantplug.core.calibration.coverage import coverage, coverage_table
 from quantplug.core.errors import ArtefactError, CalibrationError, ModelError
+from quantplug.core.files.whole import beside
 from quantplug.core.observers import OBSERVERS, observer
 from quantplug.core.observers import session as session_module
-from quantplug.core.whole_files import beside
 
 
 def by_plain_forward(name, data, **options):

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import quantplug
-from quantplug.core.calibrate import calibrate
+from quantplug.core.calibration.calibrate import calibrate
+from quantplug.core.calibration.sites import observer_sites
 from quantplug.core.errors import CalibrationError
 from quantplug.core.observers import NonFiniteError
-from quantplug.core.sites import observer_sites
 
 
 class Branches(nn.Module):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from calibration_models import batches, prepared, qparams
 
-from quantplug.core.calibrate import calibrate
+from quantplug.core.calibration.calibrate import calibrate
 
 WORKER = Path(__file__).parents[1] / "calibration_worker.py"
 

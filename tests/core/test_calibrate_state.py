@@ -6,9 +6,9 @@ from calibration_models import ConvLinearQuantizer
 from torch import nn
 
 import quantplug
-from quantplug.core.calibrate import calibrate
+from quantplug.core.calibration.calibrate import calibrate
+from quantplug.core.calibration.sites import observer_sites
 from quantplug.core.observers import NonFiniteError, observer
-from quantplug.core.sites import observer_sites
 
 
 class Remembers(nn.Module):

@@ -7,7 +7,7 @@ from torch import nn
 
 import quantplug
 from quantplug import XNNPACKQuantizer, explain
-from quantplug.core.work import multiplications
+from quantplug.core.graph.multiplications import multiplications
 
 X = torch.randn(1, 4, 8)
 

@@ -28,13 +28,13 @@ from torchao.quantization.pt2e.quantizer import (
 )
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
-from quantplug.core.convert import convert_pt2e
 from quantplug.core.errors import CalibrationError, ConfigError, ConvertError
-from quantplug.core.graph import describe
-from quantplug.core.prepare import prepare_pt2e
-from quantplug.core.qdq import CHOOSE_OPS, DEQUANTIZE_OPS, QUANTIZE_OPS, Quantization
-from quantplug.core.ranges import histogram_range
-from quantplug.core.reference import differences
+from quantplug.core.graph.facts import describe
+from quantplug.core.observers.torchao_histogram import histogram_range
+from quantplug.core.pt2e.convert import convert_pt2e
+from quantplug.core.pt2e.prepare import prepare_pt2e
+from quantplug.core.pt2e.quantization import CHOOSE_OPS, DEQUANTIZE_OPS, QUANTIZE_OPS, Quantization
+from quantplug.core.qdq.format import differences
 
 ACT = QuantizationSpec(torch.int8, MinMaxObserver, -128, 127, torch.per_tensor_affine)
 WEIGHT = QuantizationSpec(torch.int8, PerChannelMinMaxObserver, -127, 127, torch.per_channel_symmetric, 0)

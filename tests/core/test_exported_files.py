@@ -18,12 +18,12 @@ from torch import nn
 
 import quantplug
 from quantplug import cli
-from quantplug.core import exported_files
 from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError
-from quantplug.core.exported_files import read_exported
+from quantplug.core.files import exported as exported_files
+from quantplug.core.files.exported import read_exported
 from quantplug.files import load_batches, load_exported
-from quantplug.lowering.x86.program import X86Program
-from quantplug.quantizers import registry
+from quantplug.lowering.x86.running.program import X86Program
+from quantplug.quantizers.framework import registry
 from quantplug.quantizers.x86 import X86Quantizer
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)

@@ -10,9 +10,9 @@ from torch import fx, nn
 from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
 from torchao.quantization.pt2e.quantizer import Quantizer
 
-from quantplug.core.fold import Folding, fold_batch_norms
-from quantplug.core.pattern import op
-from quantplug.core.working_copy import working_copy
+from quantplug.core.batch_norms.inference import Folding, fold_batch_norms
+from quantplug.core.graph.working_copy import working_copy
+from quantplug.core.patterns.language import op
 
 BATCH_NORM = op("batch_norm", "_native_batch_norm_legit_no_training").targets
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}

@@ -7,9 +7,9 @@ import torch
 from models import ResNet18, SampleModel, exported
 from torch import nn
 
-from quantplug.core.aliases import changed_under_other_names
 from quantplug.core.errors import ModelError
-from quantplug.core.graph import (
+from quantplug.core.graph.aliases import changed_under_other_names
+from quantplug.core.graph.facts import (
     attribute,
     compute_nodes,
     constant_value,

@@ -11,10 +11,10 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
     get_default_x86_inductor_quantization_config,
 )
 
-from quantplug.core.convert import convert_pt2e
-from quantplug.core.lazy import LazyGraphModule
-from quantplug.core.prepare import prepare_pt2e
-from quantplug.core.working_copy import working_copy
+from quantplug.core.graph.lazy import LazyGraphModule
+from quantplug.core.graph.working_copy import working_copy
+from quantplug.core.pt2e.convert import convert_pt2e
+from quantplug.core.pt2e.prepare import prepare_pt2e
 
 X = torch.tensor([[1.0, -2.0, 3.0]])
 

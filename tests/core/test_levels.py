@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quantplug.core.errors import ConfigError
-from quantplug.core.levels import Deviation, Level
+from quantplug.core.specs.levels import Deviation, Level
 
 Q = torch.tensor([-128, -3, 0, 5, 127], dtype=torch.int8)
 

@@ -6,9 +6,9 @@ from models import exported
 from torch import nn
 
 from quantplug.core.errors import PatternError
-from quantplug.core.graph import compute_nodes
-from quantplug.core.matching import PatternIndex
-from quantplug.core.pattern import Pattern, constant, op, optional, single_use, value
+from quantplug.core.graph.facts import compute_nodes
+from quantplug.core.patterns.language import Pattern, constant, op, optional, single_use, value
+from quantplug.core.patterns.matching import PatternIndex
 
 CONV = op("conv2d", input=value("x"), weight=constant("w"), bias=optional(constant("b")), name="op")
 CONV_RELU = op("relu", self=single_use(CONV))

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from quantplug.core.errors import ModelError
-from quantplug.core.modes import SwitchableGraphModule, enable_train_eval
-from quantplug.core.working_copy import working_copy
+from quantplug.core.graph.modes import SwitchableGraphModule, enable_train_eval
+from quantplug.core.graph.working_copy import working_copy
 
 
 def switchable(module: nn.Module, *inputs: torch.Tensor, training: bool = True) -> fx.GraphModule:

@@ -33,10 +33,10 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
     get_default_x86_inductor_quantization_config as x86_config,
 )
 
-from quantplug.core.compare import sqnr
-from quantplug.core.convert import convert_pt2e
-from quantplug.core.prepare import prepare_pt2e, prepare_qat_pt2e
-from quantplug.core.reference import differences
+from quantplug.core.pt2e.convert import convert_pt2e
+from quantplug.core.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
+from quantplug.core.qdq.format import differences
+from quantplug.core.report.compare import sqnr
 
 
 class Residual(nn.Module):

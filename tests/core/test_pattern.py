@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from models import Function, MobileNet, exported
 from torch import nn
 
-import quantplug.core.qdq  # noqa: F401 - registers the q/dq operators
+import quantplug.core.pt2e.quantization  # noqa: F401 - registers the q/dq operators
 from quantplug.core.errors import PatternError
-from quantplug.core.pattern import (
+from quantplug.core.patterns.language import (
     Match,
     Miss,
     anything,

@@ -27,11 +27,11 @@ from torchao.quantization.pt2e.quantizer import (
 )
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
-from quantplug.core.compare import sqnr
-from quantplug.core.convert import convert_pt2e
 from quantplug.core.errors import AnnotationError, CalibrationError, ConfigError, ModelError
-from quantplug.core.prepare import prepare_pt2e, prepare_qat_pt2e
-from quantplug.core.qdq import CAST_OP, DEQUANTIZE_OPS, QUANTIZE_OPS
+from quantplug.core.pt2e.convert import convert_pt2e
+from quantplug.core.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
+from quantplug.core.pt2e.quantization import CAST_OP, DEQUANTIZE_OPS, QUANTIZE_OPS
+from quantplug.core.report.compare import sqnr
 
 ACT = QuantizationSpec(torch.int8, MinMaxObserver, -128, 127, torch.per_tensor_affine)
 WEIGHT = QuantizationSpec(torch.int8, PerChannelMinMaxObserver, -127, 127, torch.per_channel_symmetric, 0)

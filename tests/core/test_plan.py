@@ -10,8 +10,8 @@ from torch import nn
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 import quantplug
+from quantplug.core.annotation.plan import Plan, plan_of
 from quantplug.core.errors import AnnotationError, ArtefactError
-from quantplug.core.plan import Plan, plan_of
 from quantplug.quantizers.x86 import X86
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
@@ -182,8 +182,9 @@ def test_what_is_registered_may_be_named_by_a_plan_of_another_process(net, tmp_p
     _first_spec(plan)["observer"] = {"call": {"name": "mine:Mine"}, "with": {}}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     script = (
-        "import sys; from quantplug.core.plan import Plan; from quantplug.core.specs import named_value\n"
-        "from quantplug.core.specs import register_for_plans; from quantplug import QuantplugError\n"
+        "import sys; from quantplug.core.annotation.plan import Plan\n"
+        "from quantplug.core.specs.written import named_value\n"
+        "from quantplug.core.specs.written import register_for_plans; from quantplug import QuantplugError\n"
         "value = {'call': {'name': 'mine:Mine'}, 'with': {}}\n"
         "try: named_value(value)\n"
         "except QuantplugError as error: print('register_for_plans' in str(error), 'mine' in sys.modules)\n"

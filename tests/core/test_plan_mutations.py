@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import quantplug
+from quantplug.core.annotation.plan import Plan, plan_of
 from quantplug.core.errors import QuantplugError
 from quantplug.core.observers import observer
-from quantplug.core.plan import Plan, plan_of
 
 
 class Tiny(nn.Module):
@@ -79,8 +79,8 @@ NASTY = [
     *({"torch": "int8"}, {"torch": "int32"}, {"torch": "float64"}, {"torch": "float8_e4m3fn"}, {"torch": "load"}),
     *({"torch": "per_channel_affine"}, {"torch": "per_tensor_symmetric"}, {"torch": []}),
     {"name": "quantplug.annotators.qspecs:product_of_scales"},
-    {"name": "quantplug.lowering.xnnpack.rewrites.movement:split_is_slices"},
-    {"name": "quantplug.core.specs:register_for_plans"},
+    {"name": "quantplug.lowering.rewrites.movement:split_is_slices"},
+    {"name": "quantplug.core.specs.written:register_for_plans"},
     {"name": "torchao.quantization.pt2e.observer:ObserverBase"},
     {"name": "torchao.quantization.pt2e.observer:AffineQuantizedObserverBase"},
     {"name": "torchao.quantization.pt2e.observer:PerChannelMinMaxObserver"},
@@ -90,14 +90,14 @@ NASTY = [
     {"name": "torchao.quantization.pt2e.fake_quantize:FakeQuantize"},
     {"name": "torchao.quantization.pt2e.observer:get_block_size"},
     {"name": "torchao.quantization.pt2e.observer:torch.classes.nothing.here"},
-    {"name": "quantplug.core.rowwise:RowObserver"},
+    {"name": "quantplug.core.qdq.rowwise:RowObserver"},
     {"name": "quantplug.core.observers.histogram:MSEObserver"},
     {"name": "torchao.quantization.quant_primitives:MappingType.SYMMETRIC"},
     {"call": {"name": "torchao.quantization.pt2e.observer:MinMaxObserver"}, "with": {"eps": -1.0}},
     {"call": {"name": "quantplug.core.observers.minmax:MinMaxObserver"}, "with": {"nonfinite": "x"}},
     {"make": {"name": "torchao.quantization.granularity:PerGroup"}, "with": {"group_size": 0}},
     {"make": {"name": "torchao.quantization.granularity:PerBlock"}, "with": {"block_size": {"tuple": [3, 0]}}},
-    {"make": {"name": "quantplug.core.limits:Rescale"}, "with": {"low": 3, "high": 1}},
+    {"make": {"name": "quantplug.core.specs.limits:Rescale"}, "with": {"low": 3, "high": 1}},
     {"kind": "shared", "with": ":input#0"},
     {"kind": "shared", "with": "nowhere"},
     {"kind": "own", "dtype": {"torch": "int8"}, "observer": {"name": "torchao.quantization.pt2e:MinMaxObserver"}},
@@ -203,7 +203,7 @@ def test_a_process_that_made_no_plan_reads_those_of_every_quantizer(sources, tmp
     """What a plan names is known there too: observers, functions, the rewrites of built-in backends."""
     (tmp_path / "plans.json").write_text(json.dumps([source.plan for source in sources.values()]))
     script = (
-        "import json; from quantplug.core.plan import Plan\n"
+        "import json; from quantplug.core.annotation.plan import Plan\n"
         "for plan in json.load(open('plans.json')): print(len(Plan.from_json(json.dumps(plan)).nodes) > 0)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -213,7 +213,7 @@ def test_a_process_that_made_no_plan_reads_those_of_every_quantizer(sources, tmp
 FUNCTIONS = [
     "quantplug.cli:main",
     "quantplug.cli:demo",
-    "quantplug.core.plan:plan_of",
+    "quantplug.core.annotation.plan:plan_of",
     "executorch.extension.llm.tokenizers.setup:CMakeBuild",
     "executorch.util.collect_env:run",
     "torchao.quantization.pt2e.observer:get_block_size",

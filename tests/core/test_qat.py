@@ -33,13 +33,13 @@ from torchao.quantization.pt2e.quantizer import (
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 import quantplug
-from quantplug.core.convert import convert_pt2e
+from quantplug.core.batch_norms.inference import fold_batch_norms
+from quantplug.core.batch_norms.training import fold_batch_norms_qat, fuse_batch_norms_qat
 from quantplug.core.errors import AnnotationError
-from quantplug.core.fold import fold_batch_norms
-from quantplug.core.pattern import op
-from quantplug.core.prepare import prepare_pt2e, prepare_qat_pt2e
-from quantplug.core.qat import fold_batch_norms_qat, fuse_batch_norms_qat
-from quantplug.core.working_copy import working_copy
+from quantplug.core.graph.working_copy import working_copy
+from quantplug.core.patterns.language import op
+from quantplug.core.pt2e.convert import convert_pt2e
+from quantplug.core.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
 
 PRODUCERS = op(
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear"

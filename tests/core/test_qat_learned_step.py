@@ -20,10 +20,10 @@ from torchao.quantization.pt2e import (
 from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, Quantizer
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
-from quantplug.core.convert import convert_pt2e
 from quantplug.core.errors import CalibrationError, ConfigError
-from quantplug.core.fake_quantize import LearnedStepSizeFakeQuantize
-from quantplug.core.prepare import prepare_pt2e, prepare_qat_pt2e
+from quantplug.core.observers.learned_step import LearnedStepSizeFakeQuantize
+from quantplug.core.pt2e.convert import convert_pt2e
+from quantplug.core.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
 
 SCHEMES = {
     "per_tensor": torch.per_tensor_symmetric,

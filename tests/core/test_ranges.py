@@ -11,7 +11,7 @@ from torchao.quantization.pt2e import (
     PerChannelMinMaxObserver,
 )
 
-from quantplug.core.ranges import calculate_qparams_together
+from quantplug.core.observers.torchao_histogram import calculate_qparams_together
 
 
 class Doubled(MinMaxObserver):

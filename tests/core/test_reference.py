@@ -10,10 +10,10 @@ from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuant
 from torch import Tensor, fx, nn
 from torchao.quantization.pt2e import quantize_pt2e as peer
 
-from quantplug.core.convert import convert_pt2e
-from quantplug.core.prepare import prepare_pt2e
-from quantplug.core.qdq import QUANTIZE_OPS
-from quantplug.core.reference import differences, is_reference_quantized, reference_defects
+from quantplug.core.pt2e.convert import convert_pt2e
+from quantplug.core.pt2e.prepare import prepare_pt2e
+from quantplug.core.pt2e.quantization import QUANTIZE_OPS
+from quantplug.core.qdq.format import differences, is_reference_quantized, reference_defects
 
 
 class Net(nn.Module):

@@ -13,7 +13,7 @@ from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e as torchao_prep
 
 from quantplug import XNNPACKQuantizer, calibrate, convert_pt2e, explain, get_quantizer, prepare_pt2e
 from quantplug.core.errors import ModelError
-from quantplug.core.graph import compute_nodes
+from quantplug.core.graph.facts import compute_nodes
 
 X = torch.randn(1, 3, 10, 10, generator=torch.Generator().manual_seed(0))
 QDQ = "quantized_decomposed"

@@ -26,13 +26,13 @@ from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling
 from quantplug.annotators.presets import activation_spec, get_symmetric_quantization_config
 from quantplug.annotators.shape import concatenation
-from quantplug.core.boundaries import is_weight
-from quantplug.core.convert import convert_pt2e
 from quantplug.core.errors import AnnotationError
-from quantplug.core.prepare import prepare_pt2e
-from quantplug.core.qdq import DEQUANTIZE_OPS, QUANTIZE_OPS
-from quantplug.quantizers.backend import Backend
-from quantplug.quantizers.quantizer import BackendQuantizer
+from quantplug.core.pt2e.convert import convert_pt2e
+from quantplug.core.pt2e.prepare import prepare_pt2e
+from quantplug.core.pt2e.quantization import DEQUANTIZE_OPS, QUANTIZE_OPS
+from quantplug.core.report.boundaries import is_weight
+from quantplug.quantizers.framework.backend import Backend
+from quantplug.quantizers.framework.quantizer import BackendQuantizer
 
 UINT8 = activation_spec(torch.uint8, 0, 255)
 
@@ -57,7 +57,7 @@ def under(row, spec):
 
 def quantizer(*rows):
     backend = Backend(
-        "npu", rows, {"int8": get_symmetric_quantization_config}, lowering="quantplug.lowering.reference:lower"
+        "npu", rows, {"int8": get_symmetric_quantization_config}, lowering="quantplug.lowering.emulation:lower"
     )
     return type("NPUQuantizer", (BackendQuantizer,), {"backend": backend})()
 

@@ -11,9 +11,9 @@ from torchao.quantization.pt2e import HistogramObserver, MinMaxObserver, PerChan
 from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, Quantizer
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
-from quantplug.core.convert import convert_pt2e
-from quantplug.core.prepare import prepare_pt2e
-from quantplug.core.reference import differences
+from quantplug.core.pt2e.convert import convert_pt2e
+from quantplug.core.pt2e.prepare import prepare_pt2e
+from quantplug.core.qdq.format import differences
 
 WEIGHT = QuantizationSpec(torch.int8, PerChannelMinMaxObserver, -127, 127, torch.per_channel_symmetric, 0)
 

@@ -36,11 +36,11 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 import quantplug
 from quantplug import Region, derive, explain, get_quantizer, union
-from quantplug.core.compare import sqnr
-from quantplug.core.convert import convert_pt2e
 from quantplug.core.errors import AnnotationError, CalibrationError
 from quantplug.core.observers import OBSERVERS, observer
-from quantplug.core.prepare import prepare_pt2e, prepare_qat_pt2e
+from quantplug.core.pt2e.convert import convert_pt2e
+from quantplug.core.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
+from quantplug.core.report.compare import sqnr
 from quantplug.quantizers.x86 import X86
 from quantplug.quantizers.xnnpack import XNNPACK
 

@@ -9,9 +9,9 @@ from models import Function, MobileNet, ResNet18
 from torch import nn
 
 from quantplug import convert_pt2e, get_quantizer, prepare_qat_pt2e, quantize
-from quantplug.core.compare import sqnr
 from quantplug.core.errors import ConfigError, LoweringError
-from quantplug.core.levels import Level
+from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import Level
 from quantplug.quantizers import cortex_m
 
 

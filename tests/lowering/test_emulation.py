@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 import quantplug
 from quantplug.cli import app
 from quantplug.core.errors import ConfigError, ModelError
-from quantplug.core.levels import Level
+from quantplug.core.specs.levels import Level
 from quantplug.lowering import xnnpack
-from quantplug.lowering.reference import FixedPoint, KernelSet, Numerics, Row, emulate, kernel_set, rows
-from quantplug.lowering.reference.mismatch import mismatches
+from quantplug.lowering.emulation import FixedPoint, KernelSet, Numerics, Row, emulate, kernel_set, rows
+from quantplug.lowering.emulation.mismatch import mismatches
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "numerics.md"
 # Powers of two with odd zero points: many results lie exactly between two integers.
@@ -296,7 +296,7 @@ def test_r08_the_document_has_every_kernel_with_its_level():
 
 
 def test_r08_the_command_prints_the_table_and_fails_where_a_level_does_not_hold(x86_mismatches, monkeypatch):
-    name = "quantplug.lowering.reference.mismatch.mismatches"
+    name = "quantplug.lowering.emulation.mismatch.mismatches"
     monkeypatch.setattr(name, lambda kernels: x86_mismatches)
     result = CliRunner().invoke(app, ["numerics", "--backend", "x86"], env={"COLUMNS": "160"})
     assert result.exit_code == 0

@@ -11,8 +11,8 @@ from qdq_graphs import Net, Weight, fake, graph_of
 from torch import Tensor
 
 from quantplug.core.errors import ConfigError
-from quantplug.core.levels import Level
-from quantplug.lowering.reference import FixedPoint, KernelSet, Numerics, Row, emulate, rows
+from quantplug.core.specs.levels import Level
+from quantplug.lowering.emulation import FixedPoint, KernelSet, Numerics, Row, emulate, rows
 
 LIBRARY = torch.library.Library("fake_npu", "DEF")
 LIBRARY.define(

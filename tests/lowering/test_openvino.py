@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import quantplug
-from quantplug.core.compare import sqnr
 from quantplug.core.errors import ArtefactError, LoweringError
+from quantplug.core.report.compare import sqnr
 from quantplug.lowering.openvino import OpenVINOProgram
 from quantplug.quantizers.openvino import OPENVINO
 

@@ -8,8 +8,8 @@ from test_x86_geometries import KINDS, ONE_COLUMN, geometry
 from torch import nn
 
 import quantplug
-from quantplug.core.compare import sqnr
 from quantplug.core.errors import LoweringError, ModelError
+from quantplug.core.report.compare import sqnr
 from quantplug.lowering.openvino import OpenVINOProgram
 
 pytest.importorskip("openvino")

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 import quantplug
-from quantplug.core.compare import sqnr
+from quantplug.core.report.compare import sqnr
 from quantplug.lowering.openvino import OpenVINOProgram
-from quantplug.quantizers.backend import derive
+from quantplug.quantizers.framework.backend import derive
+from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.openvino import INTEGER_PRODUCTS, OPENVINO
-from quantplug.quantizers.quantizer import BackendQuantizer
 
 QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
 

@@ -10,15 +10,15 @@ from torch import nn
 
 import quantplug
 from quantplug.annotators.matmul import matmul
-from quantplug.core.compare import sqnr
-from quantplug.core.pattern import op, optional, value
+from quantplug.core.patterns.language import op, optional, value
+from quantplug.core.report.compare import sqnr
 from quantplug.lowering import xnnpack
 from quantplug.lowering.program import Program
 from quantplug.lowering.qparams import dequantize, integer_weight, is_static, qparams
 from quantplug.lowering.rewriting import Rule, absorb, call, constant, replace
 from quantplug.lowering.rules import lower_by_rules
-from quantplug.quantizers.backend import Backend, derive
-from quantplug.quantizers.quantizer import BackendQuantizer
+from quantplug.quantizers.framework.backend import Backend, derive
+from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.xnnpack import XNNPACK
 
 aten = torch.ops.aten

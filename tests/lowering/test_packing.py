@@ -8,7 +8,7 @@ import torch
 import torchao.quantization.pt2e  # noqa: F401  (registers the operators of quantized_decomposed)
 from torch import fx, nn
 
-from quantplug.lowering.x86.conversions import spell_out
+from quantplug.lowering.x86.running.eager_conversions import spell_out
 
 QD = torch.ops.quantized_decomposed
 RANGES = [(torch.uint8, 0, 255), (torch.uint8, 0, 127), (torch.int8, -128, 127), (torch.int8, -127, 127)]

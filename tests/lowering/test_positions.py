@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import quantplug
-from quantplug.core.compare import sqnr
-from quantplug.quantizers.backend import derive
+from quantplug.core.report.compare import sqnr
+from quantplug.quantizers.framework.backend import derive
+from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.openvino import INTEGER_PRODUCTS, OPENVINO
-from quantplug.quantizers.quantizer import BackendQuantizer
 
 
 class Rotary(nn.Module):

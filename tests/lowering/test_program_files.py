@@ -14,7 +14,7 @@ from torch import nn
 import quantplug
 from quantplug.core.errors import ArtefactError
 from quantplug.lowering.openvino.program import OpenVINOProgram
-from quantplug.lowering.x86.program import X86Program
+from quantplug.lowering.x86.running.program import X86Program
 
 X = torch.linspace(-1, 1, 16).reshape(2, 8)
 RECORDS = {"x86": "quantplug_x86.json", "openvino": "settings.json"}

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import quantplug
-from quantplug.core.compare import sqnr
 from quantplug.core.errors import LoweringError
+from quantplug.core.report.compare import sqnr
 
 SHAPE = (2, 4, 6, 6)
 

@@ -8,8 +8,8 @@ from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as torcha
 
 import quantplug
 from quantplug.core.errors import ArtefactError, LoweringError, ModelError
+from quantplug.lowering.processor import kernels_saturate
 from quantplug.lowering.x86 import X86Program, lower
-from quantplug.lowering.x86.processor import kernels_saturate
 
 
 @torch.no_grad()

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from x86_programs import alone
 
 from quantplug.core.errors import ArtefactError, LoweringError
+from quantplug.lowering.processor import highest_integer
 from quantplug.lowering.x86 import lower
-from quantplug.lowering.x86.processor import highest_integer
 
 QD = torch.ops.quantized_decomposed
 BATCH = ({0: torch.export.Dim("batch", min=1, max=16)},)

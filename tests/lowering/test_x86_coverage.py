@@ -7,10 +7,10 @@ from torch import nn
 from x86_programs import quantized
 
 import quantplug
-from quantplug.core.compare import sqnr
-from quantplug.core.levels import Level
+from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import Level
+from quantplug.lowering.processor import highest_integer
 from quantplug.lowering.x86 import X86Program
-from quantplug.lowering.x86.processor import highest_integer
 
 IMAGE = (2, 6, 12, 12)
 

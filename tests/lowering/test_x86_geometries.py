@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import quantplug
+from quantplug.lowering.processor import highest_integer
 from quantplug.lowering.x86 import X86Program
 from quantplug.lowering.x86.geometry import objection
-from quantplug.lowering.x86.processor import highest_integer
 
 from x86_programs import alone, quantized  # isort: skip
 

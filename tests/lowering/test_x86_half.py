@@ -6,10 +6,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import quantplug
-from quantplug.core.compare import sqnr
 from quantplug.core.errors import LoweringError
-from quantplug.lowering.x86 import X86Program, few_rows, lower
-from quantplug.lowering.x86.inductor import for_compilers
+from quantplug.core.report.compare import sqnr
+from quantplug.lowering.x86 import X86Program, lower
+from quantplug.lowering.x86.kernels import few_rows
+from quantplug.lowering.x86.running.inductor import for_compilers
 
 aten = torch.ops.aten
 
@@ -75,7 +76,7 @@ def test_a_package_computes_in_bfloat16_too(block, tmp_path):
 def test_autotune_takes_bfloat16_where_it_is_faster_and_says_so(block, monkeypatch):
     graph, inputs, shapes = block
     monkeypatch.setattr(  # the first candidate is the integer or float32 kernel, the last always bfloat16
-        "quantplug.lowering.x86.autotune._alternating",
+        "quantplug.lowering.x86.running.autotune._alternating",
         lambda candidates, x, repeats: [2.0, *[1.0] * (len(candidates) - 1)],
     )
     program = lower(graph, inputs, dynamic_shapes=shapes, autotune=True)

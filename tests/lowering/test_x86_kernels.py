@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import quantplug
-from quantplug.lowering.x86 import X86Program, few_rows, lower
-from quantplug.lowering.x86.processor import highest_integer
+from quantplug.lowering.processor import highest_integer
+from quantplug.lowering.x86 import X86Program, lower
+from quantplug.lowering.x86.kernels import few_rows
 
 QD = torch.ops.quantized_decomposed
 TOP = highest_integer()

@@ -6,7 +6,7 @@ from qdq_graphs import Net, decibels
 from torch import nn
 
 import quantplug
-from quantplug.lowering.x86.program import X86Program
+from quantplug.lowering.x86.running.program import X86Program
 
 BATCH, STEPS = (torch.export.Dim(name, min=2, max=16) for name in ("batch", "steps"))
 

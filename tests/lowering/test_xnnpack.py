@@ -11,8 +11,8 @@ from qdq_graphs import FULL, A, B, Net, Q, TensorWeight, Weight, decibels, dynam
 from torch import Tensor, nn
 
 import quantplug
-from quantplug.core.compare import sqnr
 from quantplug.core.errors import ArtefactError, ConfigError, LoweringError, ModelError
+from quantplug.core.report.compare import sqnr
 from quantplug.lowering.xnnpack import XNNPACKProgram, lower
 
 # Enough elements that one result on the middle between two integers stays above 40 dB.

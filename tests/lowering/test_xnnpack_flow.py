@@ -9,11 +9,11 @@ from qdq_graphs import Net, decibels
 from torch import nn
 
 import quantplug
-from quantplug.core.boundary_dtypes import boundary_qparams, quantized_inputs
 from quantplug.core.errors import ConfigError, ConvertError
-from quantplug.quantizers.backend import derive
-from quantplug.quantizers.capabilities import capability_table
-from quantplug.quantizers.quantizer import BackendQuantizer
+from quantplug.core.qdq.integer_io import boundary_qparams, quantized_inputs
+from quantplug.quantizers.framework.backend import derive
+from quantplug.quantizers.framework.capabilities import capability_table
+from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.xnnpack import INTEGER_STATES, WIDE_RANGES, XNNPACK
 
 IMAGE = (1, 4, 8, 8)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import quantplug
-from quantplug.core.compare import sqnr
 from quantplug.core.errors import ModelError
+from quantplug.core.report.compare import sqnr
 
 CONFIGS = {"int8_weight_only": (100, 35), "float16": (50, 50)}
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import nn
 
-from quantplug.core.graph import module_path
+from quantplug.core.graph.facts import module_path
 from quantplug.lowering.xnnpack import rewrites
 from quantplug.lowering.xnnpack.rewrites import rewrite_for_xnnpack
 

@@ -9,8 +9,8 @@ from torch import nn
 import quantplug
 from quantplug.core.errors import LoweringError
 from quantplug.lowering.xnnpack import legalize
-from quantplug.quantizers.backend import derive
-from quantplug.quantizers.quantizer import BackendQuantizer
+from quantplug.quantizers.framework.backend import derive
+from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.xnnpack import XNNPACK
 
 BATCH = torch.export.Dim("batch", min=1, max=64)

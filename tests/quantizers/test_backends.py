@@ -25,10 +25,11 @@ from quantplug import (
 )
 from quantplug.annotators.linear import linear
 from quantplug.annotators.presets import get_symmetric_quantization_config
-from quantplug.core.dtypes import DTypeConfig
 from quantplug.core.errors import ConfigError, ModelError
 from quantplug.core.observers import observer
-from quantplug.quantizers import registry, x86, xnnpack
+from quantplug.core.specs.dtypes import DTypeConfig
+from quantplug.quantizers import x86, xnnpack
+from quantplug.quantizers.framework import registry
 
 TOY = Backend("toy", (linear(),), {"int8": get_symmetric_quantization_config}, "quantplug.lowering.x86:lower")
 
@@ -160,7 +161,7 @@ def test_a_quantizer_of_ones_own_in_a_few_lines():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_r11_half_precision_is_in_the_capability_table_and_honoured(dtype):
     declared = Backend(
-        "half", (linear(),), dtypes=(DTypeConfig("half", weight=dtype),), lowering="quantplug.lowering.reference:lower"
+        "half", (linear(),), dtypes=(DTypeConfig("half", weight=dtype),), lowering="quantplug.lowering.emulation:lower"
     )
 
     class Half(BackendQuantizer):

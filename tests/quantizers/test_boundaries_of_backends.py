@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import quantplug
-from quantplug.core.boundary_dtypes import boundary_qparams, quantized_inputs
 from quantplug.core.errors import ConfigError, ConvertError
+from quantplug.core.qdq.integer_io import boundary_qparams, quantized_inputs
 
 DTYPES = {"xnnpack": torch.int8, "x86": torch.uint8, "openvino": torch.uint8, "cortex_m": torch.int8}
 

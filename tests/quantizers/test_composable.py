@@ -29,9 +29,9 @@ from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, SharedQu
 
 import quantplug
 from quantplug import ComposableQuantizer, EmbeddingQuantizer, Region, explain, get_quantizer
-from quantplug.core.decision import decision
+from quantplug.core.annotation.plan import plan_of
 from quantplug.core.errors import AnnotationError, ConfigError, PatternError
-from quantplug.core.plan import plan_of
+from quantplug.core.specs.decision import decision
 
 # Precedence.
 

@@ -11,12 +11,12 @@ from torch import nn
 import quantplug
 from quantplug import ComposableQuantizer, Region, explain, get_quantizer
 from quantplug.annotators.linear import linear
-from quantplug.core.dtypes import DTypeConfig, DTypeWithConstraints
+from quantplug.core.annotation.plan import Plan, plan_of
 from quantplug.core.errors import CalibrationError, ConfigError
-from quantplug.core.limits import LIMITS_KEY
-from quantplug.core.plan import Plan, plan_of
-from quantplug.quantizers.backend import Backend
-from quantplug.quantizers.quantizer import BackendQuantizer
+from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
+from quantplug.core.specs.limits import LIMITS_KEY
+from quantplug.quantizers.framework.backend import Backend
+from quantplug.quantizers.framework.quantizer import BackendQuantizer
 
 INT8 = DTypeWithConstraints(torch.int8, scale_max_upper_bound=1e-3)
 WEIGHT = DTypeWithConstraints(torch.int8)
@@ -24,7 +24,7 @@ NARROW = Backend(
     name="narrow",
     annotators=(linear(activations=("relu",)),),
     dtypes=(DTypeConfig("int8", input=INT8, output=INT8, weight=WEIGHT),),
-    lowering="quantplug.lowering.reference:lower",
+    lowering="quantplug.lowering.emulation:lower",
 )
 
 
@@ -231,4 +231,4 @@ def test_a_composition_reaches_into_control_flow_and_keeps_its_limits_there():
     found = [(row.operator, row.owner) for row in explain(reference).rows if row.quantized]
     assert ("conv2d", "xnnpack") in found
     assert found.count(("linear", "x86")) == 2
-    assert quantplug.core.compare.sqnr(reference(X), model(X)) > 25
+    assert quantplug.core.report.compare.sqnr(reference(X), model(X)) > 25

@@ -22,18 +22,18 @@ from quantplug import (
 from quantplug.annotators.activation import own_range
 from quantplug.annotators.matmul import matmul
 from quantplug.annotators.presets import get_symmetric_quantization_config
-from quantplug.core.annotator import Annotator
+from quantplug.core.annotation.annotator import Annotator
 from quantplug.core.errors import LoweringError
-from quantplug.core.pattern import op, value
-from quantplug.core.reference import is_reference_quantized
+from quantplug.core.patterns.language import op, value
+from quantplug.core.qdq.format import is_reference_quantized
 from quantplug.lowering.qparams import dequantize, qparams
 from quantplug.lowering.qparams import quantize as quantize_pattern
 from quantplug.lowering.rewriting import Rule, absorb, call, replace
 from quantplug.lowering.rules import lower_by_rules
-from quantplug.quantizers.backend import derive
+from quantplug.quantizers.framework.backend import derive
 from quantplug.quantizers.xnnpack import XNNPACK
 
-REFERENCE = "quantplug.lowering.reference:lower"
+REFERENCE = "quantplug.lowering.emulation:lower"
 A, B = torch.randn(2, 3, 4, generator=torch.manual_seed(0)), torch.randn(2, 4, 5, generator=torch.manual_seed(1))
 
 

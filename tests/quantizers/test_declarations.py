@@ -6,9 +6,9 @@ import torch
 import quantplug
 from quantplug.annotators.linear import linear
 from quantplug.annotators.presets import config_for
-from quantplug.core.compare import sqnr
-from quantplug.core.dtypes import DTypeConfig, DTypeWithConstraints
 from quantplug.core.errors import ConfigError
+from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
 
 UINT8 = DTypeWithConstraints(torch.uint8)
 

@@ -10,7 +10,7 @@ from models import Function, MyModel, Recurrent, ResNet18, SampleModel, Transfor
 from torch import nn
 
 from quantplug import BackendQuantizer, derive, get_symmetric_quantization_config
-from quantplug.core.graph import compute_nodes
+from quantplug.core.graph.facts import compute_nodes
 from quantplug.quantizers.xnnpack import XNNPACK
 
 QDQ = "quantized_decomposed."

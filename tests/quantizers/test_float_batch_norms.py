@@ -9,8 +9,8 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantizer
 
 import quantplug
 from quantplug import ComposableQuantizer, Region, get_quantizer
-from quantplug.core.plan import plan_of
-from quantplug.core.stage import FOLDINGS_KEY
+from quantplug.core.annotation.plan import plan_of
+from quantplug.core.graph.meta import FOLDINGS_KEY
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 NOTHING = QuantizationConfig(None, None, None, None)

@@ -42,11 +42,11 @@ from torch.ao.quantization import backend_config as declared
 
 import quantplug
 from quantplug import explain
+from quantplug.core.batch_norms.inference import Folding
 from quantplug.core.errors import AnnotationError, CalibrationError, ConfigError
-from quantplug.core.fold import Folding
-from quantplug.core.limits import VIOLATIONS_KEY
-from quantplug.core.stage import FOLDINGS_KEY
-from quantplug.quantizers import registry
+from quantplug.core.graph.meta import FOLDINGS_KEY
+from quantplug.core.specs.limits import VIOLATIONS_KEY
+from quantplug.quantizers.framework import registry
 from quantplug.quantizers.importer import from_backend_config, from_qconfig_mapping, import_backend_config
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "backend_config_tutorial.txt"

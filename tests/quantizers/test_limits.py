@@ -21,13 +21,13 @@ from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling
 from quantplug.annotators.presets import config_for, int32_bias_spec
 from quantplug.annotators.shape import movement
-from quantplug.core.dtypes import DTypeConfig, DTypeWithConstraints
 from quantplug.core.errors import AnnotationError, CalibrationError, ConfigError
-from quantplug.core.limits import Rescale
-from quantplug.core.observation import is_observer
-from quantplug.quantizers.backend import derive
+from quantplug.core.observers.from_specs import is_observer
+from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
+from quantplug.core.specs.limits import Rescale
+from quantplug.quantizers.framework.backend import derive
 
-REFERENCE = "quantplug.lowering.reference:lower"
+REFERENCE = "quantplug.lowering.emulation:lower"
 UINT8 = DTypeWithConstraints(
     torch.uint8, quant_min_lower_bound=0, quant_max_upper_bound=255, scale_min_lower_bound=2**-12
 )

@@ -14,9 +14,9 @@ from quantplug.annotators.activation import clamps, own_range
 from quantplug.annotators.elementwise import binary
 from quantplug.annotators.linear import linear
 from quantplug.annotators.presets import config_for
-from quantplug.core.dtypes import DTypeConfig, DTypeWithConstraints
-from quantplug.core.graph import compute_nodes
-from quantplug.core.verify import verify_annotations
+from quantplug.core.annotation.verify import verify_annotations
+from quantplug.core.graph.facts import compute_nodes
+from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
 
 FAMILIES = ("linear", "add", "mul", "gelu", "relu")
 MAKERS = {
@@ -68,7 +68,7 @@ def backends(draw):
         rows.append(MAKERS[family]().where(at_most(width)).accepting(DTypeConfig("it", bound, bound, torch.int8)))
     asked = DTypeConfig("asked", *[draw(st.sampled_from([torch.int8, torch.uint8]))] * 2, torch.int8)
     backend = Backend(
-        "random", tuple(rows), {"it": lambda **_: config_for(asked)}, "quantplug.lowering.reference:lower"
+        "random", tuple(rows), {"it": lambda **_: config_for(asked)}, "quantplug.lowering.emulation:lower"
     )
     return backend, limits, asked
 

@@ -9,7 +9,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug import X86Quantizer, XNNPACKQuantizer, explain, get_quantizer, get_symmetric_quantization_config
 from quantplug.core.errors import ConfigError, PatternError
-from quantplug.quantizers.scopes import Scopes
+from quantplug.quantizers.framework.scopes import Scopes
 
 X = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 KEY = "quantization_annotation"

@@ -8,11 +8,11 @@ from models import ResNet18, exported
 from torch import nn
 
 from quantplug import explain, get_quantizer, prepare_pt2e, quantize
-from quantplug.core.compare import sqnr
 from quantplug.core.errors import AnnotationError, ConfigError
 from quantplug.core.observers import EntropyObserver
+from quantplug.core.report.compare import sqnr
 from quantplug.quantizers import native, tensorrt
-from quantplug.quantizers.backend import union
+from quantplug.quantizers.framework.backend import union
 from quantplug.quantizers.x86 import X86
 from quantplug.quantizers.xnnpack import XNNPACK
 

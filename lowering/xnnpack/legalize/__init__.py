@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import fx
 
 from quantplug.core.errors import LoweringError
-from quantplug.core.graph import describe, erase_dead_code, operands
+from quantplug.core.graph.facts import describe, erase_dead_code, operands
 from quantplug.lowering.xnnpack.conversions import folded, operator_name, quantized_output
 from quantplug.lowering.xnnpack.legalize.activations import (
     clamps_as_fusable_activations,
@@ -18,6 +18,7 @@ from quantplug.lowering.xnnpack.legalize.activations import (
     narrow_ranges_as_clamps,
 )
 from quantplug.lowering.xnnpack.legalize.depthwise import large_depthwise_is_sum
+from quantplug.lowering.xnnpack.legalize.images import dynamic_linears_over_rows, softmax_over_rows
 from quantplug.lowering.xnnpack.legalize.integers import one_dequantize_per_use, quantize_scalars, signed_integers
 from quantplug.lowering.xnnpack.legalize.legalized import Legalized
 from quantplug.lowering.xnnpack.legalize.means import find_means_that_grow
@@ -49,7 +50,6 @@ from quantplug.lowering.xnnpack.legalize.products import (
     separate_weight_only_biases,
 )
 from quantplug.lowering.xnnpack.legalize.ratios import find_scale_ratios_out_of_range
-from quantplug.lowering.xnnpack.legalize.rows import dynamic_linears_over_rows, softmax_over_rows
 from quantplug.lowering.xnnpack.rewrites import AT_LOWERING
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantplug.core.graph import operands, rank
+from quantplug.core.graph.facts import operands, rank
 from quantplug.lowering.xnnpack.conversions import (
     INT8,
     add_constant,

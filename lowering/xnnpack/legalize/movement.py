@@ -9,9 +9,9 @@ import torch
 from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
-from quantplug.core.aliases import changed_under_other_names
-from quantplug.core.graph import constant_value, operands, tensor_value
-from quantplug.core.pattern import Match
+from quantplug.core.graph.aliases import changed_under_other_names
+from quantplug.core.graph.facts import constant_value, operands, tensor_value
+from quantplug.core.patterns.language import Match
 from quantplug.lowering.xnnpack.conversions import (
     QParams,
     add_constant,

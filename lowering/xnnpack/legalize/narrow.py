@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
-from quantplug.core.graph import constant_value, operands, tensor_value
-from quantplug.core.pattern import Match
+from quantplug.core.graph.facts import constant_value, operands, tensor_value
+from quantplug.core.patterns.language import Match
 from quantplug.lowering.xnnpack.conversions import add_constant, call, is_dequantize
 from quantplug.lowering.xnnpack.legalize.operators import calls, first_input
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph import constant_value, operands, tensor_value
+from quantplug.core.graph.facts import constant_value, operands, tensor_value
 from quantplug.lowering.xnnpack.conversions import (
     QParams,
     add_constant,

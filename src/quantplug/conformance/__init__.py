@@ -9,7 +9,7 @@ from itertools import groupby
 
 from quantplug.conformance.checks import CHECKS, Verdict, judge
 from quantplug.conformance.trial import Trial, trials
-from quantplug.quantizers.backend import Backend
+from quantplug.quantizers.framework.backend import Backend
 
 __all__ = ["CHECKS", "Trial", "Verdict", "judge", "trials", "verdicts"]
 

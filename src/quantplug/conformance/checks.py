@@ -21,14 +21,14 @@ from torchao.quantization.pt2e.quantizer import (
 from quantplug.conformance.flow import DATA, Flow
 from quantplug.conformance.pieces import Following
 from quantplug.conformance.trial import Panel, Trial
-from quantplug.core.decision import decision
+from quantplug.core.annotation.plan import Plan, plan_of
+from quantplug.core.annotation.verify import verify_annotations
 from quantplug.core.errors import QuantplugError, first_line
-from quantplug.core.levels import Level
-from quantplug.core.plan import Plan, plan_of
-from quantplug.core.qdq import DEQUANTIZE_OPS
-from quantplug.core.reference import reference_defects
-from quantplug.core.sharing import annotation_of, sharing_groups
-from quantplug.core.verify import verify_annotations
+from quantplug.core.pt2e.quantization import DEQUANTIZE_OPS
+from quantplug.core.qdq.format import reference_defects
+from quantplug.core.specs.decision import decision
+from quantplug.core.specs.levels import Level
+from quantplug.core.specs.sharing import annotation_of, sharing_groups
 
 # Training sees the ranges of one batch, calibration may clip them: the two q/dq graphs differ by that.
 _TRAINING_DECIBELS = 10.0

@@ -18,22 +18,22 @@ from torch.utils import _pytree as pytree
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.conformance.pieces import Batch, Piece, Placed
-from quantplug.core.boundaries import is_qdq
-from quantplug.core.calibrated import qparam_violations
-from quantplug.core.constants import constant_nodes
-from quantplug.core.convert import convert_pt2e
-from quantplug.core.decision import Decision, decision
+from quantplug.core.annotation.plan import plan_of
 from quantplug.core.errors import AnnotationError
-from quantplug.core.graph import module_path
-from quantplug.core.limits import VIOLATIONS_KEY, Violation
-from quantplug.core.plan import plan_of
-from quantplug.core.prepare import prepare_pt2e, prepare_qat_pt2e
-from quantplug.core.qdq import DEQUANTIZE_OPS, QUANTIZE_OPS
-from quantplug.core.reference import differences
+from quantplug.core.graph.constants import constant_nodes
+from quantplug.core.graph.facts import module_path
+from quantplug.core.pt2e.convert import convert_pt2e
+from quantplug.core.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
+from quantplug.core.pt2e.quantization import DEQUANTIZE_OPS, QUANTIZE_OPS
+from quantplug.core.qdq.format import differences
+from quantplug.core.qdq.limits import qparam_violations
+from quantplug.core.report.boundaries import is_qdq
+from quantplug.core.specs.decision import Decision, decision
+from quantplug.core.specs.limits import VIOLATIONS_KEY, Violation
+from quantplug.lowering.emulation import EmulatedProgram
 from quantplug.lowering.program import Program
-from quantplug.lowering.reference import EmulatedProgram
-from quantplug.quantizers.backend import Backend
-from quantplug.quantizers.quantizer import BackendQuantizer
+from quantplug.quantizers.framework.backend import Backend
+from quantplug.quantizers.framework.quantizer import BackendQuantizer
 
 Made = TypeVar("Made")
 

@@ -19,10 +19,10 @@ from quantplug.conformance.forms import Form, Neighbours, operator_name, writes_
 from quantplug.conformance.pieces import Following, Led, Piece, PieceError, Placed
 from quantplug.conformance.recipes import SAMPLES
 from quantplug.conformance.spelling import Call, spellings
-from quantplug.core.annotator import Annotator
-from quantplug.core.pattern import Match, Op, Pattern
-from quantplug.core.sharing import tensor_key
-from quantplug.quantizers.backend import Backend
+from quantplug.core.annotation.annotator import Annotator
+from quantplug.core.patterns.language import Match, Op, Pattern
+from quantplug.core.specs.sharing import tensor_key
+from quantplug.quantizers.framework.backend import Backend
 
 # Sizes to try until one row's output fits another's input.
 _SIZES = (SAMPLES[1], SAMPLES[0], SAMPLES[3])

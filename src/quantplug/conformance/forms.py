@@ -16,10 +16,10 @@ from quantplug.conformance.flow import quantizer_of
 from quantplug.conformance.pieces import Piece, PieceError, Placed, neighbours
 from quantplug.conformance.recipes import SAMPLES
 from quantplug.conformance.spelling import Call, Operand, Spelling, spellings
-from quantplug.core.annotator import Annotator
-from quantplug.core.decision import decision
-from quantplug.core.graph import compute_nodes
-from quantplug.quantizers.backend import Backend
+from quantplug.core.annotation.annotator import Annotator
+from quantplug.core.graph.facts import compute_nodes
+from quantplug.core.specs.decision import decision
+from quantplug.quantizers.framework.backend import Backend
 
 
 @dataclass(frozen=True)

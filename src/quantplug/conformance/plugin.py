@@ -62,7 +62,7 @@ class BackendTests(pytest.Collector):
         # torch is imported where it is needed: every pytest run of an environment loads its plugins.
         from quantplug.conformance.checks import CHECKS
         from quantplug.conformance.trial import trials
-        from quantplug.quantizers.registry import get_quantizer
+        from quantplug.quantizers.framework.registry import get_quantizer
 
         try:
             backend = get_quantizer(self.name).backend

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from quantplug.core.pattern import Each, Either, Literal, Maybe, Op, Pattern, SingleUse, Target, Value
+from quantplug.core.patterns.language import Each, Either, Literal, Maybe, Op, Pattern, SingleUse, Target, Value
 
 
 @dataclass(frozen=True)

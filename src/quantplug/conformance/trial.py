@@ -14,11 +14,11 @@ from quantplug.conformance.flow import Flow, Side
 from quantplug.conformance.following import Followers, plain_label
 from quantplug.conformance.forms import Form, Neighbours, Turn, forms_of
 from quantplug.conformance.pieces import Placed
-from quantplug.core.annotator import Annotator
+from quantplug.core.annotation.annotator import Annotator
 from quantplug.core.errors import ConfigError
-from quantplug.core.pattern import Pattern, Value
-from quantplug.quantizers.backend import Backend
-from quantplug.quantizers.capabilities import configs_of
+from quantplug.core.patterns.language import Pattern, Value
+from quantplug.quantizers.framework.backend import Backend
+from quantplug.quantizers.framework.capabilities import configs_of
 
 # Pieces in one model: above it a model gains little, and one piece that fails is sought among more.
 _PANEL = 32

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from quantplug import Backend
 from quantplug.annotators.elementwise import binary
-from quantplug.core.dtypes import DTypeConfig, DTypeWithConstraints
-from quantplug.core.pattern import Match, either, op, single_use, value
+from quantplug.core.patterns.language import Match, either, op, single_use, value
+from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
 from quantplug.lowering.qparams import dequantize, qparams, quantize
 from quantplug.lowering.rewriting import Rule, absorb, call, replace
 from quantplug.lowering.rules import lower_by_rules

@@ -1,0 +1,1 @@
+"""From annotators and configs to annotations: decided, checked, kept as a plan."""

@@ -1,0 +1,1 @@
+"""Batch norms: folded for inference, fused for training."""

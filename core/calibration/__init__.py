@@ -1,0 +1,1 @@
+"""From a loader to ranges: batches, runs, checkpoints, processes, results."""

@@ -1,0 +1,157 @@
+"""Where observers stand in a prepared graph: modules and nodes -> names, repeated calls, channel axes."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import fx, nn
+
+from quantplug.core.calibration.batches import digest
+from quantplug.core.errors import ModelError
+from quantplug.core.graph.constants import constant_nodes
+from quantplug.core.graph.facts import describe, is_constant, operands, rank, require_graph_module
+from quantplug.core.observers import DataObserver
+from quantplug.core.observers.from_specs import is_observer
+
+_CHANNELS_FIRST = ("conv", "batch_norm", "instance_norm", "group_norm")
+_CHANNELS_LAST = ("linear", "addmm", "aten.mm.", "matmul", "layer_norm", "rms_norm", "embedding")
+# A channel axis is looked for through operators that keep it; longer chains of them do not occur.
+_WALK = 16
+
+
+@dataclass(frozen=True)
+class Site:
+    """One observer of a prepared graph.
+
+    Attributes:
+        name: its module's name in the graph module.
+        observer: the module.
+        calls: the nodes that call it.
+        of_constants: only values that are the same at every call reach it.
+        slots: the modules, each with the attribute, where the graphs' code finds it.
+    """
+
+    name: str
+    observer: nn.Module
+    calls: tuple[fx.Node, ...]
+    of_constants: bool
+    slots: tuple[tuple[nn.Module, str], ...]
+
+    @cached_property
+    def producers(self) -> tuple[fx.Node, ...]:
+        """The nodes whose values reach it, in the order of the calls."""
+        return tuple(call.args[0] for call in self.calls if isinstance(call.args[0], fx.Node))
+
+    @cached_property
+    def place(self) -> str:
+        """How errors and reports say where it stands."""
+        said = " and ".join(_said(node) for node in dict.fromkeys(self.producers)) or f"module '{self.name}'"
+        body = self.name.rpartition(".")[0]
+        return f"{said} in '{body}'" if body else said
+
+    @property
+    def repeats(self) -> tuple[bool, ...]:
+        """For each call whether it is the first behind its tensor."""
+        return tuple(node not in self.producers[:i] for i, node in enumerate(self.producers))
+
+
+def observer_sites(prepared: fx.GraphModule) -> list[Site]:
+    """Returns the observers and fake quantizers that the graph and the bodies of its control flow call.
+
+    They come in the order of their first calls, those of bodies last.
+    """
+    calls: dict[nn.Module, list[fx.Node]] = {}
+    slots: dict[nn.Module, dict[tuple[nn.Module, str], str]] = {}
+    constant: set[fx.Node] = set()
+    for path, body in list(prepared.named_modules()):
+        if isinstance(body, fx.GraphModule):
+            constant |= constant_nodes(body.graph)
+            for node in body.graph.find_nodes(op="call_module"):
+                owner, _, attribute = str(node.target).rpartition(".")
+                module = body.get_submodule(str(node.target))
+                if is_observer(module):
+                    calls.setdefault(module, []).append(node)
+                    slot = (body.get_submodule(owner), attribute)
+                    slots.setdefault(module, {}).setdefault(slot, f"{path}.{node.target}".lstrip("."))
+    return [
+        Site(next(iter(slots[module].values())), module, tuple(nodes), constant.issuperset(nodes), tuple(slots[module]))
+        for module, nodes in calls.items()
+    ]
+
+
+def require_prepared(model: Any, stage: str) -> fx.GraphModule:
+    """Returns the model if it is a graph module with observers.
+
+    Raises:
+        ModelError: it is no graph module, or none of its submodules observes.
+    """
+    graph_module = require_graph_module(model, stage)
+    if not any(is_observer(module) for module in model.modules()):
+        raise ModelError(
+            f"{stage} takes a prepared model, found a graph module without observers; call "
+            "`prepare_pt2e(exported.module(), quantizer)` first and check what the quantizer annotated."
+        )
+    return graph_module
+
+
+def twins(sites: list[Site]) -> dict[DataObserver, DataObserver]:
+    """Returns observers that would see and find just what another one does, each with that other one.
+
+    They stand behind the same tensors, are of one class and have equal options, so that one of them
+    can be run for all.
+    """
+    together: dict[Any, list[DataObserver]] = defaultdict(list)
+    for site in sites:
+        if isinstance(site.observer, DataObserver):
+            together[frozenset(site.producers)].append(site.observer)
+    found: dict[DataObserver, DataObserver] = {}
+    for group in together.values():
+        first: dict[Any, DataObserver] = {}
+        for observer in group if len(group) > 1 else ():
+            other = first.setdefault((observer.search_key(), observer.update_key(), observer.ch_axis), observer)
+            if other is not observer:
+                found[observer] = other
+    return found
+
+
+def fingerprint(prepared: fx.GraphModule, sites: list[Site]) -> list[str]:
+    """Returns lines that differ where a model's weights, observers or their options do."""
+    lines = [f"weights {digest(prepared.parameters())}"]
+    for site in sites:
+        options = f" with {site.observer.search_key()[1:]}" if isinstance(site.observer, DataObserver) else ""
+        lines.append(f"{site.name}: {type(site.observer).__name__} of {site.place}{options}")
+    return lines
+
+
+def channel_axis(node: fx.Node) -> int | None:
+    """Returns the axis of a value that an operator with channels gave it, or None where none did.
+
+    Looked for at the node and, through operators of one tensor that keep its rank, at its producers.
+    """
+    for _ in range(_WALK):
+        name = str(node.target).lower()
+        if any(kind in name for kind in _CHANNELS_FIRST):
+            return 1
+        if any(kind in name for kind in _CHANNELS_LAST):
+            return -1
+        inputs = [_observed(v) for v in operands(node).values() if isinstance(v, fx.Node) and not is_constant(v)]
+        if node.op != "call_function" or len(inputs) != 1 or rank(inputs[0]) != rank(node):
+            return None
+        node = inputs[0]
+    return None
+
+
+def _observed(node: fx.Node) -> fx.Node:
+    """Returns the node whose value a call of an observer passes on."""
+    while node.op == "call_module" and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _said(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return f"input '{node.target}'"
+    if node.op == "get_attr":
+        return f"constant '{node.target}'"
+    return describe(node)

@@ -1,0 +1,1 @@
+"""Exported graphs: facts about them, edits of them, copies of them."""

@@ -1,0 +1,30 @@
+"""How far a graph module has come: what prepare and convert leave in its `meta`."""
+
+from torch import fx
+
+from quantplug.core.observers.from_specs import is_observer
+
+STAGE_KEY = "quantplug_stage"
+FOLDINGS_KEY = "quantplug_foldings"
+CONFLICTS_KEY = "quantplug_conflicts"
+FOLDS_KEY = "quantplug_folds_batch_norm"
+REGION_KEY = "quantplug_region"
+TRANSFORMS_KEY = "quantplug_transforms"
+CLAIM_KEY = "quantplug_claim"
+TERRITORY_KEY = "quantplug_territory"
+UNMATCHED_KEY = "quantplug_unmatched"
+NOTES_KEY = "quantplug_notes"
+TRAINING_KEY = "quantplug_training"
+PREPARED = "prepared"
+CONVERTED = "converted"
+
+
+def stage_of(model: fx.GraphModule) -> str:
+    """Returns "prepared", "converted" or "" for a float model.
+
+    A model with observers is prepared, whoever prepared it (torchao leaves no mark of its own).
+    """
+    if any(is_observer(module) for module in model.children()):
+        return PREPARED
+    stage = model.meta.get(STAGE_KEY, "")
+    return str(stage)

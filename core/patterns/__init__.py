@@ -1,0 +1,1 @@
+"""Pieces of graphs: the language that describes them, and how they are found."""

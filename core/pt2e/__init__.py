@@ -1,0 +1,1 @@
+"""Prepare and convert: observers in, quantize and dequantize nodes out."""

@@ -1,0 +1,117 @@
+"""The limits of a backend's kernels against calibrated numbers: the third phase of constraints.
+
+Before: a q/dq graph, by whichever core, whose nodes still carry the `Limits` of the rules that took them.
+After: a `Violation` for each scale, zero point, ratio of scales or integer bias that a kernel cannot hold.
+"""
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+
+from quantplug.core.errors import CalibrationError
+from quantplug.core.graph.facts import attribute, constant_value
+from quantplug.core.graph.submodels import region_targets
+from quantplug.core.pt2e.quantization import DEQUANTIZE_OPS, QUANTIZE_OPS
+from quantplug.core.specs.decision import decision
+from quantplug.core.specs.dtypes import Refusal
+from quantplug.core.specs.limits import LIMITS_KEY, VIOLATIONS_KEY, Limits, Rescale, Violation, violation
+
+# Port, scale, zero point, and the stored integers where the tensor is a constant.
+_Numbers: TypeAlias = tuple[str, Any, Any, Tensor | None]
+_REMEDY = "calibrate on data of the range that the model will see, or set the operator to float."
+
+
+def enforce_limits(converted: fx.GraphModule) -> None:
+    """Holds the numbers of a converted graph against the limits of the rules that quantized it.
+
+    What breaks a limit that is not strict is kept in the graph's `meta` for the report.
+
+    Raises:
+        CalibrationError: a number breaks a strict limit.
+    """
+    found = list(qparam_violations(converted))
+    strict = [broken for broken, limits in found if limits.strict]
+    if strict:
+        more = f" ({len(strict) - 1} more like it.)" if len(strict) > 1 else ""
+        raise CalibrationError(f"{strict[0]}{more}")
+    if found:
+        known = tuple(converted.meta.get(VIOLATIONS_KEY, ()))
+        converted.meta[VIOLATIONS_KEY] = known + tuple(broken for broken, _ in found)
+
+
+def qparam_violations(converted: fx.GraphModule) -> Iterator[tuple[Violation, Limits]]:
+    """Yields what the numbers of a converted graph and its control flow break, each with the limits it breaks."""
+    for target in region_targets(converted):
+        yield from qparam_violations(attribute(converted, target))
+    limited = {node.name: node for node in converted.graph.nodes if LIMITS_KEY in node.meta}
+    for node in limited.values():
+        limits: Limits = node.meta[LIMITS_KEY]
+        decided = decision(node)
+        root = limited.get(decided.root, node) if decided else node
+        numbers = list(_numbers(converted, node))
+        output = _output_numbers(converted, root)
+        own = [*numbers, *(output if root is node else ())]
+        for port, refusal in (*_dtypes(limits, own), *_rescale(limits.rescale, numbers, output), *_biases(numbers)):
+            yield violation(node, limits.owner, port, refusal, _REMEDY), limits
+
+
+def _dtypes(limits: Limits, numbers: list[_Numbers]) -> Iterator[tuple[str, Refusal]]:
+    for port, scale, zero_point, _ in numbers:
+        taken = limits.dtypes.at(port) if limits.dtypes and port != "bias" else None
+        for refusal in taken.refuses_qparams(scale, zero_point) if taken else ():
+            yield port, refusal
+
+
+def _rescale(limit: Rescale | None, inputs: list[_Numbers], output: list[_Numbers]) -> Iterator[tuple[str, Refusal]]:
+    """Holds s_in * s_w / s_out, or each s_in / s_out, against what a requantization can express."""
+    scales = [torch.as_tensor(scale) for port, scale, *_ in inputs if port != "bias"]
+    if limit is None or not scales or not output:
+        return
+    numerators = scales if limit.of == "each" else [_product(scales)]
+    for ratio in (numerator / output[0][1] for numerator in numerators):
+        low, high = float(ratio.min()), float(ratio.max())
+        if low < limit.low or high >= limit.high:
+            worst, allowed = (low if low < limit.low else high), f"{limit.low:g} to {limit.high:g}"
+            yield "output", Refusal(f"the ratio of scales ({limit.of} / output)", worst, allowed)
+
+
+def _product(scales: list[Tensor]) -> Tensor:
+    product = scales[0]
+    for scale in scales[1:]:
+        product = product * scale
+    return product
+
+
+def _biases(numbers: list[_Numbers]) -> Iterator[tuple[str, Refusal]]:
+    """An integer bias at the end of its range was cut there: its scale is too small for it."""
+    ends = torch.iinfo(torch.int32)
+    for port, _, _, stored in numbers:
+        if port == "bias" and stored is not None:
+            cut = int(((stored == ends.max) | (stored == ends.min)).sum())
+            if cut:
+                yield port, Refusal("the int32 range", f"{cut} values beyond it", f"{ends.min}..{ends.max}")
+
+
+def _numbers(model: fx.GraphModule, node: fx.Node) -> Iterator[_Numbers]:
+    for source in node.all_input_nodes:
+        qparams = _qparams(model, source) if source.target in DEQUANTIZE_OPS else None
+        if qparams is not None:
+            stored = source.all_input_nodes[0]
+            value = constant_value(stored)
+            port = "input" if value is None else "bias" if value.dtype == torch.int32 else "weight"
+            yield port, *qparams, value
+
+
+def _output_numbers(model: fx.GraphModule, node: fx.Node) -> list[_Numbers]:
+    quantize = next((user for user in node.users if user.target in QUANTIZE_OPS), None)
+    qparams = _qparams(model, quantize) if quantize is not None else None
+    return [("output", *qparams, None)] if qparams is not None else []
+
+
+def _qparams(model: fx.GraphModule, node: fx.Node) -> tuple[Any, Any] | None:
+    """Returns scale and zero point of a q or dq node, None where they are computed at run time."""
+    numbers = node.args[1:3]
+    scale, zero_point = (constant_value(n) if isinstance(n, fx.Node) else n for n in numbers)
+    return None if scale is None or zero_point is None else (scale, zero_point)

@@ -1,0 +1,1 @@
+"""What became of each operator, and what it costs."""

@@ -1,0 +1,410 @@
+"""The report: for every compute operator how it is quantized, or why not.
+
+Before: an annotated, prepared or converted graph, from our quantizers or from anybody's. After: a value
+with one row per compute operator, the float islands and the boundaries between integer and float, as a
+text table, JSON or one HTML page.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from io import StringIO
+from typing import Any
+
+import jinja2
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import fx
+from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, QuantizationAnnotation, SharedQuantizationSpec
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+
+from quantplug.core.batch_norms.inference import Folding
+from quantplug.core.graph.facts import (
+    attribute,
+    compute_nodes,
+    constant_value,
+    is_constant,
+    module_path,
+    operands,
+    require_graph_module,
+    tensor_value,
+)
+from quantplug.core.graph.meta import CONFLICTS_KEY, FOLDINGS_KEY, NOTES_KEY
+from quantplug.core.graph.submodels import region_targets
+from quantplug.core.graph.union_find import UnionFind
+from quantplug.core.pt2e.quantization import CAST_OP
+from quantplug.core.qdq.rowwise import granularity_of, granularity_text
+from quantplug.core.report.boundaries import (
+    Boundary,
+    boundaries,
+    is_dequantize,
+    is_dynamic,
+    is_qdq,
+    is_quantize,
+    is_weight,
+    range_of,
+    stored_dtype,
+)
+from quantplug.core.specs.decision import decision
+from quantplug.core.specs.limits import VIOLATIONS_KEY, Violation
+from quantplug.core.specs.stored_dtypes import HALF_DTYPES
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compute operator.
+
+    Attributes:
+        node: its name in the graph.
+        operator: the operator, such as "conv2d".
+        module_path: dotted path of the module it was traced in.
+        quantized: whether its numbers are integers.
+        rule: the rule that took it; "" for float, "annotated" for a quantizer without named rules.
+        owner: the backend; "" if not known.
+        how: dtypes, such as "int8, int8 per channel -> int8".
+        config: the scope that chose the config, in words.
+        reason: for a float operator the nearest rule and its first failing predicate.
+        dtypes: the dtype config of the rule that it runs under; "" if the rule declares none.
+        passed_over: the preferred dtype configs that did not fit, each with the reason.
+    """
+
+    node: str
+    operator: str
+    module_path: str
+    quantized: bool
+    rule: str
+    owner: str
+    how: str
+    config: str
+    reason: str
+    dtypes: str = ""
+    passed_over: str = ""
+
+    @property
+    def told(self) -> str:
+        """How the operator is quantized, or why not, in one text."""
+        if not self.quantized:
+            return self.reason
+        instead = f", not {self.passed_over}" if self.passed_over else ""
+        return f"{self.how} as '{self.dtypes}'{instead}" if self.dtypes else self.how
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of each operator of a graph.
+
+    Attributes:
+        stage: "exported", "prepared" or "converted".
+        rows: one for each compute operator, in graph order.
+        islands: for each connected group of float compute operators, their names.
+        boundaries: in a converted graph, where numbers change their form or pass from one quantizer to another.
+        violations: limits of the kernels that specs or calibrated numbers break; errors in strict mode.
+        notes: what quantizers of a composition did to each other, and specs of one tensor that disagree.
+        foldings: what prepare did with each batch norm.
+    """
+
+    stage: str
+    rows: tuple[Row, ...]
+    islands: tuple[tuple[str, ...], ...]
+    boundaries: tuple[Boundary, ...]
+    violations: tuple[Violation, ...] = ()
+    notes: tuple[str, ...] = ()
+    foldings: tuple[Folding, ...] = ()
+
+    @property
+    def quantized(self) -> int:
+        """Number of quantized compute operators."""
+        return sum(row.quantized for row in self.rows)
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The quantizers that quantize an operator, in graph order."""
+        return tuple(dict.fromkeys(row.owner for row in self.rows if row.quantized and row.owner))
+
+    def row(self, node: str) -> Row:
+        """Returns the row of a node by its name; KeyError if the graph has no such compute operator."""
+        return {row.node: row for row in self.rows}[node]
+
+    def summary(self) -> str:
+        """Returns the counts in one sentence."""
+        return (
+            f"{self.quantized} of {len(self.rows)} operators quantized, float islands: {len(self.islands)}, "
+            f"boundaries between integer and float: {sum(b.kind != 'shared' for b in self.boundaries)}."
+        )
+
+    def text(self, width: int = 160) -> str:
+        """Returns a table for the terminal, `width` characters wide."""
+        out = StringIO()
+        console = Console(file=out, width=width, no_color=True)
+        console.print(self.table())
+        if len(self.owners) > 1 and self.boundaries:
+            console.print(self.boundary_table())
+        for line in (*self.foldings, *self.violations, *self.notes):
+            console.print(escape(f"{line}"))
+        console.print(self.summary())
+        return out.getvalue()
+
+    def table(self) -> Table:
+        """Returns the rows as a rich table."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading in ("node", "operator", "module", "rule", "how, or why it stays float"):
+            table.add_column(heading, overflow="fold")
+        for row in self.rows:
+            rule = f"{row.owner}: {row.rule}" if row.rule and len(self.owners) > 1 else row.rule
+            cells = (row.node, row.operator, row.module_path, rule or "float", row.told)
+            # Without it rich would read "[ab]" in a path or reason as markup and leave it out.
+            table.add_row(*map(escape, cells))
+        return table
+
+    def boundary_table(self) -> Table:
+        """Returns the boundaries as a rich table."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading in ("boundary", "from", "to", "before", "after", "elements", "largest error"):
+            table.add_column(heading, overflow="fold")
+        for b in self.boundaries:
+            source, readers = b.source or b.producer, ", ".join(b.readers or b.consumers)
+            elements = "symbolic" if b.elements is None else str(b.elements)
+            error = "not known" if b.error is None else f"{b.error:.3g}"
+            table.add_row(*map(escape, (b.kind, source, readers, b.before, b.after, elements, error)))
+        return table
+
+    def json(self) -> str:
+        """Returns the whole report as JSON."""
+        return json.dumps({**asdict(self), "quantized": self.quantized}, indent=1)
+
+    def html(self, title: str = "Quantization report") -> str:
+        """Returns one HTML page that needs nothing else."""
+        environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        return environment.from_string(_PAGE).render(report=self, title=title)
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+def explain(model: fx.GraphModule) -> Report:
+    """Tells of every compute operator of a graph how it is quantized, or why not.
+
+    Args:
+        model: a graph that a quantizer annotated, prepare returned or convert returned; the quantizer
+            may be anybody's. The graph is not changed.
+
+    Raises:
+        ModelError: the model is not an exported graph.
+    """
+    models = list(_with_regions(require_graph_module(model, "explain")))
+    graphs = [each.graph for each in models]
+    stages = [_stage(graph) for graph in graphs]
+    stage = next((found for found in ("converted", "prepared") if found in stages), "exported")
+    parts = [_explain_graph(graph, stage) for graph in graphs]
+    return Report(
+        stage,
+        rows=tuple(row for part in parts for row in part.rows),
+        islands=tuple(island for part in parts for island in part.islands),
+        boundaries=tuple(boundary for part in parts for boundary in part.boundaries),
+        violations=tuple(violation for each in models for violation in each.meta.get(VIOLATIONS_KEY, ())),
+        foldings=tuple(folding for each in models for folding in each.meta.get(FOLDINGS_KEY, ())),
+        notes=tuple(note for each in models for key in (NOTES_KEY, CONFLICTS_KEY) for note in each.meta.get(key, ())),
+    )
+
+
+def _with_regions(model: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """Yields a model, then those of its control flow."""
+    yield model
+    for target in region_targets(model):
+        yield from _with_regions(attribute(model, target))
+
+
+def _explain_graph(graph: fx.Graph, stage: str) -> Report:
+    compute = [node for node in compute_nodes(graph) if not is_qdq(node)]
+    quantized = {node for node in compute if (_in_integers(node) if stage == "converted" else _annotated(node))}
+    rows = tuple(_row(node, node in quantized, stage) for node in compute)
+    islands = _islands([node for node in compute if node not in quantized and not _on_constants(node)])
+    return Report(stage, rows, islands, tuple(boundaries(graph, quantized)))
+
+
+def _stage(graph: fx.Graph) -> str:
+    if any(is_qdq(node) for node in graph.nodes):
+        return "converted"
+    called = (n.graph.owning_module and n.target for n in graph.nodes if n.op == "call_module")
+    return "prepared" if any(str(target) != "_guards_fn" for target in called) else "exported"
+
+
+def _annotated(node: fx.Node) -> bool:
+    found = decision(node)
+    if found is not None and found.quantized:
+        return True
+    annotation = node.meta.get(Q_ANNOTATION_KEY)
+    return isinstance(annotation, QuantizationAnnotation) and annotation._annotated
+
+
+def _in_integers(node: fx.Node) -> bool:
+    """Whether a converted graph computes a node between dequantize and quantize, alone or in a fused piece."""
+    found = decision(node)
+    if found is not None and found.quantized:
+        return True
+    fed = any(is_dequantize(source) and not is_weight(source) for source in node.all_input_nodes)
+    weighted = any(is_weight(source) for source in node.all_input_nodes)
+    if (fed or weighted) and _annotated(node):
+        return True
+    if found is not None or weighted:
+        # Integer neighbours do not make a float operator an integer one.
+        return found is None
+    drained = any(is_quantize(user) for user in node.users)
+    return (fed and drained) or (drained and _follows_weighted(node))
+
+
+def _follows_weighted(node: fx.Node) -> bool:
+    sources = [source for source in node.all_input_nodes if not is_constant(source)]
+    return len(sources) == 1 and len(sources[0].users) == 1 and any(map(is_weight, sources[0].all_input_nodes))
+
+
+def _on_constants(node: fx.Node) -> bool:
+    return bool(node.all_input_nodes) and all(is_constant(source) for source in node.all_input_nodes)
+
+
+def _row(node: fx.Node, quantized: bool, stage: str) -> Row:
+    found = decision(node)
+    told = _how_converted if stage == "converted" else _how_annotated
+    return Row(
+        node=node.name,
+        operator=str(node.target).removeprefix("aten.").removesuffix(".default"),
+        module_path=module_path(node),
+        quantized=quantized,
+        rule=(found.rule if found and found.rule else "annotated") if quantized else "",
+        owner=found.owner if found else "",
+        how=_arrow(*told(node), into=found.root if found and found.root != node.name else "") if quantized else "",
+        config=found.config if found else "",
+        reason="" if quantized else _reason(node),
+        dtypes=found.dtypes if found else "",
+        passed_over=found.passed_over if found else "",
+    )
+
+
+def _reason(node: fx.Node) -> str:
+    found = decision(node)
+    if found is None:
+        return "no quantizer annotated it"
+    nearest = f"nearest rule '{found.nearest}': " if found.nearest else ""
+    return f"{nearest}{found.reason}"
+
+
+def _how_annotated(node: fx.Node) -> tuple[list[str], str]:
+    annotation = node.meta.get(Q_ANNOTATION_KEY) or QuantizationAnnotation()
+    inputs = [_spec_text(annotation.input_qspec_map.get(_observed(source))) for source in node.all_input_nodes]
+    return [text for text in inputs if text], _spec_text(annotation.output_qspec)
+
+
+def _observed(node: fx.Node) -> fx.Node:
+    """What a prepared graph observes at a node, or the node itself where it is no observer."""
+    while node.op == "call_module" and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _spec_text(spec: Any) -> str:
+    if spec is None:
+        return ""
+    if isinstance(spec, SharedQuantizationSpec):
+        place = spec.edge_or_node
+        return f"shared with {place.name if isinstance(place, fx.Node) else ' to '.join(n.name for n in place)}"
+    kind = "derived" if isinstance(spec, DerivedQuantizationSpec) else ""
+    kind = "fixed" if hasattr(spec, "scale") else kind
+    per_channel = "per channel" if str(getattr(spec, "qscheme", "")).find("per_channel") >= 0 else ""
+    dynamic = "dynamic" if getattr(spec, "is_dynamic", False) else ""
+    dtype = _dtype_text(spec.dtype, getattr(spec, "quant_min", None), getattr(spec, "quant_max", None))
+    return " ".join(filter(None, (kind, dynamic, dtype, per_channel, granularity_text(granularity_of(spec)))))
+
+
+def _dtype_text(dtype: torch.dtype, lowest: Any, highest: Any) -> str:
+    """Returns a dtype and, where a range takes fewer bits than it has, how many."""
+    name = str(dtype).removeprefix("torch.")
+    if not isinstance(lowest, int) or not isinstance(highest, int):
+        return name
+    bits = math.ceil(math.log2(max(highest - lowest, 1)))  # -64..64 counts as 7
+    return f"{name} of {bits} bits" if bits < 8 * dtype.itemsize else name
+
+
+def _how_converted(node: fx.Node) -> tuple[list[str], str]:
+    inputs = [_qdq_text(source) if is_dequantize(source) else _cast_text(source) for source in node.all_input_nodes]
+    # A quantize with computed qparams belongs to the reader: the result itself is float.
+    outputs = [_qdq_text(user) for user in node.users if is_quantize(user) and not is_dynamic(user)]
+    return [text for text in inputs if text], outputs[0] if outputs else ""
+
+
+def _cast_text(node: fx.Node) -> str:
+    """Returns the half type that a tensor was cast to before a cast back, empty for other nodes."""
+    source = node.args[0] if node.target is CAST_OP else None
+    held = constant_value(source) if isinstance(source, fx.Node) else None
+    value = held if held is not None else tensor_value(source)
+    return _dtype_text(value.dtype, None, None) if value is not None and value.dtype in HALF_DTYPES else ""
+
+
+def _qdq_text(node: fx.Node) -> str:
+    given, found = operands(node), stored_dtype(node)
+    dtype = "integer" if found is None else _dtype_text(found, given.get("quant_min"), given.get("quant_max"))
+    dynamic = "dynamic" if is_dynamic(node) else ""
+    return " ".join(filter(None, (dynamic, dtype, range_of(node))))
+
+
+def _arrow(inputs: list[str], output: str, into: str) -> str:
+    """What goes in and what comes out; `into` names the last node of a fused piece from inside of it."""
+    return f"{', '.join(inputs) or 'fused'} -> {output or (into and f'fused into {into}') or 'float'}"
+
+
+def _islands(nodes: list[fx.Node]) -> tuple[tuple[str, ...], ...]:
+    """Connected groups of float nodes, in graph order."""
+    connected = UnionFind(nodes)
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source in connected:
+                connected.join(source, node)
+    return tuple(tuple(node.name for node in group) for group in connected.groups())
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
+<style>
+ body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem; color: #1d2733 }
+ table { border-collapse: collapse; width: 100% } th, td { text-align: left; padding: .3rem .6rem; vertical-align: top }
+ th { border-bottom: 2px solid #9aa7b4 } tr + tr td { border-top: 1px solid #e3e8ee }
+ td:first-child { border-left: 4px solid #2a9d6f } tr.float td:first-child { border-left-color: #d9822b }
+ .float td { background: #fdf6ee } code { font: 12.5px ui-monospace, monospace } p.sum { font-size: 1.1rem }
+</style></head><body>
+<h1>{{ title }}</h1>
+<p class="sum">{{ report.summary() }}</p>
+<table><thead><tr><th>node</th><th>operator</th><th>module</th><th>rule</th>
+<th>how, or why it stays float</th></tr></thead>
+<tbody>
+{% for row in report.rows %}
+<tr class="{{ 'int' if row.quantized else 'float' }}"><td><code>{{ row.node }}</code></td>
+<td><code>{{ row.operator }}</code></td><td>{{ row.module_path }}</td><td>{{ row.rule or 'float' }}</td>
+<td>{{ row.told }}</td></tr>
+{% endfor %}
+</tbody></table>
+{% if report.violations %}<h2>Broken limits</h2><ul>
+{% for violation in report.violations %}<li>{{ violation }}</li>
+{% endfor %}</ul>{% endif %}
+{% if report.islands %}<h2>Float islands</h2><ol>
+{% for island in report.islands %}<li><code>{{ island | join(', ') }}</code></li>
+{% endfor %}</ol>{% endif %}
+{% if report.foldings %}<h2>Batch norms</h2><ul>
+{% for folding in report.foldings %}<li>{{ folding }}</li>
+{% endfor %}</ul>{% endif %}
+{% if report.notes %}<h2>Notes</h2><ul>
+{% for note in report.notes %}<li>{{ note }}</li>
+{% endfor %}</ul>{% endif %}
+{% if report.boundaries %}<h2>Boundaries</h2>
+<table><thead><tr><th>kind</th><th>from</th><th>to</th><th>before</th><th>after</th><th>elements</th>
+<th>largest error</th></tr></thead><tbody>
+{% for b in report.boundaries %}<tr><td>{{ b.kind }}</td><td><code>{{ b.producer }}</code> {{ b.source }}</td>
+<td><code>{{ b.consumers | join(', ') }}</code> {{ b.readers | join(', ') }}</td>
+<td>{{ b.before }}</td><td>{{ b.after }}</td>
+<td>{{ b.elements if b.elements is not none else 'symbolic' }}</td>
+<td>{{ '%.3g' | format(b.error) if b.error is not none else 'not known' }}</td></tr>
+{% endfor %}</tbody></table>{% endif %}
+</body></html>
+"""

@@ -1,0 +1,1 @@
+"""What a quantizer asks for: specs, dtypes, limits, sharing, and what was decided."""

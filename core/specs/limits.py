@@ -1,0 +1,190 @@
+"""The limits of a backend's kernels, enforced in three phases.
+
+1. When annotating: the specs that a rule asks for have to fit one of its dtype configs.
+2. When sharing is known: a spec that comes from elsewhere has to fit every member of its group.
+3. When qparams are known, see `core/qdq/limits.py`.
+
+Before: the dtype configs of a rule, and the specs that it asks for. After: a `Violation` for each
+constraint that does not hold, which is an error in strict mode and stands in the report otherwise.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import fx
+from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, QuantizationAnnotation, QuantizationSpecBase
+
+from quantplug.core.errors import ConfigError
+from quantplug.core.graph.facts import module_path
+from quantplug.core.specs.dtypes import DTypeConfig, Refusal, mode_of
+
+PortSpec: TypeAlias = tuple[str, QuantizationSpecBase | None]
+Resolve: TypeAlias = Callable[[QuantizationSpecBase], QuantizationSpecBase | None]
+
+LIMITS_KEY = "quantplug_limits"
+VIOLATIONS_KEY = "quantplug_violations"
+
+
+@dataclass(frozen=True)
+class Rescale:
+    """Which ratios of scales a kernel's requantization can express.
+
+    Attributes:
+        low: the least ratio, included.
+        high: the greatest ratio, not included.
+        of: "product" for (s_in * s_w) / s_out, "each" for s_in / s_out of each input.
+    """
+
+    low: float
+    high: float
+    of: str = "product"
+
+    def __post_init__(self) -> None:
+        if self.of not in ("product", "each") or not 0 < self.low < self.high:
+            raise ConfigError(
+                f"A rescale limit goes from a positive ratio to a greater one, of 'product' or 'each', found "
+                f"{self.low}..{self.high} of '{self.of}'."
+            )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the kernel that runs a piece asks of its numbers.
+
+    Attributes:
+        owner: the backend.
+        dtypes: the dtype config that was chosen, or None if the rule declares none.
+        rescale: the ratios of scales that it can express, or None for all.
+        strict: whether a violation is an error.
+    """
+
+    owner: str
+    dtypes: DTypeConfig | None
+    rescale: Rescale | None
+    strict: bool
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A constraint that does not hold.
+
+    Attributes:
+        node: the operator's name.
+        module_path: where it was traced.
+        owner: the backend that declares the constraint.
+        port: "input", "weight", "bias" or "output".
+        constraint: its name.
+        value: what was found, in words.
+        limit: what is allowed, in words.
+        remedy: what to do; the nearest legal dtype config where there is one.
+    """
+
+    node: str
+    module_path: str
+    owner: str
+    port: str
+    constraint: str
+    value: str
+    limit: str
+    remedy: str
+
+    def __str__(self) -> str:
+        where = f"'{self.node}'" + (f" (module '{self.module_path}')" if self.module_path else "")
+        return (
+            f"The {self.port} of {where} breaks {self.constraint} of backend '{self.owner}': found {self.value}, "
+            f"the limit is {self.limit}; {self.remedy}"
+        )
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which dtype config of a rule a piece runs under.
+
+    Attributes:
+        chosen: the first that fits, or None.
+        passed_over: for each one before it, its name and why it did not fit.
+        violation: if none fits, what keeps the piece from the nearest.
+        reason: if none is of the mode that was asked for, that in words.
+    """
+
+    chosen: DTypeConfig | None = None
+    passed_over: tuple[str, ...] = ()
+    violation: Violation | None = None
+    reason: str = ""
+
+
+def select_dtypes(declared: Sequence[DTypeConfig], node: fx.Node, asked: Sequence[PortSpec], owner: str) -> Selection:
+    """Selects the first dtype config that the specs of a piece fit (phase 1).
+
+    Args:
+        declared: the dtype configs of a rule, in the order of preference.
+        node: the operator that the piece is about.
+        asked: (port, spec) pairs; None is float.
+        owner: the backend's name.
+    """
+    inputs = [spec for port, spec in asked if port == "input" and spec is not None]
+    mode = mode_of(bool(inputs), any(getattr(spec, "is_dynamic", False) for spec in inputs))
+    alike = [dtypes for dtypes in declared if dtypes.mode == mode]
+    if not alike:
+        return Selection(reason=f"it has no {mode} kernel, only {', '.join(map(str, declared))}")
+    refused = [(dtypes, dtypes.refuses(asked)) for dtypes in alike]
+    chosen = next((dtypes for dtypes, refusals in refused if not refusals), None)
+    if chosen is not None:
+        before = refused[: alike.index(chosen)]
+        return Selection(chosen, tuple(f"'{d.name}': {_words(*refusals[0])}" for d, refusals in before))
+    nearest, refusals = min(refused, key=lambda pair: len(pair[1]))
+    port, refusal = refusals[0]
+    remedy = f"the nearest legal dtype config is {nearest}."
+    return Selection(violation=violation(node, owner, port, refusal, remedy))
+
+
+def _words(port: str, refusal: Refusal) -> str:
+    return f"{port} {refusal.constraint} is {_plain(refusal.limit)}, found {_plain(refusal.value)}"
+
+
+def violation(node: fx.Node, owner: str, port: str, refusal: Refusal, remedy: str) -> Violation:
+    """Returns a refusal at a port of a node in words that a user can act on."""
+    value, limit = _plain(refusal.value), _plain(refusal.limit)
+    return Violation(node.name, module_path(node), owner, port, refusal.constraint, value, limit, remedy)
+
+
+def _plain(found: Any) -> str:
+    if isinstance(found, tuple):
+        return " or ".join(map(_plain, found))
+    return f"{found:.6g}" if isinstance(found, float) else str(found).removeprefix("torch.")
+
+
+def asked_ports(
+    annotations: Mapping[fx.Node, QuantizationAnnotation], is_weight: Callable[[fx.Node], bool], resolve: Resolve
+) -> list[PortSpec]:
+    """Returns (port, spec) of every point that the annotations of one piece quantize.
+
+    An input or output that none of them quantizes is there with None, for float.
+
+    Args:
+        annotations: what a rule decided about the nodes of its piece.
+        is_weight: tells constants from activations.
+        resolve: gives what stands for a spec that may refer to another point.
+    """
+    asked: list[PortSpec] = []
+    for annotation in annotations.values():
+        specs = {source: spec for source, spec in (annotation.input_qspec_map or {}).items() if spec is not None}
+        asked += [(_port(source, spec, is_weight), resolve(spec)) for source, spec in specs.items()]
+        if annotation.output_qspec is not None:
+            asked.append(("output", resolve(annotation.output_qspec)))
+    present = {port for port, _ in asked}
+    return asked + [(port, None) for port in ("input", "output") if port not in present]
+
+
+def _port(source: fx.Node, spec: QuantizationSpecBase, is_weight: Callable[[fx.Node], bool]) -> str:
+    if isinstance(spec, DerivedQuantizationSpec):
+        return "bias"
+    return "weight" if is_weight(source) else "input"
+
+
+def shared_violation(node: fx.Node, owner: str, dtypes: DTypeConfig, resolved: Sequence[PortSpec]) -> Violation | None:
+    """Returns the first constraint that specs break which a piece shares with others (phase 2), or None."""
+    refused = next(iter(dtypes.refuses(resolved)), None)
+    remedy = "it shares its numbers with another operator: set one of the two to float."
+    return violation(node, owner, *refused, remedy) if refused else None

@@ -1,0 +1,330 @@
+"""Rows of a kernel set: pieces of a q/dq graph, and the integer kernel that takes the place of each.
+
+Before: `dequantize -> operator [-> clamp] -> quantize`. After: one module call from integers to integers.
+A backend puts its set together from these functions, giving each the numerics and the level of its target.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from quantplug.core.graph.facts import constant_value, operands
+from quantplug.core.patterns.language import Match, Op, Pattern, anything, each, either, op, optional, single_use, value
+from quantplug.core.specs.levels import Level
+from quantplug.lowering.emulation.kernels import (
+    Elementwise,
+    Kernel,
+    Lookup,
+    Mean,
+    Multiplication,
+    Quantize,
+    Slopes,
+    Sum,
+    float32,
+    zero,
+)
+from quantplug.lowering.emulation.numerics import Numerics
+from quantplug.lowering.emulation.products import Layer, Product, convolution_columns, integer_bias, linear_columns
+from quantplug.lowering.qparams import IntegerWeight, QParams, dequantize, integer_weight, qparams, quantize
+from quantplug.lowering.rewriting import Rule, absorb, fresh_name, replace
+from quantplug.lowering.x86.integer_flow import MOVES, REPEATS
+from quantplug.lowering.xnnpack.conversions import folded
+
+CLAMPS = ("relu", "relu6", "hardtanh", "clamp.default", "clamp_.default", "clamp_min.default", "clamp_max.default")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel of a set.
+
+    Attributes:
+        name: the operator family in words.
+        rules: what becomes this kernel.
+        level: how closely it agrees with the target's own kernel.
+    """
+
+    name: str
+    rules: tuple[Rule, ...]
+    level: Level = Level.EXACT
+
+
+def substitute(
+    match: Match, kernel: torch.nn.Module, inputs: Sequence[fx.Node] = (), kwargs: Mapping[str, fx.Node] | None = None
+) -> None:
+    """Puts a module call in the place of a match."""
+    owner = match.root.graph.owning_module
+    assert owner is not None
+    name = fresh_name(owner, f"{match.root.name}_kernel")
+    owner.add_submodule(name, kernel)
+    with match.root.graph.inserting_before(match.root):
+        node = match.root.graph.call_module(name, tuple(inputs), dict(kwargs or {}))
+    node.meta.update(match.root.meta)
+    absorb(node, *match.nodes)
+    replace(match.root, node)
+
+
+# ---- around an operator
+
+
+def _operand(name: str) -> Op:
+    return dequantize(input=value(f"{name}_integers"), name=name).where(lambda m: _static(m[name]))
+
+
+def _static(node: fx.Node) -> str | None:
+    params = qparams(node)
+    if not params.is_static:
+        return "its quantization parameters are computed at run time"
+    return None if params.dtype in (torch.int8, torch.uint8) else f"its integers are {params.dtype}, not of 8 bits"
+
+
+def _sandwich(inner: Pattern) -> Op:
+    return quantize(input=single_use(inner)).where(lambda m: _static(m.root))
+
+
+def _clamped(inner: Op) -> Pattern:
+    return either(op(*CLAMPS, name="clamp", self=single_use(inner)), inner)
+
+
+def _bounds(match: Match, out: QParams) -> tuple[int, int] | str:
+    """Returns the integers between which a fused clamp keeps the output."""
+    if "clamp" not in match:
+        return out.qmin, out.qmax
+    given, name = operands(match["clamp"]), match["clamp"].target._schema.name
+    low, high = given.get("min_val", given.get("min")), given.get("max_val", given.get("max"))
+    low, high = (0.0, 6.0 if "relu6" in name else None) if "relu" in name else (low, high)
+    if isinstance(low, fx.Node) or isinstance(high, fx.Node):
+        return "its bounds are tensors"
+    return (_integer(low, out) if low is not None else out.qmin), (
+        _integer(high, out) if high is not None else out.qmax
+    )
+
+
+def _integer(number: float, out: QParams) -> int:
+    # the quotient's ties go to even before the zero point is added (XNNPACK's `xnn_qs8_quantize`)
+    return int((float32(number) / float32(out.scale)).round()) + zero(out)
+
+
+def _build(make: Callable[[Match, QParams], Kernel | str], *inputs: str) -> Callable[[Match], str | None]:
+    """Returns a rewrite: makes the kernel, bounds it and puts it into the graph."""
+
+    def rewrite(match: Match) -> str | None:
+        out = qparams(match.root)
+        bounds = _bounds(match, out)
+        kernel = make(match, out)
+        reason = next((found for found in (bounds, kernel) if isinstance(found, str)), None)
+        if reason:
+            return reason
+        assert isinstance(kernel, Kernel)
+        kernel.bound(*bounds)
+        substitute(match, kernel, [match[f"{name}_integers"] for name in inputs])
+        return None
+
+    return rewrite
+
+
+# ---- convolutions and linears
+
+
+def products(numerics: Numerics, *operators: str) -> tuple[Rule, ...]:
+    """Returns the rules of convolutions and linears, with a clamp behind them.
+
+    Args:
+        numerics: of their sums.
+        operators: ATen names with operands input, weight and bias.
+    """
+
+    def make(match: Match, out: QParams) -> Kernel | str:
+        layer = _layer(match, qparams(match["x"]))
+        if isinstance(layer, str):
+            return layer
+        if isinstance(layer.columns, str) and not numerics.is_order_free:
+            return layer.columns
+        return Product(layer, qparams(match["x"]), out, numerics)
+
+    layer = op(*operators, name="layer", input=_operand("x"), weight=value("weight"), bias=optional(value("bias")))
+    return (Rule(_sandwich(_clamped(layer)), _build(make, "x")),)
+
+
+def _layer(match: Match, entered: QParams) -> Layer | str:
+    node: fx.Node = match["layer"]
+    given, name = operands(node), str(node.target._schema.name)  # type: ignore[union-attr]
+    transposed = "transpose" in name
+    weight = integer_weight(match["weight"], 1 if transposed else 0)
+    if isinstance(weight, str):
+        return weight
+    if transposed and given["groups"] != 1:
+        return "a transposed convolution with groups is not emulated"
+    bias = _bias(match.get("bias"), entered, weight)
+    if isinstance(bias, str):
+        return bias
+    target: Any = node.target
+
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        found: Tensor = target(**{**given, "input": x, "weight": w, "bias": None})
+        return found
+
+    if "linear" in name:
+        return Layer(run, weight, False, bias, -1, linear_columns)
+    columns = _columns(given, weight, transposed)
+    return Layer(run, weight, transposed, bias, 1, columns, given["groups"])
+
+
+def _columns(given: dict[str, Any], weight: IntegerWeight, transposed: bool) -> Callable[[Tensor], Tensor] | str:
+    kernel = tuple(weight.values.shape[2:])
+    if transposed or len(kernel) > 2:
+        return "only convolutions over one or two dimensions are emulated with an accumulator of this kind"
+    return convolution_columns(given, kernel)
+
+
+def _bias(node: fx.Node | None, entered: QParams, weight: IntegerWeight) -> Tensor | str | None:
+    if node is None:
+        return None
+    found = constant_value(node)
+    found = folded(node) if found is None else found
+    return "its bias is not a constant" if found is None else integer_bias(found, entered, weight)
+
+
+# ---- two operands
+
+
+def sums(name: str, sign: int) -> tuple[Rule, ...]:
+    """Returns the rules of "add" (sign 1) or "sub" (sign -1) of two tensors in fixed point."""
+
+    def make(match: Match, out: QParams) -> Kernel | str:
+        return Sum(qparams(match["x"]), qparams(match["y"]), out, sign)
+
+    inner = op(f"{name}.Tensor", f"{name}_.Tensor", self=_operand("x"), other=_operand("y"), alpha=1)
+    return (Rule(_sandwich(_clamped(inner)), _build(make, "x", "y")),)
+
+
+def multiplications(numerics: Numerics) -> tuple[Rule, ...]:
+    """Returns the rules of mul.Tensor."""
+
+    def make(match: Match, out: QParams) -> Kernel | str:
+        return Multiplication(qparams(match["x"]), qparams(match["y"]), out, numerics)
+
+    inner = op("mul.Tensor", "mul_.Tensor", self=_operand("x"), other=_operand("y"))
+    return (Rule(_sandwich(_clamped(inner)), _build(make, "x", "y")),)
+
+
+def through_float(*operators: str) -> tuple[Rule, ...]:
+    """Returns the rules of two-operand operators that a kernel computes on dequantized operands."""
+
+    def make(match: Match, out: QParams) -> Kernel | str:
+        return Elementwise(match["inner"].target, [qparams(match["x"]), qparams(match["y"])], out)
+
+    inner = op(*operators, name="inner", self=_operand("x"), other=_operand("y"))
+    return (Rule(_sandwich(inner), _build(make, "x", "y")),)
+
+
+# ---- one operand
+
+
+def tables(function: Callable[[fx.Node], Callable[[Tensor], Tensor]], *operators: str) -> tuple[Rule, ...]:
+    """Returns the rules of functions of one operand, tabulated.
+
+    Args:
+        function: from the operator's node to the float32 function that the kernel tabulates.
+        operators: ATen names with an operand self.
+    """
+
+    def make(match: Match, out: QParams) -> Kernel | str:
+        return Lookup(function(match["inner"]), qparams(match["x"]), out)
+
+    inner = op(*operators, name="inner", self=_operand("x"))
+    return (Rule(_sandwich(inner), _build(make, "x")),)
+
+
+def slopes() -> tuple[Rule, ...]:
+    """Returns the rules of leaky relu in fixed point."""
+
+    def make(match: Match, out: QParams) -> Kernel | str:
+        return Slopes(operands(match["inner"])["negative_slope"], qparams(match["x"]), out)
+
+    inner = op("leaky_relu", name="inner", self=_operand("x"))
+    return (Rule(_sandwich(inner), _build(make, "x")),)
+
+
+def means() -> tuple[Rule, ...]:
+    """Returns the rules of means over given dimensions."""
+
+    def make(match: Match, out: QParams) -> Kernel | str:
+        given = operands(match["inner"])
+        if not given["dim"]:
+            return "a mean over everything is not emulated; give its dimensions"
+        return Mean(given["dim"], given["keepdim"], qparams(match["x"]), out)
+
+    inner = op("mean.dim", name="inner", self=_operand("x"))
+    return (Rule(_sandwich(inner), _build(make, "x")),)
+
+
+# ---- data movement
+
+
+def movements() -> tuple[Rule, ...]:
+    """Returns the rules of operators that move or compare integers: input and output share parameters."""
+    inner = op(*MOVES, *REPEATS, "max_pool2d", "alias", "detach", "swapaxes", name="inner", self=_operand("x"))
+    dropped = op("dropout", "feature_dropout", name="inner", input=_operand("x"), train=False)
+    padded = op("constant_pad_nd", "pad", name="inner", self=_operand("x"), value=anything("number"))
+    joined = op("cat", "stack", name="inner", tensors=each(dequantize(), "sources"))
+    return (
+        Rule(_sandwich(inner), _move),
+        Rule(_sandwich(dropped), _move),
+        Rule(_sandwich(padded), _pad),
+        Rule(_sandwich(joined), _join),
+    )
+
+
+def _rescaling(match: Match, source: fx.Node) -> str | None:
+    one, other = qparams(source), qparams(match.root)
+    same = (one.scale, one.zero_point, one.dtype) == (other.scale, other.zero_point, other.dtype)
+    return None if same and other.is_full_range else "its integers are rescaled on the way"
+
+
+def _move(match: Match) -> str | None:
+    reason = _rescaling(match, match["x"])
+    if reason is None:
+        _on_integers(match, (match["x_integers"], *match["inner"].args[1:]))
+    return reason
+
+
+def _pad(match: Match) -> str | None:
+    given, params = operands(match["inner"]), qparams(match.root)
+    if given.get("mode", "constant") != "constant" or given.get("value"):
+        return "only padding with zeros stays on integers"
+    reason = _rescaling(match, match["x"])
+    if reason is None:
+        match["inner"].target = torch.ops.aten.constant_pad_nd.default
+        match["inner"].kwargs = {}
+        _on_integers(match, (match["x_integers"], given["pad"], zero(params)))
+    return reason
+
+
+def _join(match: Match) -> str | None:
+    sources = match["sources"]
+    reason = next(filter(None, (_rescaling(match, source) for source in sources)), None)
+    if reason is None:
+        _on_integers(match, ([source.args[0] for source in sources], *match["inner"].args[1:]))
+    return reason
+
+
+def _on_integers(match: Match, args: tuple[Any, ...]) -> None:
+    match["inner"].args = args
+    absorb(match["inner"], match.root)
+    replace(match.root, match["inner"])
+
+
+# ---- conversions
+
+
+def quantizations() -> tuple[Rule, ...]:
+    """Returns the rules of float tensors that become integers."""
+
+    def rewrite(match: Match) -> str | None:
+        substitute(match, Quantize(qparams(match.root)), [match["x"]])
+        return None
+
+    return (Rule(quantize(input=value("x")).where(lambda m: _static(m.root)), rewrite),)

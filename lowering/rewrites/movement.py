@@ -1,0 +1,219 @@
+"""Operators that only move data, as the slices and views that work on integers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from quantplug.core.graph.aliases import changed_under_other_names
+from quantplug.core.graph.facts import tensor_value
+from quantplug.lowering.rewrites.writing import (
+    Writer,
+    axis_of,
+    done,
+    index_of,
+    is_getitem,
+    matching,
+    permutation,
+)
+from quantplug.lowering.xnnpack.conversions import operator_name
+
+_ATEN = torch.ops.aten
+
+
+def view_is_reshape(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes view as reshape: a view holds for the strides that export saw, and rewrites and kernels give others.
+
+    Export drops a `contiguous()` where the strides are right already. A view through which the model changes memory
+    is left as it stands, as a copy would not. One open size is left to be inferred: XNNPACK reshapes by numbers.
+    """
+    changed = changed_under_other_names(model.graph)
+    for node, values in matching(model, "view", "_unsafe_view", "reshape"):
+        if "size" in values and node in changed:
+            continue
+        sizes = values.get("size", values.get("shape"))
+        if sizes is not None:
+            node.target, node.args, node.kwargs = _ATEN.reshape.default, (values["self"], _numbered(node, sizes)), {}
+    return done(model)
+
+
+def _numbered(view: fx.Node, sizes: Sequence[Any]) -> list[Any]:
+    """Returns the sizes of a view as numbers, -1 for one that is open; as they were where more are."""
+    result = tensor_value(view)
+    known = [] if result is None else [size if isinstance(size, int) else -1 for size in result.shape]
+    return known if result is not None and known.count(-1) <= 1 and 0 not in known else list(sizes)
+
+
+def split_is_slices(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes chunk, split and unbind as one slice (and view) for each piece that is used."""
+    for node, values in matching(model, "chunk", "split", "split_with_sizes", "unbind", "tensor_split"):
+        pieces = node.meta.get("val")
+        getitems = list(node.users)
+        if not isinstance(pieces, (list, tuple)) or not all(is_getitem(user) for user in getitems):
+            continue
+        source = tensor_value(values["self"])
+        if source is None:
+            continue
+        axis = axis_of(values.get("dim", 0), source.dim())
+        unbind = operator_name(node) == "aten::unbind"
+        sizes = [1 if unbind else piece.shape[axis] for piece in pieces]
+        if not all(isinstance(size, int) for size in (*sizes, source.shape[axis])):
+            continue
+        for user in getitems:
+            index = index_of(user) % len(sizes)
+            _slice_for(model, user, values["self"], axis, sum(sizes[:index]), sizes[index], unbind=unbind)
+    return done(model)
+
+
+def _slice_for(
+    model: fx.GraphModule, node: fx.Node, source: fx.Node, axis: int, start: int, size: int, *, unbind: bool
+) -> None:
+    write = Writer(model, node)
+    piece = write.call(_ATEN.slice.Tensor, source, axis, start, start + size)
+    write.replace(write.call(_ATEN.squeeze.dim, piece, axis) if unbind else piece)
+
+
+def select_is_slice(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes select(x, dim, i) as a slice of one element and a view without the dimension."""
+    for node, values in matching(model, "select"):
+        source = tensor_value(values["self"])
+        index: Any = values["index"]
+        if source is None or not source.is_floating_point() or not isinstance(index, int):
+            continue
+        axis = axis_of(values["dim"], source.dim())
+        size: Any = source.shape[axis]
+        if not isinstance(size, int):
+            continue
+        _slice_for(model, node, values["self"], axis, index % size, 1, unbind=True)
+    return done(model)
+
+
+def strided_slice_is_view(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes x[start::step] as a view into steps, of which one element each is kept: XNNPACK slices without gaps.
+
+    Where the last step is not whole, a slice that starts earlier is taken, or zeros are added behind. Tensors of
+    dynamic sizes are left alone: ExecuTorch keeps all their slices out of the delegates.
+    """
+    changed = changed_under_other_names(model.graph)  # by way of the slice, as a copy could not
+    for node, values in matching(model, "slice"):
+        source, result, step = tensor_value(values["self"]), tensor_value(node), values.get("step", 1)
+        if source is None or result is None or step == 1 or not source.is_floating_point() or node in changed:
+            continue
+        axis = axis_of(values["dim"], source.dim())
+        size, count = source.shape[axis], result.shape[axis]
+        if not all(isinstance(length, int) for length in (*source.shape, count, step)) or count == 0:
+            continue
+        start = _first(values.get("start"), size)
+        begin = max(0, min(start, size - count * step))
+        write, whole = Writer(model, node), values["self"]
+        if begin + count * step > size:
+            behind = [0, 0] * (source.dim() - 1 - axis) + [0, begin + count * step - size]
+            whole = write.call(_ATEN.constant_pad_nd.default, whole, behind, 0.0)
+        if (begin, begin + count * step) != (0, whole.meta["val"].shape[axis]):
+            whole = write.call(_ATEN.slice.Tensor, whole, axis, begin, begin + count * step)
+        steps = write.reshape(whole, *source.shape[:axis], count, step, *source.shape[axis + 1 :])
+        kept = write.call(_ATEN.slice.Tensor, steps, axis + 1, start - begin, start - begin + 1)
+        write.replace(write.reshape(kept, *result.shape))
+    return done(model)
+
+
+def _first(start: Any, size: int) -> int:
+    """Returns the first index of a slice, which may be left out or counted from the end."""
+    first = 0 if start is None else int(start)
+    return max(0, first + size) if first < 0 else first
+
+
+def roll_is_slices(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes roll of static sizes as two slices in the other order, for each dimension."""
+    for node, values in matching(model, "roll"):
+        source = tensor_value(values["self"])
+        if source is None or not source.is_floating_point():
+            continue
+        shifts, dims = _numbers(values["shifts"]), _numbers(values.get("dims", ()))
+        axes = [axis_of(axis, source.dim()) for axis in dims]
+        sizes = [source.shape[axis] for axis in axes]
+        if not axes or 0 in sizes or not all(isinstance(number, int) for number in (*source.shape, *shifts)):
+            continue
+        write = Writer(model, node)
+        rolled = values["self"]
+        for axis, shift, size in zip(axes, shifts, sizes, strict=True):
+            if first := -shift % size:
+                pieces = [write.call(_ATEN.slice.Tensor, rolled, axis, *ends) for ends in ((first, size), (0, first))]
+                rolled = write.call(_ATEN.cat.default, pieces, axis)
+        write.replace(write.call(_ATEN.clone.default, rolled) if rolled is values["self"] else rolled)
+    return done(model)
+
+
+def circular_padding_is_joined(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes a circular pad as its input between slices of it, for each dimension.
+
+    ExecuTorch writes it as copies into an empty tensor, and takes the sizes of the example for all sizes on the way.
+    """
+    for node, values in matching(model, "pad"):
+        source, ends = tensor_value(values["self"]), _numbers(values["pad"])
+        if values.get("mode") != "circular" or source is None or not source.is_floating_point():
+            continue
+        axes = [source.dim() - 1 - place for place in range(len(ends) // 2)]
+        sizes = [source.shape[axis] for axis in axes]
+        if min(ends) < 0 or not all(isinstance(number, int) for number in (*sizes, *ends)):
+            continue
+        write, padded = Writer(model, node), values["self"]
+        for axis, size, before, behind in zip(axes, sizes, ends[::2], ends[1::2], strict=True):
+            first = [write.call(_ATEN.slice.Tensor, padded, axis, size - before, size)] if before else []
+            last = [write.call(_ATEN.slice.Tensor, padded, axis, 0, behind)] if behind else []
+            padded = write.call(_ATEN.cat.default, [*first, padded, *last], axis) if first or last else padded
+        write.replace(write.call(_ATEN.clone.default, padded) if padded is values["self"] else padded)
+    return done(model)
+
+
+def _numbers(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def lone_concatenation_is_copy(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes cat([x]) as a copy: XNNPACK concatenates two tensors or more."""
+    for node, values in matching(model, "cat"):
+        if len(values["tensors"]) == 1:
+            write = Writer(model, node)
+            write.replace(write.call(_ATEN.clone.default, *values["tensors"]))
+    return done(model)
+
+
+def squeeze_is_view(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes squeeze and unsqueeze of static shapes as a view: XNNPACK has them for the last dimension only."""
+    for node, values in matching(model, "squeeze", "squeeze_", "unsqueeze", "unsqueeze_"):
+        result = tensor_value(node)
+        if result is None or not result.is_floating_point() or not all(isinstance(s, int) for s in result.shape):
+            continue
+        write = Writer(model, node)
+        write.replace(write.call(_ATEN.reshape.default, values["self"], list(result.shape)))
+    return done(model)
+
+
+def still_permutation_is_view(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes a transpose or permute as a view where it only moves dimensions of size one: the memory stays as it is."""
+    for node, values in matching(model, "transpose", "permute"):
+        source, result = tensor_value(values["self"]), tensor_value(node)
+        if source is None or result is None or sum(not isinstance(size, int) for size in result.shape) > 1:
+            continue
+        sizes: list[Any] = list(source.shape)
+        long = [axis for axis in permutation(node) if not (isinstance(sizes[axis], int) and sizes[axis] == 1)]
+        if long == sorted(long):
+            write = Writer(model, node)
+            write.replace(write.reshape(values["self"], *result.shape))
+    return done(model)
+
+
+def view_of_view_is_view(model: fx.GraphModule) -> fx.GraphModule:
+    """Lets a view read what the view before it reads, where nobody else reads that one."""
+    for node in model.graph.nodes:
+        if _is_view(node):
+            while isinstance(source := node.args[0], fx.Node) and _is_view(source) and len(source.users) == 1:
+                node.update_arg(0, source.args[0])
+                source.graph.erase_node(source)
+    return done(model)
+
+
+def _is_view(node: fx.Node) -> bool:
+    return operator_name(node) in {"aten::view", "aten::reshape", "aten::_unsafe_view"}

@@ -1,0 +1,131 @@
+"""Replacing a node of a float graph by other operators: what every rewrite has in common."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from quantplug.core.graph.facts import constant_value, erase_dead_code, operands, tensor_value
+from quantplug.lowering.xnnpack.conversions import add_constant, like, operator_name
+
+
+class Writer:
+    """Writes the nodes that replace one node, with its metadata and the values they will have."""
+
+    def __init__(self, model: fx.GraphModule, node: fx.Node) -> None:
+        self.model = model
+        self.node = node
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Creates an operator call before the node."""
+        with self.model.graph.inserting_before(self.node):
+            created = like(self.model.graph.call_function(target, args, kwargs), self.node)
+        created.meta["val"] = target(*fx.node.map_arg(args, value_of), **fx.node.map_arg(kwargs, value_of))
+        return created
+
+    def reshape(self, source: fx.Node, *sizes: Any) -> fx.Node:
+        """Creates a reshape to sizes of which the first, the batch, is inferred where it is dynamic."""
+        wanted = [size if isinstance(size, int) else -1 for size in sizes]
+        return self.call(torch.ops.aten.reshape.default, source, wanted)
+
+    def constant(self, value: Tensor, name: str) -> fx.Node:
+        """Registers a constant, a parameter if the value is one, and creates its node before the node."""
+        with self.model.graph.inserting_before(self.node):
+            created = add_constant(self.model, self.model.graph, value, name)
+        # The value is a fake tensor of the graph's own mode, so that later operators can be evaluated on it.
+        reference = tensor_value(self.node)
+        mode = getattr(reference, "fake_mode", None)
+        created.meta["val"] = mode.from_tensor(value, static_shapes=True) if mode is not None else value
+        return created
+
+    def number(self, value: float, beside: Tensor, name: str) -> fx.Node:
+        """Creates the node of a number that is combined with a tensor.
+
+        It has the tensor's rank: ExecuTorch's layout pass keeps 4-D operands channels-last only beside 4-D ones.
+        """
+        return self.constant(torch.full([1] * beside.dim(), value, dtype=beside.dtype), name)
+
+    def replace(self, new: fx.Node) -> None:
+        """Puts a node in the place of the old one."""
+        new.meta["val"] = self.node.meta.get("val", new.meta.get("val"))
+        self.node.replace_all_uses_with(new)
+        self.model.graph.erase_node(self.node)
+
+
+def value_of(node: fx.Node) -> Any:
+    """Returns what a node yields as export recorded it, or the constant that it holds."""
+    value = node.meta.get("val")
+    if value is None and node.op == "get_attr":
+        value = constant_value(node)
+    return value
+
+
+def matching(model: fx.GraphModule, *names: str) -> Iterator[tuple[fx.Node, dict[str, Any]]]:
+    """Yields the nodes of some operators; operands are read late, when earlier nodes are rewritten already."""
+    wanted = {f"aten::{name}" for name in names}
+    found = [node for node in model.graph.nodes if operator_name(node) in wanted]
+    for node in found:
+        if _is_pure(node):
+            yield node, operands(node)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Tells whether nothing but the node's own users sees its result.
+
+    An in-place operator also changes its operand for everybody who uses that, or what it is a view of.
+    """
+    schema: Any = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return True
+    operand: Any = node.args[0]
+    producer: Any = getattr(operand.target, "_schema", None)
+    owned = producer is not None and all(r.alias_info is None for r in producer.returns)
+    return owned and len(operand.users) == 1
+
+
+def done(model: fx.GraphModule) -> fx.GraphModule:
+    """Removes what nothing reads any more and returns the graph module."""
+    erase_dead_code(model.graph)
+    model.recompile()
+    return model
+
+
+def axis_of(axis: int, dims: int) -> int:
+    """Returns an axis counted from the front."""
+    return axis + dims if axis < 0 else axis
+
+
+def permutation(node: fx.Node) -> list[int]:
+    """Returns for each dimension of a transpose's or permute's result the dimension of its input."""
+    values: dict[str, Any] = operands(node)
+    source = tensor_value(values["self"])
+    assert source is not None
+    if "dims" in values:
+        return [axis_of(axis, source.dim()) for axis in values["dims"]]
+    order = list(range(source.dim()))
+    first, second = values["dim0"], values["dim1"]
+    order[first], order[second] = order[second], order[first]
+    return order
+
+
+def pair(value: Any) -> list[int]:
+    """Returns the two numbers of a spatial operand, which may be given as one."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    return values * 2 if len(values) == 1 else values
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Tells whether a node picks one of several results."""
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def index_of(getitem: fx.Node) -> int:
+    """Returns which result it picks."""
+    index: Any = getitem.args[1]
+    return int(index)
+
+
+def constant_operand(node: Any) -> Tensor | None:
+    """Returns the value of an operand that is a constant, None for any other."""
+    return constant_value(node) if isinstance(node, fx.Node) else None

@@ -1,0 +1,1 @@
+"""oneDNN's kernels: q/dq patterns become calls of them."""

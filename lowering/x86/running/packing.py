@@ -1,0 +1,81 @@
+"""A lowered graph made ready to run on this machine.
+
+Before: the portable graph, functional, weights as int8 constants behind `prepack` nodes. After: weights in
+the layout that this machine's kernels want, linears of few rows on the kernel that reads weights fastest,
+residual sums in place, conversions in as few passes as torch offers.
+"""
+
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from quantplug.core.graph.facts import constant_value, is_constant
+from quantplug.lowering.rewriting import erase_unused, finish, fresh_name
+from quantplug.lowering.starting import starting
+from quantplug.lowering.x86.kernels.epilogues import fuse_sums
+from quantplug.lowering.x86.kernels.few_rows import read_faster
+from quantplug.lowering.x86.kernels.four_bits import UNPACK as UNPACK_FOUR_BITS
+from quantplug.lowering.x86.running.eager_conversions import spell_out
+
+onednn = torch.ops.onednn
+PREPACK = (onednn.qconv_prepack.default, onednn.qlinear_prepack.default)
+# the weights of layers that stay float, and those of four bits: made once here, not at every call
+UNPACK = (
+    torch.ops.quantized_decomposed.dequantize_per_channel.default,
+    torch.ops.quantized_decomposed.dequantize_per_tensor.default,
+    torch.ops.aten.to.dtype,
+    *UNPACK_FOUR_BITS,
+)
+
+
+def pack(portable: fx.GraphModule) -> fx.GraphModule:
+    """Returns a copy of a lowered module that runs as fast as this machine's kernels and eager mode allow."""
+    module = starting(portable)
+    read_faster(module.graph)
+    fuse_sums(module.graph)
+    fold(module, PREPACK + UNPACK)
+    spell_out(module.graph)
+    finish(module)
+    return module
+
+
+def fold(module: fx.GraphModule, targets: Container[Any]) -> None:
+    """Computes operators of constants once, here and now; the module then holds their results."""
+    for node in list(module.graph.nodes):
+        sources = node.all_input_nodes
+        if node.target in targets and sources and all(map(is_constant, sources)):
+            _fold(module, node)
+
+
+def _fold(module: fx.GraphModule, node: fx.Node) -> None:
+    args = fx.node.map_arg(node.args, constant_value)
+    with torch.no_grad():
+        packed = node.target(*args, **node.kwargs)  # type: ignore[operator]
+    name = fresh_name(module, "packed")
+    module.register_buffer(name, packed, persistent=False)
+    with module.graph.inserting_before(node):
+        constant = module.graph.get_attr(name)
+    if "val" in node.meta:
+        constant.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(constant)
+    erase_unused(node)
+
+
+_registered: list[Any] = []
+
+
+def register_fakes() -> None:
+    """Tells export and inductor the shapes of the prepack operators, which torch has no fake implementation of."""
+    if not _registered:
+        _registered.append(torch.library.register_fake("onednn::qconv_prepack", _prepacked))
+        _registered.append(torch.library.register_fake("onednn::qlinear_prepack", _linear_prepacked))
+
+
+def _prepacked(weight: Tensor, *rest: Any, **named: Any) -> Tensor:
+    return torch.empty_like(weight)
+
+
+def _linear_prepacked(weight: Tensor, x_shape: Any) -> Tensor:
+    return weight.new_empty((weight.shape[1], weight.shape[0]))

@@ -1,0 +1,215 @@
+"""A lowered model on oneDNN kernels: runs, saves itself, loads.
+
+Before: the lowered graph, weights as int8 constants behind prepack nodes. After: the same graph with the
+weights packed for this machine, called like the model. The saved file keeps the unpacked form, since the
+packed layout depends on the processor.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from quantplug.core.errors import ArtefactError, LoweringError, first_line, shown
+from quantplug.core.files.blank import blank, forget_source, shrunk
+from quantplug.core.files.exported import read_exported
+from quantplug.core.files.typed import typed
+from quantplug.core.files.whole import exported_content, kind_at, require_writable, write_content
+from quantplug.lowering.open_sizes import open_sizes
+from quantplug.lowering.processor import pair_objection
+from quantplug.lowering.program import LoweredOp, Program
+from quantplug.lowering.signature import Signature
+from quantplug.lowering.starting import starting, state_of
+from quantplug.lowering.x86.running.compiled import compiled, package
+from quantplug.lowering.x86.running.inductor import for_compilers
+from quantplug.lowering.x86.running.packing import pack, register_fakes
+from quantplug.lowering.x86.running.straight import straight
+
+OPS_FILE = "quantplug_x86.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Described:
+    """What a file says beside the graph."""
+
+    ops: tuple[LoweredOp, ...]
+    pair: int
+
+
+class X86Program(Program):
+    """A model lowered to oneDNN quantized kernels.
+
+    Attributes:
+        example_inputs: zeros of the shapes and dtypes of those that the model was lowered with; their data is not kept.
+        portable: the lowered graph with unpacked int8 weights; what is saved and compiled.
+        module: the same with weights packed for this machine; what runs.
+        pair: how large the sum of two products can get; beyond 16 bits the kernels need a processor with VNNI.
+        ops: every compute operator of the q/dq graph with its placement.
+    """
+
+    def __init__(
+        self,
+        portable: fx.GraphModule,
+        example_inputs: tuple[Any, ...],
+        dynamic_shapes: Any,
+        ops: tuple[LoweredOp, ...] = (),
+        pair: int = 0,
+    ) -> None:
+        self.portable = portable
+        self.example_inputs = blank(example_inputs)
+        self.dynamic_shapes = dynamic_shapes
+        self.ops = ops
+        self.pair = pair
+        self.module = pack(portable)
+        self._signature = Signature.of_graph(portable, example_inputs)
+        self._run = straight(self.module)
+
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
+        """Runs the program without autograd; takes and returns what the exported model does.
+
+        The tensors that it returns are those of `torch.inference_mode`: `clone()` gives ones to train behind or to
+        write into.
+
+        Raises:
+            LoweringError: the inputs have another structure, dtype or size than the model was exported for.
+            ArtefactError: an input is empty and an output is not.
+        """
+        flat = self._signature.flatten(inputs, keywords)
+        if any(isinstance(leaf, Tensor) and leaf.numel() == 0 for leaf in flat):
+            return self.module.graph.process_outputs(_of_nothing(self.portable, flat))
+        with torch.inference_mode():
+            return self.module.graph.process_outputs(self._run(*flat))
+
+    def restart(self) -> None:
+        """Puts the buffers that the program writes (a cache, a counter) back to what the model began with."""
+        began = state_of(self.portable)
+        for path, buffer in state_of(self.module).items():
+            buffer.copy_(began[path])
+
+    def compile(self) -> Callable[..., Any]:
+        """Returns the program under `torch.compile`, with the same kernels and fused loops between them.
+
+        It checks its inputs as the program does.
+
+        Raises:
+            LoweringError: there is no C++ compiler.
+        """
+        register_fakes()
+        return compiled(for_compilers(self.portable), self._signature)
+
+    def package(self, path: str | Path) -> Path:
+        """Compiles the program ahead of time (AOTInductor) into a `.pt2` package and returns its path.
+
+        `torch._inductor.aoti_load_package(path)` loads and runs it, without quantplug and without the
+        model's code; sizes that `dynamic_shapes` left open stay open. The package is bound to this
+        machine's instruction set, and checks its inputs only with AOTI_RUNTIME_CHECK_INPUTS=1 in the environment.
+
+        Raises:
+            ArtefactError: the path cannot be written.
+            LoweringError: there is no C++ compiler, or the model writes a buffer, which a package would not keep.
+        """
+        written = next(iter(state_of(self.portable)), None)
+        if written is not None:
+            raise LoweringError(
+                f"A package keeps no state, and the model writes buffer '{written}'; save the program instead, or pass "
+                "the state as an input and return it."
+            )
+        return package(self._exported(for_compilers(self.portable)), Path(path))
+
+    def exported(self) -> torch.export.ExportedProgram:
+        """Returns the portable form as an exported program."""
+        return self._exported(self.portable)
+
+    def _exported(self, module: fx.GraphModule) -> torch.export.ExportedProgram:
+        register_fakes()
+        shapes = open_sizes(module.graph, self.example_inputs) or self.dynamic_shapes
+        with torch.no_grad():
+            exported = torch.export.export(module, self.example_inputs, dynamic_shapes=shapes, strict=False)
+        exported.example_inputs = (shrunk(self.example_inputs), {})
+        forget_source(exported.graph_module)  # AOTInductor writes it into comments
+        return exported
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the portable form as a `.pt2` archive that `X86Program.load` reads on any x86 machine.
+
+        Raises:
+            ArtefactError: the folder does not exist, or the file cannot be written.
+        """
+        require_writable(Path(path))
+        return write_content(path, self._archive())
+
+    def _archive(self) -> bytes:
+        described = json.dumps({"ops": [dataclasses.asdict(operator) for operator in self.ops], "pair": self.pair})
+        return exported_content(self.exported(), {OPS_FILE: described})
+
+    @classmethod
+    def load(cls, path: str | Path, *, trust: bool = False) -> "X86Program":
+        """Reads a program that `save` wrote and packs its weights for this machine.
+
+        Args:
+            path: the file.
+            trust: whether pickles in it, which can run any code, may be read too.
+
+        Raises:
+            ArtefactError: the file is missing, is no saved program, or needs VNNI, which this processor lacks.
+        """
+        path = Path(path)
+        if kind_at(path) != "file":
+            raise ArtefactError(f"There is no file '{path}'; pass a program that `X86Program.save` wrote.")
+        register_fakes()
+        extra = {OPS_FILE: ""}
+        try:
+            exported = read_exported(path, trust=trust, extra_files=extra)
+            described: _Described = typed(json.loads(extra[OPS_FILE]), _Described, f"'{OPS_FILE}'")
+            reason = pair_objection(described.pair)
+            if reason:
+                raise ArtefactError(
+                    f"'{path}' would give wrong numbers here: {reason}, or lower the model on this machine."
+                )
+            args = _sample_inputs(exported)
+            return cls(starting(exported.module()), args, None, described.ops, described.pair)
+        except ArtefactError:
+            raise
+        except Exception as error:
+            raise ArtefactError(
+                f"'{shown(path)}' is no program of the x86 lowering ({first_line(error)}); "
+                "pass a file that `X86Program.save` wrote."
+            ) from error
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the saved program in bytes."""
+        return len(self._archive())
+
+
+def _sample_inputs(exported: torch.export.ExportedProgram) -> tuple[Any, ...]:
+    """Returns the sample inputs of a file.
+
+    Raises:
+        LoweringError: they are none that its graph takes.
+    """
+    given: Any = exported.example_inputs or ((), {})
+    if pytree.tree_structure(given) != exported.call_spec.in_spec:
+        raise LoweringError("its sample inputs have another structure than its graph takes")
+    args: tuple[Any, ...] = given[0]
+    Signature.of_exported(exported).flatten(args)
+    return args
+
+
+def _of_nothing(module: fx.GraphModule, inputs: Iterable[Any]) -> Any:
+    """Returns the empty outputs of a graph on an empty batch, which the kernels give other shapes or fail at."""
+    register_fakes()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.no_grad():
+        fakes = [mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf for leaf in inputs]
+        outputs = fx.Interpreter(starting(module)).run(*fakes, enable_io_processing=False)
+    shapes = [tuple(leaf.shape) for leaf in outputs if isinstance(leaf, Tensor)]
+    if any(0 not in shape for shape in shapes):
+        raise ArtefactError(f"An input is empty and the outputs have shapes {shapes}; pass at least one sample.")
+    return pytree.tree_map_only(Tensor, lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype), outputs)

@@ -1,0 +1,1 @@
+"""Several quantizers on one model."""

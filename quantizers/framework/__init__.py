@@ -1,0 +1,1 @@
+"""What every backend's quantizer is made of: declaration, scopes, registry, capabilities."""
