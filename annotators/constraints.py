@@ -8,7 +8,8 @@ from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.core.graph.facts import constant_value, is_constant, operands, rank, tensor_value
-from quantplug.core.patterns.language import Match, operator_overloads
+from quantplug.core.graph.operators import operator_overloads
+from quantplug.core.patterns.language import Match
 
 
 def static_only(match: Match | None, config: QuantizationConfig) -> str | None:

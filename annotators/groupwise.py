@@ -12,7 +12,8 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantization
 
 from quantplug.core.errors import ConfigError
 from quantplug.core.graph.facts import tensor_value
-from quantplug.core.patterns.language import Match, operator_overloads
+from quantplug.core.graph.operators import operator_overloads
+from quantplug.core.patterns.language import Match
 from quantplug.core.specs.dtypes import group_size, integer_range
 
 FOUR_BITS = (-8, 7)

@@ -8,7 +8,8 @@ from quantplug.annotators.fusion import with_activations, with_batch_norm
 from quantplug.annotators.weighted import annotate_weighted, batch_norm_in_training
 from quantplug.core.annotation.annotator import Annotations, Annotator
 from quantplug.core.graph.facts import describe, is_constant, rank
-from quantplug.core.patterns.language import Match, constant, op, operator_overloads, optional, value
+from quantplug.core.graph.operators import operator_overloads
+from quantplug.core.patterns.language import Match, constant, op, optional, value
 
 _WHOLE = operator_overloads("linear")
 _TRANSPOSES = operator_overloads("permute") | operator_overloads("t") | operator_overloads("transpose.int")

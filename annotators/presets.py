@@ -23,7 +23,7 @@ from torchao.quantization.pt2e.quantizer import FixedQParamsQuantizationSpec, Qu
 from quantplug.core.errors import ConfigError
 from quantplug.core.observers import OBSERVERS
 from quantplug.core.observers import observer as make_observer
-from quantplug.core.qdq.rowwise import Granularity, RowFakeQuantize, RowObserver
+from quantplug.core.observers.rowwise import Granularity, RowFakeQuantize, RowObserver
 from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
 
 MODES = ("static", "dynamic", "weight_only")

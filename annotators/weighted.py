@@ -19,8 +19,9 @@ from quantplug.annotators.qspecs import (
 )
 from quantplug.core.annotation.annotator import Annotations, Annotator
 from quantplug.core.graph.facts import rank
-from quantplug.core.patterns.language import Match, operator_overloads
-from quantplug.core.qdq.rowwise import granularity_of
+from quantplug.core.graph.operators import operator_overloads
+from quantplug.core.observers.rowwise import granularity_of
+from quantplug.core.patterns.language import Match
 from quantplug.core.specs.dtypes import integer_range, smallest_scale
 
 _OVER_ROWS = frozenset().union(*(operator_overloads(name) for name in ("linear", "addmm", "mm")))

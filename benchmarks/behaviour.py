@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 import quantplug
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 
 BACKENDS = ("xnnpack", "x86", "openvino", "cortex_m", "tensorrt")
 VISION = (

@@ -13,9 +13,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import LoweringError
-from quantplug.core.report.boundaries import is_quantize
-from quantplug.core.report.compare import sqnr
-from quantplug.core.specs.levels import STEP_ROUNDING, Deviation
+from quantplug.core.qdq.nodes import is_quantize
+from quantplug.core.specs.levels import STEP_ROUNDING, Deviation, sqnr
 from quantplug.lowering.qparams import DEQUANTIZE_PER_TENSOR, qparams
 from quantplug.lowering.starting import twin
 

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from quantplug.core.graph.facts import constant_value
-from quantplug.core.pt2e.quantization import CAST_OP
+from quantplug.core.qdq.nodes import CAST_OP
 
 STORED = "it computes in float32, from a weight in float16"
 

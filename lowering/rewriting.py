@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph.facts import attribute, erase_dead_code, tensor_value
+from quantplug.core.graph.editing import erase_dead_code
+from quantplug.core.graph.facts import attribute, tensor_value
 from quantplug.core.patterns.language import Match, Miss, Op
 
 ORIGINS = "quantplug_origins"

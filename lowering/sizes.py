@@ -6,7 +6,7 @@ Before: `conv2d(x, w, stride=[1])`. After: `conv2d(x, w, stride=[1, 1])`.
 import torch
 from torch import fx
 
-from quantplug.core.batch_norms.inference import set_operand
+from quantplug.core.graph.editing import set_operand
 from quantplug.core.graph.facts import compute_nodes, operands
 
 

@@ -12,7 +12,7 @@ from torchao.quantization.pt2e.quantizer import ComposableQuantizer as TorchaoCo
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 import quantplug
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 
 BACKENDS = ("xnnpack", "x86", "openvino")
 

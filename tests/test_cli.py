@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from quantplug import cli, flow
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 from quantplug.lowering.x86 import X86Program
 
 

@@ -5,7 +5,7 @@ import torch
 from rich.console import Console
 
 import quantplug.demo as demo
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 from quantplug.demo import BATCH, DigitNet, Digits, comparison, load_digits
 from quantplug.flow import export, quantize
 

@@ -27,7 +27,7 @@ from quantplug.core.errors import (
     ModelError,
     QuantplugError,
 )
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 from quantplug.quantizers.x86_config import get_x86_quantization_config
 
 BACKENDS = ("xnnpack", "x86")

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import quantplug
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 
 ROOT = Path(__file__).parent.parent
 # First headers of tables that name no models, and of "observer" and "weights", whose figures are of calibration alone.

@@ -22,9 +22,9 @@ from quantplug.core.files.typed import typed
 from quantplug.core.graph.facts import module_path, require_graph_module
 from quantplug.core.graph.hidden_nodes import transform_without
 from quantplug.core.graph.meta import FOLDINGS_KEY, FOLDS_KEY, TRANSFORMS_KEY
+from quantplug.core.observers.sharing import annotated_specs, annotation_of, sharing_groups
 from quantplug.core.specs.decision import Decision, decision, record
 from quantplug.core.specs.limits import LIMITS_KEY, Limits
-from quantplug.core.specs.sharing import annotated_specs, annotation_of, sharing_groups
 from quantplug.core.specs.written import (
     SpecValue,
     known_function,

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from torch import fx
 
 from quantplug.core.errors import AnnotationError
-from quantplug.core.graph.facts import module_path, operands
-from quantplug.core.observers.from_specs import observer_of
-from quantplug.core.specs.sharing import Point
+from quantplug.core.graph.facts import module_path, observer_of, operands
+from quantplug.core.observers.sharing import Point
 
 
 class Names:

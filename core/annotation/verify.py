@@ -22,9 +22,8 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from quantplug.core.errors import AnnotationError
 from quantplug.core.graph.facts import describe, is_constant, rank, tensor_value
 from quantplug.core.observers.from_specs import PER_CHANNEL
-from quantplug.core.qdq.rowwise import granularity_of
-from quantplug.core.specs.dtypes import group_size
-from quantplug.core.specs.sharing import (
+from quantplug.core.observers.rowwise import granularity_of
+from quantplug.core.observers.sharing import (
     Group,
     Point,
     Sharing,
@@ -35,6 +34,7 @@ from quantplug.core.specs.sharing import (
     describe_point,
     groups_of,
 )
+from quantplug.core.specs.dtypes import group_size
 from quantplug.core.specs.stored_dtypes import HALF_DTYPES, STORAGE_DTYPES, dtype_range
 
 

@@ -9,9 +9,8 @@ weight that several producers share is folded once for each batch norm it meets,
 The parameters that were there before are only read, so a copy may share them with the caller's module.
 """
 
-import itertools
 import operator
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -19,10 +18,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
-from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.errors import ModelError
 from quantplug.core.graph.constants import written_buffers
+from quantplug.core.graph.editing import erase_unused, new_parameter, set_operand
 from quantplug.core.graph.facts import (
     constant_value,
     describe,
@@ -30,14 +29,12 @@ from quantplug.core.graph.facts import (
     module_path,
     operands,
     rank,
-    tensor_value,
 )
 from quantplug.core.patterns.language import Match, Miss, constant, either, op, optional
 
 Permission: TypeAlias = Callable[[fx.Node, fx.Node], str | None]
 """Asked with (producer, batch norm); returns None to allow the folding or the reason against it."""
 
-OWN_META = frozenset({"val", "tensor_meta", Q_ANNOTATION_KEY})
 """What a new node does not take over from the node that it comes from."""
 
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -322,45 +319,6 @@ def _give(pair: Normalized, weight: fx.Node, bias: fx.Node) -> None:
     erase_unused((pair.turn,))
 
 
-def set_operand(node: fx.Node, name: str, value: Any) -> None:
-    """Sets one operand of an operator call by its schema name; operands before it are written out."""
-    if not isinstance(node.target, torch._ops.OpOverload) or name in node.kwargs:
-        node.update_kwarg(name, value)
-        return
-    names = [argument.name for argument in node.target._schema.arguments]
-    position, given = names.index(name), operands(node)
-    missing = tuple(given[n] for n in names[len(node.args) : position + 1])
-    node.args = (*node.args, *missing)
-    node.update_arg(position, value)
-
-
-def new_parameter(model: fx.GraphModule, origin: fx.Node, suffix: str, value: Tensor) -> fx.Node:
-    """Adds a parameter to the root module and returns the constant that reads it.
-
-    It is named after the constant that it comes from ("conv.weight", "folded" give "conv_weight_folded"),
-    stands right after it in the graph, and takes over its metadata.
-    """
-    stem = f"{str(origin.target).replace('.', '_')}_{suffix}"
-    numbered = (f"{stem}_{i}" for i in itertools.count(1))
-    name = next(n for n in itertools.chain((stem,), numbered) if not hasattr(model, n))
-    model.register_parameter(name, torch.nn.Parameter(value.detach(), requires_grad=value.requires_grad))
-    with origin.graph.inserting_after(origin):
-        node = origin.graph.get_attr(name)
-    node.meta = {key: found for key, found in origin.meta.items() if key not in OWN_META}
-    recorded = tensor_value(origin)
-    mode = getattr(recorded, "fake_mode", None)
-    if alike(recorded, value):
-        node.meta["val"] = recorded
-    else:
-        node.meta["val"] = mode.from_tensor(value.detach(), static_shapes=True) if mode else value.detach()
-    return node
-
-
-def alike(recorded: Tensor | None, value: Tensor) -> bool:
-    """Tells whether a recorded value describes a tensor too: making a fake tensor takes longer than folding."""
-    return recorded is not None and (recorded.shape, recorded.dtype) == (value.shape, value.dtype)
-
-
 def bypass(batch_norm: fx.Node, producer: fx.Node) -> None:
     """Lets every reader of a batch norm read its producer instead, and erases what nothing reads any more."""
     if batch_norm.target is torch.ops.aten.batch_norm.default:
@@ -369,21 +327,6 @@ def bypass(batch_norm: fx.Node, producer: fx.Node) -> None:
     for result in results:
         result.replace_all_uses_with(producer)
     erase_unused((batch_norm, *results))
-
-
-def erase_unused(nodes: Iterable[fx.Node]) -> None:
-    """Erases nodes that nothing reads, then those of their inputs that are left unread, and so on.
-
-    For this, reading constants and operator calls of this module count as free of effects; model inputs stay.
-    """
-    waiting, erased = list(nodes), set[fx.Node]()
-    while waiting:
-        node = waiting.pop()
-        if node.users or node in erased or node.op not in ("call_function", "get_attr", "call_module"):
-            continue
-        erased.add(node)
-        waiting.extend(node.all_input_nodes)
-        node.graph.erase_node(node)
 
 
 def remove_batch_counters(graph: fx.Graph) -> None:

@@ -30,23 +30,20 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.batch_norms.inference import (
     BATCH_NORMS,
-    OWN_META,
     Folding,
     Normalized,
     Permission,
     bypass,
-    erase_unused,
     folded_tensors,
     left_alone,
-    new_parameter,
     normalized_producer,
     refused,
     remove_batch_counters,
-    set_operand,
     taken,
 )
 from quantplug.core.errors import AnnotationError
 from quantplug.core.graph.constants import written_buffers
+from quantplug.core.graph.editing import OWN_META, erase_unused, new_parameter, set_operand
 from quantplug.core.graph.facts import describe, operands, tensor_value
 from quantplug.core.patterns.language import Match, Op, constant, either, op, optional, value
 

@@ -31,11 +31,11 @@ from quantplug.core.calibration.batches import BatchReader, loader_iterator, pic
 from quantplug.core.calibration.sites import channel_axis, require_prepared
 from quantplug.core.errors import CalibrationError, ModelError
 from quantplug.core.graph.constants import written_buffers
-from quantplug.core.graph.facts import attribute, operands, tensor_value
-from quantplug.core.observers.from_specs import is_derived, is_observer
-from quantplug.core.patterns.language import operator_overloads
+from quantplug.core.graph.facts import attribute, is_observer, operands, tensor_value
+from quantplug.core.graph.operators import operator_overloads
+from quantplug.core.observers.from_specs import is_derived
 from quantplug.core.pt2e.convert import convert_pt2e
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 
 # A gain below this may be chance: moving the end of one range by a few percent changes as much.
 LEAST_GAIN = 0.2

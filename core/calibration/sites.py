@@ -10,9 +10,8 @@ from torch import fx, nn
 from quantplug.core.calibration.batches import digest
 from quantplug.core.errors import ModelError
 from quantplug.core.graph.constants import constant_nodes
-from quantplug.core.graph.facts import describe, is_constant, operands, rank, require_graph_module
+from quantplug.core.graph.facts import describe, is_constant, is_observer, operands, rank, require_graph_module
 from quantplug.core.observers import DataObserver
-from quantplug.core.observers.from_specs import is_observer
 
 _CHANNELS_FIRST = ("conv", "batch_norm", "instance_norm", "group_norm")
 _CHANNELS_LAST = ("linear", "addmm", "aten.mm.", "matmul", "layer_norm", "rms_norm", "embedding")

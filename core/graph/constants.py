@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph.facts import constant_value, is_written, viewed_node, written_argument
-from quantplug.core.observers.from_specs import observer_of
+from quantplug.core.graph.facts import constant_value, is_written, observer_of, viewed_node, written_argument
 
 
 def constant_nodes(graph: fx.Graph) -> set[fx.Node]:

@@ -10,10 +10,10 @@ from functools import cache
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import optimization_hint
-from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
+from torchao.quantization.pt2e import AffineQuantizedObserverBase, FakeQuantizeBase, ObserverBase
 
 from quantplug.core.errors import ModelError
 
@@ -234,16 +234,6 @@ def is_float(node: Any) -> bool:
     return value is not None and value.is_floating_point()
 
 
-def erase_dead_code(graph: fx.Graph) -> None:
-    """Erases nodes that nobody reads and that have no effect of their own; submodels stay as they are.
-
-    `eliminate_dead_code` asks every node for its effects and checks the whole graph before, which takes longer.
-    """
-    for node in reversed(graph.nodes):
-        if not node.users and not has_effect(node):
-            graph.erase_node(node)
-
-
 def has_effect(node: fx.Node) -> bool:
     """Tells whether a node does more than yield its result; an operator of submodels does what they do."""
     inside = node.graph.owning_module
@@ -252,13 +242,6 @@ def has_effect(node: fx.Node) -> bool:
     held = (attribute(inside, str(found.target)) for found in node.all_input_nodes if is_held(found))
     submodels = (found for found in held if isinstance(found, fx.GraphModule))
     return any(has_effect(call) for found in submodels for call in found.graph.nodes if call.op == "call_function")
-
-
-def replace_inputs(node: fx.Node, replacement: Mapping[fx.Node, fx.Node]) -> None:
-    """Makes a node read other nodes; in time linear in its inputs, however many of them change."""
-    node.args = map_arg(node.args, lambda n: replacement.get(n, n))
-    if node.kwargs:
-        node.kwargs = map_arg(node.kwargs, lambda n: replacement.get(n, n))
 
 
 # What export adds around the computation: checks of sizes and of metadata.
@@ -300,3 +283,16 @@ def require_graph_module(model: Any, stage: str) -> fx.GraphModule:
         f"{stage} takes an exported graph module, found {type(model).__name__}; "
         "pass `torch.export.export(model, example_inputs).module()`."
     )
+
+
+def is_observer(module: Any) -> bool:
+    """Tells whether a module is an observer or a fake quantize of torchao's interface."""
+    return isinstance(module, (ObserverBase, FakeQuantizeBase, AffineQuantizedObserverBase))
+
+
+def observer_of(node: Any) -> nn.Module | None:
+    """Returns the observer that a node calls, or None if the node calls none."""
+    if not isinstance(node, fx.Node) or node.op != "call_module" or node.graph.owning_module is None:
+        return None
+    module = node.graph.owning_module.get_submodule(str(node.target))
+    return module if is_observer(module) else None

@@ -2,7 +2,7 @@
 
 from torch import fx
 
-from quantplug.core.observers.from_specs import is_observer
+from quantplug.core.graph.facts import is_observer
 
 STAGE_KEY = "quantplug_stage"
 FOLDINGS_KEY = "quantplug_foldings"

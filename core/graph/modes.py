@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from quantplug.core.batch_norms.inference import set_operand
 from quantplug.core.errors import ModelError
+from quantplug.core.graph.editing import set_operand
 from quantplug.core.graph.facts import describe, is_batch_counter, operands
 from quantplug.core.graph.lazy import LazyGraphModule
-from quantplug.core.patterns.language import op
+from quantplug.core.graph.operators import operator_overloads
 
 # How ATen's schemas call the operand that says "this is training".
 _MODE_OPERANDS = ("train", "training", "use_input_stats")
-_INFERENCE_ONLY = op("_native_batch_norm_legit_no_training").targets
+_INFERENCE_ONLY = operator_overloads("_native_batch_norm_legit_no_training")
 _BATCH_ONLY = torch.ops.aten._native_batch_norm_legit.no_stats
-_ATTENTION = op("scaled_dot_product_attention").targets
+_ATTENTION = operator_overloads("scaled_dot_product_attention")
 _ATTENTION_RATE = "quantplug_dropout_p"
 
 Self = TypeVar("Self", bound="SwitchableGraphModule")

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from quantplug.core.graph.facts import likely_sizes, operands, tensor_value
-from quantplug.core.patterns.language import operator_overloads
+from quantplug.core.graph.operators import operator_overloads
 
 
 def multiplications(node: fx.Node) -> int:

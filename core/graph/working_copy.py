@@ -20,11 +20,10 @@ from torchao.quantization.pt2e.quantizer import (
 )
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
-from quantplug.core.graph.facts import attribute
+from quantplug.core.graph.facts import attribute, is_observer
 from quantplug.core.graph.lazy import LazyGraphModule
 from quantplug.core.graph.memory import name_memory_once
 from quantplug.core.graph.modes import SwitchableGraphModule
-from quantplug.core.observers.from_specs import is_observer
 
 Copies: TypeAlias = dict[int, Any]
 

@@ -14,9 +14,7 @@ from torch import Tensor, fx, nn
 from torchao.quantization.pt2e import (
     AffineQuantizedObserverBase,
     DerivedObserverOrFakeQuantize,
-    FakeQuantizeBase,
     FixedQParamsObserver,
-    ObserverBase,
     PartialWrapper,
 )
 from torchao.quantization.pt2e.quantizer import (
@@ -27,8 +25,8 @@ from torchao.quantization.pt2e.quantizer import (
 )
 
 from quantplug.core.errors import AnnotationError
+from quantplug.core.observers.sharing import Group, Point, Sharing, creation_order, describe_point
 from quantplug.core.observers.training import fake_quantize
-from quantplug.core.specs.sharing import Group, Point, Sharing, creation_order, describe_point
 from quantplug.core.specs.stored_dtypes import STORAGE_DTYPES, dtype_range
 
 PER_CHANNEL = (
@@ -36,19 +34,6 @@ PER_CHANNEL = (
     torch.per_channel_symmetric,
     torch.per_channel_affine_float_qparams,
 )
-
-
-def is_observer(module: Any) -> bool:
-    """Tells whether a module is an observer or a fake quantize of torchao's interface."""
-    return isinstance(module, (ObserverBase, FakeQuantizeBase, AffineQuantizedObserverBase))
-
-
-def observer_of(node: Any) -> nn.Module | None:
-    """Returns the observer that a node calls, or None if the node calls none."""
-    if not isinstance(node, fx.Node) or node.op != "call_module" or node.graph.owning_module is None:
-        return None
-    module = node.graph.owning_module.get_submodule(str(node.target))
-    return module if is_observer(module) else None
 
 
 def create_observers(

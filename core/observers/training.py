@@ -31,8 +31,8 @@ from torchao.quantization.pt2e import (
 
 from quantplug.core import observers as own
 from quantplug.core.observers import DataObserver
+from quantplug.core.observers.rowwise import RowFakeQuantize, RowObserver
 from quantplug.core.observers.straight_through import CHOOSE_QPARAMS, HalfFakeQuantize, RunTimeFakeQuantize
-from quantplug.core.qdq.rowwise import RowFakeQuantize, RowObserver
 from quantplug.core.specs.stored_dtypes import HALF_DTYPES, STORAGE_DTYPES, dtype_range
 
 # torchao's observers that gather what they saw, and those that follow it.

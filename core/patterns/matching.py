@@ -14,7 +14,8 @@ from torch import fx
 
 from quantplug.core.errors import PatternError
 from quantplug.core.graph.facts import compute_nodes, describe
-from quantplug.core.patterns.language import Match, Miss, Pattern, Target
+from quantplug.core.graph.operators import Target
+from quantplug.core.patterns.language import Match, Miss, Pattern
 
 Owner = TypeVar("Owner")
 

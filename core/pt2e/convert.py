@@ -23,32 +23,22 @@ from quantplug.core.errors import CalibrationError, ConfigError, ConvertError, Q
 from quantplug.core.graph.collection import collection_paused
 from quantplug.core.graph.constants import constant_nodes, evaluate_constants
 from quantplug.core.graph.control import run_as_operators
-from quantplug.core.graph.facts import attribute, erase_dead_code, replace_inputs, require_graph_module
+from quantplug.core.graph.editing import erase_dead_code, replace_inputs
+from quantplug.core.graph.facts import attribute, observer_of, require_graph_module
 from quantplug.core.graph.meta import CONVERTED, PREPARED, STAGE_KEY, stage_of
 from quantplug.core.graph.submodels import lift_constants, region_targets
 from quantplug.core.graph.working_copy import rebuilt, working_copy
 from quantplug.core.observers import DataObserver
-from quantplug.core.observers.from_specs import is_deferred, needs_data, observe_constant, observer_of
+from quantplug.core.observers.from_specs import is_deferred, needs_data, observe_constant
 from quantplug.core.observers.session import find_ranges
+from quantplug.core.observers.sharing import annotation_of
 from quantplug.core.observers.torchao_histogram import calculate_qparams_together
-from quantplug.core.pt2e.quantization import (
-    CAST_OP,
-    CHOOSE_OPS,
-    DEQUANTIZE_OPS,
-    QUANTIZE_OPS,
-    Quantization,
-    add_dynamic,
-    kind_of,
-    output_dtype,
-    static_quantization,
-)
+from quantplug.core.pt2e.quantization import Quantization, add_dynamic, kind_of, output_dtype, static_quantization
 from quantplug.core.pt2e.storage import Storage
 from quantplug.core.qdq.arithmetic import integer_representation
 from quantplug.core.qdq.integer_io import apply_boundary_dtypes
 from quantplug.core.qdq.limits import enforce_limits
-from quantplug.core.qdq.rowwise import CHOOSE_ROWS
-from quantplug.core.report.boundaries import stored_dtype
-from quantplug.core.specs.sharing import annotation_of
+from quantplug.core.qdq.nodes import CAST_OP, CHOOSE_OPS, CHOOSE_ROWS, DEQUANTIZE_OPS, QUANTIZE_OPS, stored_dtype
 
 # What a quantize or dequantize node takes over from the operator that it belongs to.
 _PORTED_META = ("nn_module_stack", "stack_trace", "quantization_tag")

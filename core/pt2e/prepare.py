@@ -24,12 +24,12 @@ from quantplug.core.errors import ConfigError, ModelError, shown
 from quantplug.core.graph.collection import collection_paused
 from quantplug.core.graph.constants import buffer_writes, constant_nodes
 from quantplug.core.graph.control import run_in_python
+from quantplug.core.graph.editing import erase_dead_code, replace_inputs
 from quantplug.core.graph.facts import (
     attribute,
     compute_nodes,
     describe,
-    erase_dead_code,
-    replace_inputs,
+    is_observer,
     require_graph_module,
     tensor_value,
 )
@@ -47,9 +47,9 @@ from quantplug.core.graph.sources import SOURCE_KEY, add_sources
 from quantplug.core.graph.submodels import bind_constants, region_targets
 from quantplug.core.graph.working_copy import rebuilt, working_copy
 from quantplug.core.graph.written_inputs import leave_inputs_as_they_are
-from quantplug.core.observers.from_specs import create_observers, defer, is_observer
+from quantplug.core.observers.from_specs import create_observers, defer
+from quantplug.core.observers.sharing import Point, sharing_groups
 from quantplug.core.specs.decision import decision
-from quantplug.core.specs.sharing import Point, sharing_groups
 
 # An output's observer stands for the output: it carries the handles by which debuggers find it.
 OUTPUT_META = ("val", "from_node", "nn_module_stack", "stack_trace", "custom")

@@ -20,37 +20,12 @@ from torch import Tensor, fx, nn
 
 from quantplug.core.errors import CalibrationError, ConvertError, QuantplugError, first_line
 from quantplug.core.observers.from_specs import PER_CHANNEL
+from quantplug.core.observers.rowwise import add_rows, by_rows
 from quantplug.core.observers.straight_through import CHOOSE_QPARAMS
 from quantplug.core.observers.torchao_histogram import calculate_qparams
-from quantplug.core.qdq.rowwise import CHOOSE_ROWS, DEQUANTIZE_ROWS, QUANTIZE_ROWS, add_rows, by_rows
 from quantplug.core.specs.stored_dtypes import HALF_DTYPES, STORAGE_DTYPES, dtype_range
 
 _OPS = torch.ops.quantized_decomposed
-QUANTIZE_OPS = (
-    _OPS.quantize_per_tensor.default,
-    _OPS.quantize_per_tensor.tensor,
-    _OPS.quantize_per_channel.default,
-    QUANTIZE_ROWS,
-    torch.ops.torchao.quantize_affine,
-    torch.ops.torchao.quantize_affine.default,
-)
-DEQUANTIZE_OPS = (
-    _OPS.dequantize_per_tensor.default,
-    _OPS.dequantize_per_tensor.tensor,
-    _OPS.dequantize_per_channel.default,
-    DEQUANTIZE_ROWS,
-    torch.ops.torchao.dequantize_affine,
-    torch.ops.torchao.dequantize_affine.default,
-)
-AFFINE_OPS = tuple(op for op in (*QUANTIZE_OPS, *DEQUANTIZE_OPS) if "affine" in str(op))
-CHOOSE_OPS = (
-    _OPS.choose_qparams.tensor,
-    _OPS.choose_qparams_symmetric.tensor,
-    CHOOSE_ROWS,
-    torch.ops.torchao.choose_qparams_affine,
-    torch.ops.torchao.choose_qparams_affine.default,
-)
-CAST_OP = _OPS.convert_element_type.no_fuse
 # Elements that a constant is quantized by at a time: 1 MB of float32 stays in the caches.
 _SLAB = 2**18
 

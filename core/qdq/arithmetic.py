@@ -21,19 +21,11 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from quantplug.core.graph.facts import (
-    attribute,
-    constant_value,
-    erase_dead_code,
-    operands,
-    rank,
-    tensor_value,
-    written_argument,
-)
+from quantplug.core.graph.editing import erase_dead_code
+from quantplug.core.graph.facts import attribute, constant_value, operands, rank, tensor_value, written_argument
 from quantplug.core.graph.submodels import region_targets
 from quantplug.core.patterns.language import op
-from quantplug.core.pt2e.quantization import AFFINE_OPS, DEQUANTIZE_OPS
-from quantplug.core.qdq.rowwise import DEQUANTIZE_ROWS
+from quantplug.core.qdq.nodes import AFFINE_OPS, DEQUANTIZE_OPS, DEQUANTIZE_ROWS
 
 _ATEN = torch.ops.aten
 _QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default

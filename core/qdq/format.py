@@ -13,9 +13,15 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.graph.constants import written_buffers
-from quantplug.core.graph.facts import attribute, constant_value, describe, require_graph_module, tensor_value
-from quantplug.core.observers.from_specs import observer_of
-from quantplug.core.pt2e.quantization import AFFINE_OPS, DEQUANTIZE_OPS, QUANTIZE_OPS
+from quantplug.core.graph.facts import (
+    attribute,
+    constant_value,
+    describe,
+    observer_of,
+    require_graph_module,
+    tensor_value,
+)
+from quantplug.core.qdq.nodes import AFFINE_OPS, DEQUANTIZE_OPS, QUANTIZE_OPS
 from quantplug.core.specs.stored_dtypes import dtype_range
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import ConvertError
-from quantplug.core.graph.facts import describe, erase_dead_code, operands, tensor_value
+from quantplug.core.graph.editing import erase_dead_code
+from quantplug.core.graph.facts import describe, operands, tensor_value
 
 BOUNDARY_KEY = "quantplug_boundary_dtypes"
 _OPS = torch.ops.quantized_decomposed

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from quantplug.core.errors import CalibrationError
 from quantplug.core.graph.facts import attribute, constant_value
 from quantplug.core.graph.submodels import region_targets
-from quantplug.core.pt2e.quantization import DEQUANTIZE_OPS, QUANTIZE_OPS
+from quantplug.core.qdq.nodes import DEQUANTIZE_OPS, QUANTIZE_OPS
 from quantplug.core.specs.decision import decision
 from quantplug.core.specs.dtypes import Refusal
 from quantplug.core.specs.limits import LIMITS_KEY, VIOLATIONS_KEY, Limits, Rescale, Violation, violation

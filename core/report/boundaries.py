@@ -10,17 +10,18 @@ hold, whatever the data. From data, by `measure_boundaries`: the signal to noise
 import operator
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import fx
 
-from quantplug.core.graph.facts import is_constant, operands, require_graph_module, tensor_value
-from quantplug.core.report.compare import node_values, sqnr
+from quantplug.core.graph.facts import is_constant, require_graph_module, tensor_value
+from quantplug.core.observers.sharing import annotation_of
+from quantplug.core.qdq.nodes import is_dequantize, is_dynamic, is_qdq, is_quantize, is_weight, range_of, stored_dtype
+from quantplug.core.report.compare import node_values
 from quantplug.core.specs.decision import decision
-from quantplug.core.specs.sharing import annotation_of
+from quantplug.core.specs.levels import sqnr
 
-_QDQ_LIBRARIES = ("quantized_decomposed", "torchao")
 # int16 has 65,536 values; an error over more of them is not worth its time.
 _MOST_LEVELS = 2**16
 
@@ -57,70 +58,6 @@ class Boundary:
     after: str = "float"
     error: float | None = None
     clipped: float | None = None
-
-
-def is_qdq(node: fx.Node) -> bool:
-    """Tells whether a node quantizes, dequantizes or chooses qparams."""
-    is_operator = isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
-    return is_operator and str(node.target).partition(".")[0] in _QDQ_LIBRARIES
-
-
-def is_quantize(node: Any) -> TypeGuard[fx.Node]:
-    """Tells whether a value is a quantize node."""
-    return _named(node, "quantize")
-
-
-def is_dequantize(node: Any) -> TypeGuard[fx.Node]:
-    """Tells whether a value is a dequantize node."""
-    return _named(node, "dequantize")
-
-
-def _named(node: Any, prefix: str) -> TypeGuard[fx.Node]:
-    return isinstance(node, fx.Node) and is_qdq(node) and str(node.target).split(".")[1].startswith(prefix)
-
-
-def is_weight(node: fx.Node) -> bool:
-    """Tells whether a node dequantizes a constant."""
-    return is_dequantize(node) and is_constant(node.args[0])
-
-
-def is_dynamic(node: fx.Node) -> bool:
-    """Tells whether the qparams of a quantize or dequantize node are found at run time."""
-    given = operands(node)
-    scale = given.get("scale", given.get("scales"))
-    return isinstance(scale, fx.Node) and not is_constant(scale)
-
-
-def stored_dtype(node: fx.Node) -> torch.dtype | None:
-    """Returns the integers' dtype of a quantize or dequantize node, None where it names none."""
-    given = operands(node)
-    found = given.get("dtype", given.get("output_dtype" if is_quantize(node) else "input_dtype"))
-    return found if isinstance(found, torch.dtype) else None
-
-
-def range_of(node: fx.Node) -> str:
-    """Returns for what a quantize or dequantize node has a scale each: "per row", "per channel", ...; "" for one."""
-    name, block = str(node.target), operands(node).get("block_size")
-    if "per_token" in name:
-        return "per row"
-    if block is not None and is_dynamic(node):
-        return _blocks(node, block)
-    return "per channel" if "per_channel" in name else "per group" if "group" in name or block is not None else ""
-
-
-def _blocks(node: fx.Node, block: list[Any]) -> str:
-    """Returns which part of a tensor is a block; sizes that are open are whole in each."""
-    value = next((v for v in map(tensor_value, (node, *node.all_input_nodes[:1])) if v is not None), None)
-    sizes = [None] * len(block) if value is None else [s if isinstance(s, int) else None for s in value.shape]
-    whole = [
-        isinstance(given, fx.Node) or given == size or (size is None and given != 1)
-        for given, size in zip(block, sizes, strict=True)
-    ]
-    is_row = whole[-1] and all(given == 1 for given in block[:-1])
-    is_sample = all(whole[1:]) and block[0] == 1
-    if is_sample and (len(block) == 4 or not is_row):  # images, even of one row
-        return "per sample"
-    return "per row" if is_row else "per group"
 
 
 def boundaries(graph: fx.Graph, quantized: Set[fx.Node]) -> Iterator[Boundary]:

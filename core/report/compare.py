@@ -14,22 +14,6 @@ from quantplug.core.graph.meta import FOLDINGS_KEY
 from quantplug.core.specs.decision import decision
 
 
-def sqnr(found: Tensor, expected: Tensor) -> float:
-    """Returns the signal to quantization noise ratio in decibels: 10 log10(sum expected^2 / sum error^2).
-
-    Infinite if both are equal, minus infinity if the signal is zero and the error is not.
-
-    Args:
-        found: the quantized values, of any shape.
-        expected: the float values, of the same shape.
-    """
-    found, expected = found.detach().double(), expected.detach().double()
-    signal, noise = expected.square().sum(), (found - expected).square().sum()
-    if noise == 0:
-        return float("inf")
-    return float(10 * torch.log10(signal / noise))
-
-
 class _Recorder(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, wanted: set[str]) -> None:
         super().__init__(module)

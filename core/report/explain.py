@@ -36,11 +36,9 @@ from quantplug.core.graph.facts import (
 from quantplug.core.graph.meta import CONFLICTS_KEY, FOLDINGS_KEY, NOTES_KEY
 from quantplug.core.graph.submodels import region_targets
 from quantplug.core.graph.union_find import UnionFind
-from quantplug.core.pt2e.quantization import CAST_OP
-from quantplug.core.qdq.rowwise import granularity_of, granularity_text
-from quantplug.core.report.boundaries import (
-    Boundary,
-    boundaries,
+from quantplug.core.observers.rowwise import granularity_of, granularity_text
+from quantplug.core.qdq.nodes import (
+    CAST_OP,
     is_dequantize,
     is_dynamic,
     is_qdq,
@@ -49,6 +47,7 @@ from quantplug.core.report.boundaries import (
     range_of,
     stored_dtype,
 )
+from quantplug.core.report.boundaries import Boundary, boundaries
 from quantplug.core.specs.decision import decision
 from quantplug.core.specs.limits import VIOLATIONS_KEY, Violation
 from quantplug.core.specs.stored_dtypes import HALF_DTYPES

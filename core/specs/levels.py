@@ -8,10 +8,10 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from quantplug.core.errors import ConfigError
-from quantplug.core.report.compare import sqnr
 
 # A dequantized integer is (q - zero_point) * scale rounded to float32: two of them, of at most 2^16 steps each, are
 # off by 2^-24 of that.
@@ -134,3 +134,19 @@ def _form_objection(found: Tensor, expected: Tensor) -> str | None:
     if found.dtype != expected.dtype:
         return f"The output is {found.dtype}, the reference is {expected.dtype}."
     return None
+
+
+def sqnr(found: Tensor, expected: Tensor) -> float:
+    """Returns the signal to quantization noise ratio in decibels: 10 log10(sum expected^2 / sum error^2).
+
+    Infinite if both are equal, minus infinity if the signal is zero and the error is not.
+
+    Args:
+        found: the quantized values, of any shape.
+        expected: the float values, of the same shape.
+    """
+    found, expected = found.detach().double(), expected.detach().double()
+    signal, noise = expected.square().sum(), (found - expected).square().sum()
+    if noise == 0:
+        return float("inf")
+    return float(10 * torch.log10(signal / noise))

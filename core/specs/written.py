@@ -222,7 +222,7 @@ _LIBRARIES = frozenset(
         "quantplug.core.specs.limits",
         "quantplug.core.observers.histogram",
         "quantplug.core.observers.minmax",
-        "quantplug.core.qdq.rowwise",
+        "quantplug.core.observers.rowwise",
         "torchao.quantization.granularity",
         "torchao.quantization.pt2e._affine_quantization",
         "torchao.quantization.pt2e.fake_quantize",

@@ -7,7 +7,7 @@ of the sums, input scale x weight scale.
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.batch_norms.inference import set_operand
+from quantplug.core.graph.editing import set_operand
 from quantplug.core.graph.facts import compute_nodes, constant_value, operands
 from quantplug.core.patterns.language import op
 from quantplug.lowering.qparams import IntegerWeight, dequantize, integer_weight, qparams

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torchao.quantization.pt2e import PerAxis, PerToken
 
-from quantplug.core.qdq.rowwise import quantize_dequantize
+from quantplug.core.observers.rowwise import quantize_dequantize
 from quantplug.lowering.qparams import QD
 
 INTEGER_OPERATORS = "means, clamps, embedding, data movement, max_pool2d"

@@ -17,7 +17,8 @@ from torch import fx
 from quantplug.core.errors import ConfigError, LoweringError, first_line
 from quantplug.core.files.whole import exported_content, write_content
 from quantplug.core.graph.calling import in_order, input_names
-from quantplug.core.graph.facts import erase_dead_code, require_graph_module
+from quantplug.core.graph.editing import erase_dead_code
+from quantplug.core.graph.facts import require_graph_module
 from quantplug.core.patterns.language import Match
 from quantplug.core.specs.levels import Level
 from quantplug.lowering.emulation.rows import Row

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from quantplug.core.graph.facts import constant_value, operands
 from quantplug.core.patterns.language import Match, op, value
-from quantplug.core.pt2e.quantization import AFFINE_OPS
+from quantplug.core.qdq.nodes import AFFINE_OPS
 from quantplug.lowering.emulation.rows import substitute
 from quantplug.lowering.qparams import integer_weight
 from quantplug.lowering.rewriting import Rule

@@ -26,7 +26,7 @@ from quantplug.core.graph.facts import (
     tensor_value,
 )
 from quantplug.core.patterns.language import Match, op, value
-from quantplug.core.report.boundaries import is_dequantize
+from quantplug.core.qdq.nodes import is_dequantize
 from quantplug.lowering.agreement import agreement
 from quantplug.lowering.halves import spell_out_halves
 from quantplug.lowering.open_sizes import open_sizes

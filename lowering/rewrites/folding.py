@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from quantplug.core.graph.constants import written_buffers
 from quantplug.core.graph.facts import constant_value, operands, tensor_value, viewed_node, written_argument
-from quantplug.core.pt2e.quantization import CAST_OP
+from quantplug.core.qdq.nodes import CAST_OP
 from quantplug.lowering.rewrites.writing import Writer, done
 from quantplug.lowering.xnnpack.conversions import is_conversion, operator_name
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from quantplug.core.graph.facts import erase_dead_code, is_constant, tensor_value
+from quantplug.core.graph.editing import erase_dead_code
+from quantplug.core.graph.facts import is_constant, tensor_value
 from quantplug.core.patterns.language import op
 from quantplug.lowering.rewriting import REASON, call, erase_unused
 from quantplug.lowering.x86.integer_flow import MOVES, REPEATS

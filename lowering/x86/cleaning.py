@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from quantplug.core.graph.facts import constant_value, is_constant, operands
 from quantplug.core.patterns.language import Match, op, value
-from quantplug.core.report.boundaries import is_dequantize, is_quantize
+from quantplug.core.qdq.nodes import is_dequantize, is_quantize
 from quantplug.lowering.qparams import QD, is_static, qparams, quantize
 from quantplug.lowering.rewrites.functional import make_functional
 from quantplug.lowering.rewriting import Rule, apply, constant, erase_unused, replace

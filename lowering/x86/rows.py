@@ -10,8 +10,9 @@ import torch
 from torch import fx
 from torchao.quantization.pt2e import PerToken
 
-from quantplug.core.graph.facts import erase_dead_code, rank
-from quantplug.core.report.boundaries import is_dequantize, range_of
+from quantplug.core.graph.editing import erase_dead_code
+from quantplug.core.graph.facts import rank
+from quantplug.core.qdq.nodes import is_dequantize, range_of
 from quantplug.lowering.rewriting import REASON
 from quantplug.lowering.xnnpack.run_time import Chain, chain_of
 

@@ -16,9 +16,10 @@ import torch
 from torch import fx
 from torchao.quantization.pt2e import PerAxis, PerToken
 
-from quantplug.core.graph.facts import erase_dead_code, operands, rank, tensor_value
-from quantplug.core.qdq.rowwise import Granularity, add_rows, granularity_text
-from quantplug.core.report.boundaries import range_of
+from quantplug.core.graph.editing import erase_dead_code
+from quantplug.core.graph.facts import operands, rank, tensor_value
+from quantplug.core.observers.rowwise import Granularity, add_rows, granularity_text
+from quantplug.core.qdq.nodes import range_of
 from quantplug.lowering.xnnpack.conversions import INT8, is_dequantize, is_dynamic, is_quantize, like, operator_name
 
 _Q = torch.ops.quantized_decomposed

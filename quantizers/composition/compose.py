@@ -14,9 +14,9 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from quantplug.core.errors import AnnotationError
 from quantplug.core.graph.facts import compute_nodes, describe
 from quantplug.core.graph.meta import NOTES_KEY, REGION_KEY
+from quantplug.core.observers.sharing import annotation_of
 from quantplug.core.specs.decision import DECISION_KEY, Decision, decision
 from quantplug.core.specs.limits import LIMITS_KEY, VIOLATIONS_KEY
-from quantplug.core.specs.sharing import annotation_of
 from quantplug.quantizers.composition.confinement import Annotations, Claim, Outcome, annotate_inside
 from quantplug.quantizers.composition.precedence import Member, Place
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from quantplug.annotators.constraints import OF_CONFIG
 from quantplug.annotators.groupwise import no_groups, whole_bytes
 from quantplug.core.annotation.annotator import Annotator
-from quantplug.core.patterns.language import Pattern, Target
+from quantplug.core.graph.operators import Target
+from quantplug.core.patterns.language import Pattern
 from quantplug.core.specs.dtypes import mode_of
 from quantplug.quantizers.framework.backend import Backend
 

@@ -18,7 +18,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig
 from quantplug.core.annotation.annotator import Choice
 from quantplug.core.errors import ConfigError, shown
 from quantplug.core.graph.facts import compute_nodes, module_stack
-from quantplug.core.patterns.language import Target, operator_overloads
+from quantplug.core.graph.operators import Target, operator_overloads
 
 OperatorType: TypeAlias = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket | Callable[..., Any]
 

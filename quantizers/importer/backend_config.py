@@ -15,7 +15,7 @@ from torch import fx
 from quantplug.annotators.presets import config_for
 from quantplug.core.annotation.annotator import Annotator
 from quantplug.core.errors import ConfigError
-from quantplug.core.patterns.language import operator_overloads
+from quantplug.core.graph.operators import operator_overloads
 from quantplug.core.specs.dtypes import DTypeConfig
 from quantplug.quantizers.framework.backend import Backend, Lowering
 from quantplug.quantizers.importer.dtypes import distinct_names, dtype_config, is_fixed

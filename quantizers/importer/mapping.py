@@ -14,7 +14,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantization
 
 from quantplug.core.errors import ConfigError
 from quantplug.core.graph.facts import compute_nodes, module_stack
-from quantplug.core.patterns.language import operator_overloads
+from quantplug.core.graph.operators import operator_overloads
 from quantplug.quantizers.framework.backend import Backend
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.framework.scopes import Scope

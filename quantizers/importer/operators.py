@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quantplug.core.errors import ConfigError, PatternError
-from quantplug.core.patterns.language import operator_overloads
+from quantplug.core.graph.operators import operator_overloads
 
 RESIDUAL = "residual"
 """In a chain: the sum of what comes before and another tensor."""

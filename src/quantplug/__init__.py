@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from quantplug.core.qdq.integer_io import quantized_inputs as quantized_inputs
     from quantplug.core.report.boundaries import measure_boundaries as measure_boundaries
     from quantplug.core.report.compare import compare_layers as compare_layers
-    from quantplug.core.report.compare import sqnr as sqnr
     from quantplug.core.report.explain import Report as Report
     from quantplug.core.report.explain import explain as explain
+    from quantplug.core.specs.levels import sqnr as sqnr
     from quantplug.core.specs.written import register_for_plans as register_for_plans
     from quantplug.flow import Artefact as Artefact
     from quantplug.flow import quantize as quantize

@@ -21,7 +21,8 @@ from torch import Tensor, fx, nn
 
 from quantplug.core.errors import ArtefactError
 from quantplug.core.files.whole import kind_at, write_content, write_whole
-from quantplug.core.report.compare import compare_layers, sqnr
+from quantplug.core.report.compare import compare_layers
+from quantplug.core.specs.levels import sqnr
 from quantplug.flow import Artefact, export, quantize
 
 BATCH = 64

@@ -86,9 +86,8 @@ from quantplug.core.patterns.language import (
     single_use,
     value,
 )
-from quantplug.core.report.compare import sqnr
 from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
-from quantplug.core.specs.levels import Deviation, Level
+from quantplug.core.specs.levels import Deviation, Level, sqnr
 from quantplug.lowering.emulation import (
     EmulatedProgram,
     FixedPoint,

@@ -17,7 +17,7 @@ from quantplug.annotators.presets import get_symmetric_quantization_config
 from quantplug.core.annotation.annotator import Choice
 from quantplug.core.annotation.engine import annotate
 from quantplug.core.observers import HistogramObserver
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 from quantplug.quantizers.xnnpack import XNNPACK
 
 CONFIG = get_symmetric_quantization_config(True)

@@ -22,7 +22,7 @@ from quantplug.annotators.linear import linear as rows_of_linear
 from quantplug.annotators.presets import activation_spec, int32_bias_spec, weight_spec
 from quantplug.annotators.qspecs import fixed_qspec, on_axis
 from quantplug.core.errors import ConfigError
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 from quantplug.quantizers.framework.backend import Backend, derive
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.x86_config import get_x86_quantization_config

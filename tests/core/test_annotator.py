@@ -31,9 +31,9 @@ from quantplug.core.annotation.annotator import Annotator, Choice
 from quantplug.core.annotation.engine import annotate
 from quantplug.core.errors import AnnotationError, ModelError, PatternError
 from quantplug.core.patterns.language import op, value
-from quantplug.core.report.compare import sqnr
 from quantplug.core.specs.decision import decision
 from quantplug.core.specs.dtypes import DTypeConfig
+from quantplug.core.specs.levels import sqnr
 
 CONFIG = get_symmetric_quantization_config(True)
 X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))

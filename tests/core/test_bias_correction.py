@@ -17,7 +17,8 @@ from quantplug.core.calibration import bias_correction
 from quantplug.core.calibration.bias_correction import correct_biases
 from quantplug.core.errors import CalibrationError, ConfigError, ModelError
 from quantplug.core.observers import observer
-from quantplug.core.report.compare import node_values, sqnr
+from quantplug.core.report.compare import node_values
+from quantplug.core.specs.levels import sqnr
 
 
 def low_bit_config():

@@ -10,7 +10,8 @@ from models import Function, MyModel, exported, reference, settled
 from torch import nn
 
 from quantplug import get_quantizer
-from quantplug.core.report.compare import compare_layers, node_values, sqnr
+from quantplug.core.report.compare import compare_layers, node_values
+from quantplug.core.specs.levels import sqnr
 
 X = torch.randn(1, 3, 10, 10, generator=torch.Generator().manual_seed(0))
 

@@ -16,7 +16,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from quantplug.core.graph.control import IN_PYTHON
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_qat_pt2e
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 
 FAKE = FakeQuantize.with_args(observer=MovingAverageMinMaxObserver)
 ACT = QuantizationSpec(torch.int8, FAKE, -128, 127, torch.per_tensor_affine)

@@ -33,8 +33,9 @@ from quantplug.core.graph.facts import describe
 from quantplug.core.observers.torchao_histogram import histogram_range
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e
-from quantplug.core.pt2e.quantization import CHOOSE_OPS, DEQUANTIZE_OPS, QUANTIZE_OPS, Quantization
+from quantplug.core.pt2e.quantization import Quantization
 from quantplug.core.qdq.format import differences
+from quantplug.core.qdq.nodes import CHOOSE_OPS, DEQUANTIZE_OPS, QUANTIZE_OPS
 
 ACT = QuantizationSpec(torch.int8, MinMaxObserver, -128, 127, torch.per_tensor_affine)
 WEIGHT = QuantizationSpec(torch.int8, PerChannelMinMaxObserver, -127, 127, torch.per_channel_symmetric, 0)

@@ -22,7 +22,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e
-from quantplug.core.pt2e.quantization import CHOOSE_OPS, DEQUANTIZE_OPS, QUANTIZE_OPS
+from quantplug.core.qdq.nodes import CHOOSE_OPS, DEQUANTIZE_OPS, QUANTIZE_OPS
 
 ACT = QuantizationSpec(torch.uint8, MinMaxObserver, 0, 255, torch.per_tensor_affine)
 # With zero points, so that every term of the product counts.

@@ -36,7 +36,7 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
 from quantplug.core.qdq.format import differences
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 
 
 class Residual(nn.Module):

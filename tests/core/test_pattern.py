@@ -12,6 +12,7 @@ from torch import nn
 
 import quantplug.core.pt2e.quantization  # noqa: F401 - registers the q/dq operators
 from quantplug.core.errors import PatternError
+from quantplug.core.graph.operators import operator_overloads
 from quantplug.core.patterns.language import (
     Match,
     Miss,
@@ -22,7 +23,6 @@ from quantplug.core.patterns.language import (
     item,
     literal,
     op,
-    operator_overloads,
     optional,
     single_use,
     value,

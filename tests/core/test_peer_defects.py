@@ -30,8 +30,8 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from quantplug.core.errors import AnnotationError, CalibrationError, ConfigError, ModelError
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
-from quantplug.core.pt2e.quantization import CAST_OP, DEQUANTIZE_OPS, QUANTIZE_OPS
-from quantplug.core.report.compare import sqnr
+from quantplug.core.qdq.nodes import CAST_OP, DEQUANTIZE_OPS, QUANTIZE_OPS
+from quantplug.core.specs.levels import sqnr
 
 ACT = QuantizationSpec(torch.int8, MinMaxObserver, -128, 127, torch.per_tensor_affine)
 WEIGHT = QuantizationSpec(torch.int8, PerChannelMinMaxObserver, -127, 127, torch.per_channel_symmetric, 0)

@@ -90,7 +90,7 @@ NASTY = [
     {"name": "torchao.quantization.pt2e.fake_quantize:FakeQuantize"},
     {"name": "torchao.quantization.pt2e.observer:get_block_size"},
     {"name": "torchao.quantization.pt2e.observer:torch.classes.nothing.here"},
-    {"name": "quantplug.core.qdq.rowwise:RowObserver"},
+    {"name": "quantplug.core.observers.rowwise:RowObserver"},
     {"name": "quantplug.core.observers.histogram:MSEObserver"},
     {"name": "torchao.quantization.quant_primitives:MappingType.SYMMETRIC"},
     {"call": {"name": "torchao.quantization.pt2e.observer:MinMaxObserver"}, "with": {"eps": -1.0}},

@@ -18,11 +18,11 @@ from torchao.quantization.pt2e.quantizer import (
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.errors import ConvertError, ModelError
+from quantplug.core.graph.facts import is_observer, observer_of
 from quantplug.core.graph.meta import CONFLICTS_KEY
-from quantplug.core.observers.from_specs import is_observer, observer_of
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
-from quantplug.core.pt2e.quantization import DEQUANTIZE_OPS, QUANTIZE_OPS
+from quantplug.core.qdq.nodes import DEQUANTIZE_OPS, QUANTIZE_OPS
 
 ACT = QuantizationSpec(torch.int8, MinMaxObserver, -128, 127, torch.per_tensor_affine)
 WEIGHT = QuantizationSpec(torch.int8, PerChannelMinMaxObserver, -127, 127, torch.per_channel_symmetric, 0)

@@ -12,8 +12,8 @@ from torchao.quantization.pt2e import quantize_pt2e as peer
 
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e
-from quantplug.core.pt2e.quantization import QUANTIZE_OPS
 from quantplug.core.qdq.format import differences, is_reference_quantized, reference_defects
+from quantplug.core.qdq.nodes import QUANTIZE_OPS
 
 
 class Net(nn.Module):

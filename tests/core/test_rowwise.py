@@ -14,10 +14,10 @@ from quantplug.annotators.presets import get_symmetric_quantization_config, per_
 from quantplug.core.annotation.plan import Plan, plan_of
 from quantplug.core.annotation.verify import verify_annotations
 from quantplug.core.errors import AnnotationError, ConfigError
+from quantplug.core.observers.rowwise import RowFakeQuantize, RowObserver, granularity_of, quantize_dequantize
+from quantplug.core.observers.sharing import specs_equal, tensor_key
 from quantplug.core.qdq.format import is_reference_quantized, reference_defects
-from quantplug.core.qdq.rowwise import RowFakeQuantize, RowObserver, granularity_of, quantize_dequantize
-from quantplug.core.report.compare import sqnr
-from quantplug.core.specs.sharing import specs_equal, tensor_key
+from quantplug.core.specs.levels import sqnr
 
 TENSOR = QuantizationSpec(torch.int8, PlaceholderObserver, -128, 127, torch.per_tensor_affine, is_dynamic=True)
 

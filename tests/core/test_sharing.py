@@ -11,7 +11,7 @@ from torchao.quantization.pt2e import MinMaxObserver
 from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, SharedQuantizationSpec
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
-from quantplug.core.specs.sharing import annotated_specs, concrete_specs, sharing_groups, tensor_key
+from quantplug.core.observers.sharing import annotated_specs, concrete_specs, sharing_groups, tensor_key
 
 SPECS = tuple(
     QuantizationSpec(dtype, MinMaxObserver, qscheme=torch.per_tensor_affine) for dtype in (torch.int8, torch.uint8)

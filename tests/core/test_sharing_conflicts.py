@@ -29,8 +29,7 @@ from quantplug.annotators.shape import concatenation
 from quantplug.core.errors import AnnotationError
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e
-from quantplug.core.pt2e.quantization import DEQUANTIZE_OPS, QUANTIZE_OPS
-from quantplug.core.report.boundaries import is_weight
+from quantplug.core.qdq.nodes import DEQUANTIZE_OPS, QUANTIZE_OPS, is_weight
 from quantplug.quantizers.framework.backend import Backend
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 

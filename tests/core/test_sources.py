@@ -18,7 +18,7 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 import quantplug
 from quantplug.annotators.presets import activation_spec
 from quantplug.core.graph.sources import add_sources
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 from quantplug.quantizers.xnnpack import XNNPACK
 
 

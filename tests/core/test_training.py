@@ -40,7 +40,7 @@ from quantplug.core.errors import AnnotationError, CalibrationError
 from quantplug.core.observers import OBSERVERS, observer
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 from quantplug.quantizers.x86 import X86
 from quantplug.quantizers.xnnpack import XNNPACK
 

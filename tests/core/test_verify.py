@@ -22,10 +22,10 @@ from torchao.quantization.pt2e.quantizer import (
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.errors import AnnotationError, QuantplugError
+from quantplug.core.observers.sharing import specs_equal
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e
-from quantplug.core.pt2e.quantization import DEQUANTIZE_OPS, QUANTIZE_OPS
-from quantplug.core.specs.sharing import specs_equal
+from quantplug.core.qdq.nodes import DEQUANTIZE_OPS, QUANTIZE_OPS
 
 ACT = QuantizationSpec(torch.int8, MinMaxObserver, -128, 127, torch.per_tensor_affine)
 

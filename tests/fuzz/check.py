@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 import quantplug
 from fuzz.model import Model
 from quantplug.core.errors import QuantplugError
-from quantplug.core.report.boundaries import is_quantize
-from quantplug.core.report.compare import compare_layers, sqnr
+from quantplug.core.qdq.nodes import is_quantize
+from quantplug.core.report.compare import compare_layers
+from quantplug.core.specs.levels import sqnr
 from quantplug.lowering.x86 import X86Program
 from quantplug.lowering.xnnpack import XNNPACKProgram
 from quantplug.lowering.xnnpack.runtime import Method

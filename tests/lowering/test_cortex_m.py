@@ -10,8 +10,7 @@ from torch import nn
 
 from quantplug import convert_pt2e, get_quantizer, prepare_qat_pt2e, quantize
 from quantplug.core.errors import ConfigError, LoweringError
-from quantplug.core.report.compare import sqnr
-from quantplug.core.specs.levels import Level
+from quantplug.core.specs.levels import Level, sqnr
 from quantplug.quantizers import cortex_m
 
 

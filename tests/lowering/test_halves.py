@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import quantplug
 from quantplug.core.errors import ConvertError, LoweringError, ModelError
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 from quantplug.lowering.openvino import OpenVINOProgram
 from quantplug.lowering.x86 import X86Program
 

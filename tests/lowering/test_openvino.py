@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import quantplug
 from quantplug.core.errors import ArtefactError, LoweringError
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 from quantplug.lowering.openvino import OpenVINOProgram
 from quantplug.quantizers.openvino import OPENVINO
 

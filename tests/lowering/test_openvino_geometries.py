@@ -9,7 +9,7 @@ from torch import nn
 
 import quantplug
 from quantplug.core.errors import LoweringError, ModelError
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 from quantplug.lowering.openvino import OpenVINOProgram
 
 pytest.importorskip("openvino")

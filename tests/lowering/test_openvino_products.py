@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import quantplug
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 from quantplug.lowering.openvino import OpenVINOProgram
 from quantplug.quantizers.framework.backend import derive
 from quantplug.quantizers.framework.quantizer import BackendQuantizer

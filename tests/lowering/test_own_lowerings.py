@@ -11,7 +11,7 @@ from torch import nn
 import quantplug
 from quantplug.annotators.matmul import matmul
 from quantplug.core.patterns.language import op, optional, value
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 from quantplug.lowering import xnnpack
 from quantplug.lowering.program import Program
 from quantplug.lowering.qparams import dequantize, integer_weight, is_static, qparams

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import quantplug
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 from quantplug.lowering.cortex_m import lower
 from quantplug.lowering.xnnpack.runtime import Method
 

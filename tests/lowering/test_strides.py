@@ -6,7 +6,7 @@ from torch import nn
 
 import quantplug
 from quantplug.core.errors import LoweringError
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 
 SHAPE = (2, 4, 6, 6)
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import quantplug
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 
 SHARE = {"int8_weight_only": 0.26, "int4_weight_only": 0.16}
 CASES = [("xnnpack", "int8_weight_only"), ("x86", "int8_weight_only"), ("openvino", "int8_weight_only")]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import quantplug
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 from quantplug.lowering.x86 import lower
 
 aten = torch.ops.aten

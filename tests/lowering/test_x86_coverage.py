@@ -7,8 +7,7 @@ from torch import nn
 from x86_programs import quantized
 
 import quantplug
-from quantplug.core.report.compare import sqnr
-from quantplug.core.specs.levels import Level
+from quantplug.core.specs.levels import Level, sqnr
 from quantplug.lowering.processor import highest_integer
 from quantplug.lowering.x86 import X86Program
 

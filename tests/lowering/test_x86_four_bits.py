@@ -9,7 +9,7 @@ from x86_programs import quantized
 
 import quantplug
 from quantplug.core.errors import ConfigError
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 from quantplug.lowering.x86 import X86Program
 
 FULL = "int4_weight_only"

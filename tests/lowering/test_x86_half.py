@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import quantplug
 from quantplug.core.errors import LoweringError
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 from quantplug.lowering.x86 import X86Program, lower
 from quantplug.lowering.x86.kernels import few_rows
 from quantplug.lowering.x86.running.inductor import for_compilers

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from x86_programs import alone, quantized
 
 import quantplug
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 
 from models import Function, Signal  # isort: skip
 

@@ -12,7 +12,7 @@ from torch import nn
 from x86_programs import alone
 
 import quantplug
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 
 from models import MobileNet, Recurrent, ResNet18, Signal, Transformer, settled  # isort: skip
 

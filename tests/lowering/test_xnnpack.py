@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import quantplug
 from quantplug.core.errors import ArtefactError, ConfigError, LoweringError, ModelError
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 from quantplug.lowering.xnnpack import XNNPACKProgram, lower
 
 # Enough elements that one result on the middle between two integers stays above 40 dB.

@@ -11,7 +11,7 @@ from torchao.quantization.pt2e._affine_quantization import AffineQuantizedMinMax
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 import quantplug
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 
 
 def layers(channels):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import quantplug
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 
 LAYERS = {
     "factors that are rounded": (nn.Upsample(scale_factor=1.5, mode="bilinear"), (1, 8, 7, 5), "are rounded"),

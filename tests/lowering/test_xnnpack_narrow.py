@@ -8,7 +8,7 @@ from torch import nn
 
 import quantplug
 from quantplug.core.errors import ModelError
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 
 CONFIGS = {"int8_weight_only": (100, 35), "float16": (50, 50)}
 

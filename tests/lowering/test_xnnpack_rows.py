@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quantplug
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 from quantplug.lowering.emulation import emulate
 from quantplug.lowering.x86 import lower as lower_x86
 from quantplug.lowering.xnnpack import lower

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import quantplug
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 
 ATEN = torch.ops.aten
 ONE, NONE = [1, 1], [0, 0]

@@ -7,8 +7,8 @@ import quantplug
 from quantplug.annotators.linear import linear
 from quantplug.annotators.presets import config_for
 from quantplug.core.errors import ConfigError
-from quantplug.core.report.compare import sqnr
 from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
+from quantplug.core.specs.levels import sqnr
 
 UINT8 = DTypeWithConstraints(torch.uint8)
 

@@ -13,7 +13,7 @@ from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e as peer_prepare
 from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer
 
 import quantplug
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 
 WIDTH, NOISE = 32, 0.3
 

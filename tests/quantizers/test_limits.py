@@ -22,7 +22,7 @@ from quantplug.annotators.pooling import pooling
 from quantplug.annotators.presets import config_for, int32_bias_spec
 from quantplug.annotators.shape import movement
 from quantplug.core.errors import AnnotationError, CalibrationError, ConfigError
-from quantplug.core.observers.from_specs import is_observer
+from quantplug.core.graph.facts import is_observer
 from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
 from quantplug.core.specs.limits import Rescale
 from quantplug.quantizers.framework.backend import derive

@@ -33,7 +33,7 @@ from torchao.quantization.pt2e.quantizer import embedding_quantizer as torchao_e
 
 import quantplug
 from quantplug import ComposableQuantizer, EmbeddingQuantizer, explain, get_quantizer
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 
 
 @pytest.mark.parametrize("core", CORES)

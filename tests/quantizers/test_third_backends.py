@@ -10,7 +10,7 @@ from torch import nn
 from quantplug import explain, get_quantizer, prepare_pt2e, quantize
 from quantplug.core.errors import AnnotationError, ConfigError
 from quantplug.core.observers import EntropyObserver
-from quantplug.core.report.compare import sqnr
+from quantplug.core.specs.levels import sqnr
 from quantplug.quantizers import native, tensorrt
 from quantplug.quantizers.framework.backend import union
 from quantplug.quantizers.x86 import X86

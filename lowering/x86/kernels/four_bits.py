@@ -13,7 +13,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantization
 
 from quantplug.core.graph.facts import constant_value, operands, tensor_value
 from quantplug.core.patterns.language import Match
-from quantplug.core.pt2e.quantization import AFFINE_OPS, DEQUANTIZE_OPS
+from quantplug.core.qdq.nodes import AFFINE_OPS, DEQUANTIZE_OPS
 from quantplug.core.specs.dtypes import group_size
 from quantplug.lowering.qparams import TRANSPOSES
 from quantplug.lowering.rewriting import call

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from torch import fx
 
 from quantplug.core.errors import LoweringError
-from quantplug.core.graph.facts import describe, erase_dead_code, operands
+from quantplug.core.graph.editing import erase_dead_code
+from quantplug.core.graph.facts import describe, operands
 from quantplug.lowering.xnnpack.conversions import folded, operator_name, quantized_output
 from quantplug.lowering.xnnpack.legalize.activations import (
     clamps_as_fusable_activations,

@@ -8,7 +8,8 @@ After: `embedding_byte`, ExecuTorch's portable kernel that dequantizes only the 
 import torch
 from torch import fx
 
-from quantplug.core.graph.facts import constant_value, erase_dead_code, operands
+from quantplug.core.graph.editing import erase_dead_code
+from quantplug.core.graph.facts import constant_value, operands
 from quantplug.lowering.xnnpack.conversions import add_constant, is_dequantize, operator_name
 
 # The kernel's rows have one scale each, and its integers one byte.

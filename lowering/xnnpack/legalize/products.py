@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
-from quantplug.core.batch_norms.inference import set_operand
+from quantplug.core.graph.editing import set_operand
 from quantplug.core.graph.facts import constant_value, operands, tensor_value
 from quantplug.core.patterns.language import Match
 from quantplug.lowering.xnnpack.conversions import (

@@ -24,11 +24,11 @@ from quantplug.conformance.trial import Panel, Trial
 from quantplug.core.annotation.plan import Plan, plan_of
 from quantplug.core.annotation.verify import verify_annotations
 from quantplug.core.errors import QuantplugError, first_line
-from quantplug.core.pt2e.quantization import DEQUANTIZE_OPS
+from quantplug.core.observers.sharing import annotation_of, sharing_groups
 from quantplug.core.qdq.format import reference_defects
+from quantplug.core.qdq.nodes import DEQUANTIZE_OPS
 from quantplug.core.specs.decision import decision
 from quantplug.core.specs.levels import Level
-from quantplug.core.specs.sharing import annotation_of, sharing_groups
 
 # Training sees the ranges of one batch, calibration may clip them: the two q/dq graphs differ by that.
 _TRAINING_DECIBELS = 10.0

@@ -24,10 +24,9 @@ from quantplug.core.graph.constants import constant_nodes
 from quantplug.core.graph.facts import module_path
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
-from quantplug.core.pt2e.quantization import DEQUANTIZE_OPS, QUANTIZE_OPS
 from quantplug.core.qdq.format import differences
 from quantplug.core.qdq.limits import qparam_violations
-from quantplug.core.report.boundaries import is_qdq
+from quantplug.core.qdq.nodes import DEQUANTIZE_OPS, QUANTIZE_OPS, is_qdq
 from quantplug.core.specs.decision import Decision, decision
 from quantplug.core.specs.limits import VIOLATIONS_KEY, Violation
 from quantplug.lowering.emulation import EmulatedProgram

@@ -20,8 +20,8 @@ from quantplug.conformance.pieces import Following, Led, Piece, PieceError, Plac
 from quantplug.conformance.recipes import SAMPLES
 from quantplug.conformance.spelling import Call, spellings
 from quantplug.core.annotation.annotator import Annotator
+from quantplug.core.observers.sharing import tensor_key
 from quantplug.core.patterns.language import Match, Op, Pattern
-from quantplug.core.specs.sharing import tensor_key
 from quantplug.quantizers.framework.backend import Backend
 
 # Sizes to try until one row's output fits another's input.

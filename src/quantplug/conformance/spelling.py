@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from quantplug.core.patterns.language import Each, Either, Literal, Maybe, Op, Pattern, SingleUse, Target, Value
+from quantplug.core.graph.operators import Target
+from quantplug.core.patterns.language import Each, Either, Literal, Maybe, Op, Pattern, SingleUse, Value
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,12 @@ from torch import Tensor, fx
 from torchao.quantization.pt2e import FakeQuantizeBase, PerAxis, PerToken, PlaceholderObserver
 
 from quantplug.core.errors import ConfigError
+from quantplug.core.qdq.nodes import CHOOSE_ROWS, DEQUANTIZE_ROWS, QUANTIZE_ROWS
 
 Granularity: TypeAlias = PerToken | PerAxis
 
 _OPS = torch.ops.quantized_decomposed
 _AFFINE = torch.ops.torchao
-CHOOSE_ROWS = _OPS.choose_qparams_per_token_asymmetric.default
-QUANTIZE_ROWS = _OPS.quantize_per_token.default
-DEQUANTIZE_ROWS = _OPS.dequantize_per_token.default
 _RANGE = (-128, 127)
 _LIMITS = (torch.int8, *_RANGE)
 # Of samples: the least scale, 2**-23 in the operator for rows, and the dtypes of scale and zero point.

@@ -25,7 +25,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from quantplug.core.errors import AnnotationError
 from quantplug.core.graph.facts import describe
 from quantplug.core.graph.union_find import UnionFind
-from quantplug.core.qdq.rowwise import granularity_of
+from quantplug.core.observers.rowwise import granularity_of
 from quantplug.core.specs.scaling import constructor_key, scaling_key
 
 Point: TypeAlias = fx.Node | tuple[fx.Node, fx.Node]
