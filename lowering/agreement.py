@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import LoweringError
 from quantplug.core.qdq.nodes import is_quantize
+from quantplug.core.qdq.qparams import DEQUANTIZE_PER_TENSOR, qparams
 from quantplug.core.specs.levels import STEP_ROUNDING, Deviation, sqnr
-from quantplug.lowering.qparams import DEQUANTIZE_PER_TENSOR, qparams
 from quantplug.lowering.starting import twin
 
 _DECIBELS = 25.0

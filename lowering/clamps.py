@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from quantplug.core.graph.editing import call, replace
 from quantplug.core.graph.facts import operands
+from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, Pattern, op, single_use
-from quantplug.lowering.qparams import QParams, is_static, qparams, quantize
-from quantplug.lowering.rewriting import Rule, absorb, call, replace
+from quantplug.core.patterns.rules import Rule
+from quantplug.core.qdq.qparams import QParams, is_static, qparams, quantize
 
 aten = torch.ops.aten
 # operator -> its lower and upper bound, each a number or the name of the operand that holds it
@@ -57,9 +59,9 @@ def _clamp_integers(match: Match, params: QParams, bounds: list[Any]) -> None:
     node, clamp = match.root, match["clamp"]
     source = clamp.args[0]
     low, high = (_integer(bound, params) for bound in bounds)
-    low, high = params.qmin if low is None else low, params.qmax if high is None else high
+    low, high = params.quant_min if low is None else low, params.quant_max if high is None else high
     integers = call(clamp, node.target, (source, *params.args()), source, params.dtype)
-    if (low, high) != (params.qmin, params.qmax):
+    if (low, high) != (params.quant_min, params.quant_max):
         integers = call(clamp, aten.clamp.default, (integers, low, high), node)
     absorb(integers, clamp, node)
     replace(node, integers)

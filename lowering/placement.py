@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from quantplug.core.graph.facts import compute_nodes, module_path
+from quantplug.core.graph.meta import ORIGINS, REASON, origins
 from quantplug.lowering.program import LoweredOp
-from quantplug.lowering.rewriting import ORIGINS, REASON, origins
 
 INTEGERS = (torch.uint8, torch.int8)
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from quantplug.lowering.qparams import QParams
+from quantplug.core.qdq.qparams import QParams
 
 _LIMIT = 2**15 - 1
 
@@ -44,7 +44,7 @@ def largest_pair(highest: int, weight: Tensor) -> int:
 
 def as_unsigned(params: QParams) -> int:
     """Returns the highest integer as uint8; the kernels take int8 as uint8 around 128."""
-    return params.qmax + (128 if params.dtype == torch.int8 else 0)
+    return params.quant_max + (128 if params.dtype == torch.int8 else 0)
 
 
 def pair_objection(pair: int) -> str | None:

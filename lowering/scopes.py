@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.errors import LoweringError
+from quantplug.core.graph.editing import fresh_name
 from quantplug.core.graph.facts import attribute
-from quantplug.lowering.rewriting import fresh_name
 
 _HIGHER = torch.ops.higher_order
 

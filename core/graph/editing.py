@@ -1,15 +1,16 @@
 """Edits of an exported graph: operands set, nodes added with their metadata, dead ones erased."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
-from quantplug.core.graph.facts import has_effect, operands, tensor_value
+from quantplug.core.graph.facts import attribute, has_effect, operands, tensor_value
+from quantplug.core.graph.meta import ORIGINS, REASON
 
 
 def erase_dead_code(graph: fx.Graph) -> None:
@@ -84,3 +85,109 @@ def erase_unused(nodes: Iterable[fx.Node]) -> None:
         erased.add(node)
         waiting.extend(node.all_input_nodes)
         node.graph.erase_node(node)
+
+
+def like(node: fx.Node, model: fx.Node) -> fx.Node:
+    """Gives a new node the module path and the history of the node that it stands for."""
+    for key in ("nn_module_stack", "stack_trace", "from_node", "custom"):
+        if key in model.meta:
+            node.meta[key] = model.meta[key]
+    return node
+
+
+def add_constant(owner: fx.GraphModule, graph: fx.Graph, value: Tensor, name: str) -> fx.Node:
+    """Registers a parameter or buffer under a free name and creates its `get_attr` at the insertion point."""
+    free, suffix = f"_quantplug_{name}", 0
+    while hasattr(owner, free):
+        suffix += 1
+        free = f"_quantplug_{name}_{suffix}"
+    if isinstance(value, nn.Parameter):
+        owner.register_parameter(free, value)
+    else:
+        owner.register_buffer(free, value)
+    return graph.get_attr(free)
+
+
+# Metadata that names an operator or a layer class, which another operator in its place is not.
+_OF_ONE_OPERATOR = (REASON, "source_fn_stack", "torch_fn")
+
+
+def _is_erased(node: fx.Node) -> bool:
+    return node._erased  # fx keeps no public record of what a graph has lost
+
+
+def call(before: fx.Node, target: Any, args: Sequence[Any], like: fx.Node, dtype: torch.dtype | None = None) -> fx.Node:
+    """Inserts an operator call before a node.
+
+    Args:
+        before: the node that the call is inserted in front of.
+        target: the operator overload.
+        args: its positional operands.
+        like: the node whose module path and tensor value (shape) the result has.
+        dtype: the result's dtype where it differs from that node's.
+    """
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(target, tuple(args))
+    node.meta.update({k: v for k, v in like.meta.items() if k not in _OF_ONE_OPERATOR})
+    node.meta[ORIGINS] = frozenset()
+    value = tensor_value(like)
+    if value is not None:
+        node.meta["val"] = value.to(dtype) if dtype else value
+    return node
+
+
+def viewed(before: fx.Node, view: Any, source: fx.Node, *args: Any) -> fx.Node:
+    """Inserts a view of a node's tensor before a node; its value is known where the tensor's is."""
+    node = call(before, view, (source, *args), source)
+    value = tensor_value(source)
+    if value is not None:
+        node.meta["val"] = view(value, *args)
+    return node
+
+
+def constant(before: fx.Node, name: str, value: Tensor) -> fx.Node:
+    """Registers a tensor as a buffer under a fresh name and inserts a node that reads it before a node."""
+    owner = before.graph.owning_module
+    assert owner is not None
+    fresh = fresh_name(owner, name)
+    owner.register_buffer(fresh, value)
+    with before.graph.inserting_before(before):
+        node = before.graph.get_attr(fresh)
+    node.meta["val"] = value
+    return node
+
+
+def fresh_name(owner: Any, name: str) -> str:
+    """Returns a name under which a module has no attribute yet, made from a readable one."""
+    stem = name.replace(".", "_")
+    number = 0
+    while hasattr(owner, f"{stem}_{number}"):
+        number += 1
+    return f"{stem}_{number}"
+
+
+def replace(old: fx.Node, new: fx.Node) -> None:
+    """Lets every user of a node use another one, and erases what nobody needs any more."""
+    old.replace_all_uses_with(new)
+    erase_unused((old,))
+
+
+def finish(module: fx.GraphModule) -> None:
+    """Drops what nobody reads from a rewritten module, checks its graph and makes it run."""
+    erase_dead_code(module.graph)
+    module.graph.lint()
+    drop_unread_attributes(module)
+    module.recompile()
+
+
+def drop_unread_attributes(module: fx.GraphModule) -> None:
+    """Deletes parameters and buffers that no node reads: float weights next to their integer copies."""
+    read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    held = [
+        name
+        for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    ]
+    for name in held:
+        if name not in read:
+            owner, _, leaf = name.rpartition(".")
+            delattr(attribute(module, owner) if owner else module, leaf)

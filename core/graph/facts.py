@@ -296,3 +296,15 @@ def observer_of(node: Any) -> nn.Module | None:
         return None
     module = node.graph.owning_module.get_submodule(str(node.target))
     return module if is_observer(module) else None
+
+
+def operator_name(node: Any) -> str:
+    """Returns "namespace::name" of an operator call, "" for anything else."""
+    schema = getattr(node.target, "_schema", None) if isinstance(node, fx.Node) else None
+    return str(schema.name) if schema is not None else ""
+
+
+def sole_user(node: fx.Node) -> fx.Node | None:
+    """Returns the only node that uses another one, or None if there are none or several."""
+    users = list(node.users)
+    return users[0] if len(users) == 1 else None

@@ -28,3 +28,20 @@ def stage_of(model: fx.GraphModule) -> str:
         return PREPARED
     stage = model.meta.get(STAGE_KEY, "")
     return str(stage)
+
+
+ORIGINS = "quantplug_origins"
+
+
+REASON = "quantplug_reason"
+
+
+def origins(node: fx.Node) -> frozenset[str]:
+    """Returns the names of the q/dq graph's compute operators that a node carries out."""
+    found: frozenset[str] = node.meta.get(ORIGINS, frozenset())
+    return found
+
+
+def absorb(kernel: fx.Node, *nodes: fx.Node) -> None:
+    """Notes that a kernel now also does what other nodes did."""
+    kernel.meta[ORIGINS] = origins(kernel).union(*(origins(node) for node in nodes))

@@ -6,7 +6,7 @@ import torch
 import torchao.quantization.pt2e  # noqa: F401  (registers the operators of quantized_decomposed)
 from torch import fx
 
-from quantplug.core.graph.facts import is_constant, operands, tensor_value
+from quantplug.core.graph.facts import is_constant, operands, operator_name, tensor_value
 
 _QDQ_LIBRARIES = ("quantized_decomposed", "torchao")
 _OPS = torch.ops.quantized_decomposed
@@ -102,3 +102,9 @@ def _blocks(node: fx.Node, block: list[Any]) -> str:
     if is_sample and (len(block) == 4 or not is_row):  # images, even of one row
         return "per sample"
     return "per row" if is_row else "per group"
+
+
+def is_conversion(node: Any) -> TypeGuard[fx.Node]:
+    """Tells whether a node quantizes, dequantizes or chooses quantization parameters."""
+    name = operator_name(node)
+    return is_quantize(node) or is_dequantize(node) or name.partition("::")[2].startswith("choose_qparams")

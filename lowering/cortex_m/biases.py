@@ -7,11 +7,10 @@ of the sums, input scale x weight scale.
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph.editing import set_operand
+from quantplug.core.graph.editing import call, constant, set_operand
 from quantplug.core.graph.facts import compute_nodes, constant_value, operands
 from quantplug.core.patterns.language import op
-from quantplug.lowering.qparams import IntegerWeight, dequantize, integer_weight, qparams
-from quantplug.lowering.rewriting import call, constant
+from quantplug.core.qdq.qparams import IntegerWeight, dequantize, integer_weight, qparams
 
 _QDQ = torch.ops.quantized_decomposed
 _PRODUCTS = op("conv1d", "conv2d", "convolution", "linear").overloads

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from quantplug.core.errors import ConfigError, LoweringError, first_line
+from quantplug.core.graph.editing import constant, replace
 from quantplug.core.graph.facts import (
     compute_nodes,
     is_constant,
@@ -25,6 +26,7 @@ from quantplug.core.graph.facts import (
     require_graph_module,
 )
 from quantplug.core.patterns.language import op, single_use
+from quantplug.core.patterns.rules import apply
 from quantplug.core.specs.decision import decision
 from quantplug.lowering.agreement import agreement
 from quantplug.lowering.clamps import clamp_rules
@@ -32,7 +34,6 @@ from quantplug.lowering.cortex_m.biases import quantize_biases
 from quantplug.lowering.cortex_m.program import CortexMProgram, channels_last
 from quantplug.lowering.placement import is_quantization
 from quantplug.lowering.program import LoweredOp, refusal
-from quantplug.lowering.rewriting import apply, constant, replace
 from quantplug.lowering.sizes import write_sizes_out
 from quantplug.lowering.starting import starting, starting_from_state, twin
 

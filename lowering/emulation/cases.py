@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torchao.quantization.pt2e import PerAxis, PerToken
 
 from quantplug.core.observers.rowwise import quantize_dequantize
-from quantplug.lowering.qparams import QD
+from quantplug.core.qdq.qparams import QD
 
 INTEGER_OPERATORS = "means, clamps, embedding, data movement, max_pool2d"
 Parameters = tuple[float, int]

@@ -19,12 +19,13 @@ from quantplug.core.files.whole import exported_content, write_content
 from quantplug.core.graph.calling import in_order, input_names
 from quantplug.core.graph.editing import erase_dead_code
 from quantplug.core.graph.facts import require_graph_module
+from quantplug.core.graph.meta import REASON, origins
 from quantplug.core.patterns.language import Match
+from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.specs.levels import Level
 from quantplug.lowering.emulation.rows import Row
 from quantplug.lowering.placement import record
 from quantplug.lowering.program import LoweredOp, Program
-from quantplug.lowering.rewriting import REASON, Rule, apply, origins
 from quantplug.lowering.starting import starting, state_of
 
 _NO_KERNEL = "the kernel set has no integer kernel for it in this place"

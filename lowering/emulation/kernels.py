@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantplug.core.qdq.qparams import QParams
 from quantplug.lowering.emulation.numerics import Numerics
-from quantplug.lowering.qparams import QParams
 
 
 class Kernel(nn.Module):
@@ -25,7 +25,7 @@ class Kernel(nn.Module):
 
     def __init__(self, out: QParams) -> None:
         super().__init__()
-        self.out, self.low, self.high = out, out.qmin, out.qmax
+        self.out, self.low, self.high = out, out.quant_min, out.quant_max
 
     def bound(self, low: int, high: int) -> None:
         """Narrows the output: a clamp that the kernel takes along."""

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quantplug.core.qdq.qparams import QD, IntegerWeight, QParams
 from quantplug.lowering.emulation.kernels import Kernel, float32, zero
 from quantplug.lowering.emulation.numerics import Numerics
-from quantplug.lowering.qparams import QD, IntegerWeight, QParams
 
 Run = Callable[[Tensor, Tensor], Tensor]
 Columns = Callable[[Tensor], Tensor]

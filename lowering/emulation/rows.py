@@ -11,8 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from quantplug.core.graph.editing import fresh_name, replace
 from quantplug.core.graph.facts import constant_value, operands
+from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, Op, Pattern, anything, each, either, op, optional, single_use, value
+from quantplug.core.patterns.rules import Rule
+from quantplug.core.qdq.qparams import IntegerWeight, QParams, dequantize, folded, integer_weight, qparams, quantize
 from quantplug.core.specs.levels import Level
 from quantplug.lowering.emulation.kernels import (
     Elementwise,
@@ -28,10 +32,7 @@ from quantplug.lowering.emulation.kernels import (
 )
 from quantplug.lowering.emulation.numerics import Numerics
 from quantplug.lowering.emulation.products import Layer, Product, convolution_columns, integer_bias, linear_columns
-from quantplug.lowering.qparams import IntegerWeight, QParams, dequantize, integer_weight, qparams, quantize
-from quantplug.lowering.rewriting import Rule, absorb, fresh_name, replace
 from quantplug.lowering.x86.integer_flow import MOVES, REPEATS
-from quantplug.lowering.xnnpack.conversions import folded
 
 CLAMPS = ("relu", "relu6", "hardtanh", "clamp.default", "clamp_.default", "clamp_min.default", "clamp_max.default")
 
@@ -91,14 +92,14 @@ def _clamped(inner: Op) -> Pattern:
 def _bounds(match: Match, out: QParams) -> tuple[int, int] | str:
     """Returns the integers between which a fused clamp keeps the output."""
     if "clamp" not in match:
-        return out.qmin, out.qmax
+        return out.quant_min, out.quant_max
     given, name = operands(match["clamp"]), match["clamp"].target._schema.name
     low, high = given.get("min_val", given.get("min")), given.get("max_val", given.get("max"))
     low, high = (0.0, 6.0 if "relu6" in name else None) if "relu" in name else (low, high)
     if isinstance(low, fx.Node) or isinstance(high, fx.Node):
         return "its bounds are tensors"
-    return (_integer(low, out) if low is not None else out.qmin), (
-        _integer(high, out) if high is not None else out.qmax
+    return (_integer(low, out) if low is not None else out.quant_min), (
+        _integer(high, out) if high is not None else out.quant_max
     )
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, fx, nn
 
 from quantplug.core.graph.facts import constant_value, operands
 from quantplug.core.patterns.language import Match, op, value
+from quantplug.core.patterns.rules import Rule
 from quantplug.core.qdq.nodes import AFFINE_OPS
+from quantplug.core.qdq.qparams import integer_weight
 from quantplug.lowering.emulation.rows import substitute
-from quantplug.lowering.qparams import integer_weight
-from quantplug.lowering.rewriting import Rule
-from quantplug.lowering.xnnpack.run_time import Chain, chain_of
+from quantplug.lowering.run_time import Chain, chain_of
 
 _LOW, _HIGH = -128.0, 127.0
 

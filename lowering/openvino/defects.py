@@ -12,12 +12,14 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from quantplug.core.errors import LoweringError
+from quantplug.core.graph.editing import call, constant, replace, viewed
 from quantplug.core.graph.facts import constant_value, describe, operands, tensor_value
+from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, item, op, value
+from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.nodes import is_dequantize
+from quantplug.core.qdq.qparams import dequantize
 from quantplug.lowering.clamps import bounds_of
-from quantplug.lowering.qparams import dequantize
-from quantplug.lowering.rewriting import Rule, absorb, apply, call, constant, replace, viewed
 
 aten = torch.ops.aten
 

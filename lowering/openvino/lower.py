@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.errors import LoweringError
+from quantplug.core.graph.editing import call, constant, erase_unused, finish, replace
 from quantplug.core.graph.facts import (
     constant_value,
     describe,
@@ -25,8 +26,11 @@ from quantplug.core.graph.facts import (
     require_graph_module,
     tensor_value,
 )
+from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, op, value
+from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.nodes import is_dequantize
+from quantplug.core.qdq.qparams import FULL_RANGE, QD, dequantize, qparams, quantize
 from quantplug.lowering.agreement import agreement
 from quantplug.lowering.halves import spell_out_halves
 from quantplug.lowering.open_sizes import open_sizes
@@ -37,8 +41,6 @@ from quantplug.lowering.openvino.state import Variable, expose
 from quantplug.lowering.placement import record
 from quantplug.lowering.processor import as_unsigned, largest_pair, pair_objection
 from quantplug.lowering.program import refusal, require_float_dtype
-from quantplug.lowering.qparams import FULL_RANGE, QD, dequantize, qparams, quantize
-from quantplug.lowering.rewriting import Rule, absorb, apply, call, constant, erase_unused, finish, replace
 from quantplug.lowering.scopes import require_no_autocast
 from quantplug.lowering.signature import FixedInput, Signature
 from quantplug.lowering.starting import starting, twin
@@ -258,11 +260,11 @@ def _integers(match: Match) -> str | None:
     step = call(node, _ATEN.mul.Tensor, (match["x"], 1.0 / scale), match["x"])
     step = call(node, _ATEN.round.default, (step,), step)
     step = call(node, _ATEN.add.Tensor, (step, float(zero_point)), step)
-    step = call(node, _ATEN.clamp.default, (step, params.qmin, params.qmax), step)
+    step = call(node, _ATEN.clamp.default, (step, params.quant_min, params.quant_max), step)
     step = call(node, _ATEN.to.dtype, (step, params.dtype), node, params.dtype)
     absorb(step, node)
     outputs.replace_input_with(node, step)
-    erase_unused(node)
+    erase_unused((node,))
     return None
 
 

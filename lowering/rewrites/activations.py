@@ -6,9 +6,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from quantplug.core.graph.facts import operands, tensor_value
+from quantplug.core.graph.facts import operands, operator_name, tensor_value
 from quantplug.lowering.rewrites.writing import Writer, constant_operand, done, matching
-from quantplug.lowering.xnnpack.conversions import operator_name
 
 _ATEN = torch.ops.aten
 # Klambauer et al., "Self-Normalizing Neural Networks", 2017: what torch.nn.SELU computes with.

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from quantplug.core.graph.editing import like
 from quantplug.core.graph.facts import tensor_value
 from quantplug.lowering.rewrites.writing import Writer, constant_operand, done, matching
-from quantplug.lowering.xnnpack.conversions import like
 
 _ATEN = torch.ops.aten
 

@@ -5,9 +5,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from quantplug.core.graph.facts import tensor_value
+from quantplug.core.graph.facts import operator_name, tensor_value
 from quantplug.lowering.rewrites.writing import Writer, constant_operand, done, matching
-from quantplug.lowering.xnnpack.conversions import operator_name
 
 _ATEN = torch.ops.aten
 

@@ -10,10 +10,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from quantplug.core.graph.constants import written_buffers
-from quantplug.core.graph.facts import constant_value, operands, tensor_value, viewed_node, written_argument
-from quantplug.core.qdq.nodes import CAST_OP
+from quantplug.core.graph.facts import (
+    constant_value,
+    operands,
+    operator_name,
+    tensor_value,
+    viewed_node,
+    written_argument,
+)
+from quantplug.core.qdq.nodes import CAST_OP, is_conversion
 from quantplug.lowering.rewrites.writing import Writer, done
-from quantplug.lowering.xnnpack.conversions import is_conversion, operator_name
 
 # What such an operator yields depends on the sizes of its operand alone.
 _LIKE = {

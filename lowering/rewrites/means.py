@@ -3,9 +3,10 @@
 import torch
 from torch import fx
 
+from quantplug.core.graph.editing import call, replace
 from quantplug.core.graph.facts import operands, tensor_value
 from quantplug.core.patterns.language import Match, op, value
-from quantplug.lowering.rewriting import Rule, apply, call, replace
+from quantplug.core.patterns.rules import Rule, apply
 
 _ATEN = torch.ops.aten
 

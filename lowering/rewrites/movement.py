@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from quantplug.core.graph.aliases import changed_under_other_names
-from quantplug.core.graph.facts import tensor_value
+from quantplug.core.graph.facts import operator_name, tensor_value
 from quantplug.lowering.rewrites.writing import (
     Writer,
     axis_of,
@@ -17,7 +17,6 @@ from quantplug.lowering.rewrites.writing import (
     matching,
     permutation,
 )
-from quantplug.lowering.xnnpack.conversions import operator_name
 
 _ATEN = torch.ops.aten
 

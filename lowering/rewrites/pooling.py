@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.graph.editing import erase_dead_code
-from quantplug.core.graph.facts import tensor_value
+from quantplug.core.graph.facts import operator_name, tensor_value
 from quantplug.lowering.rewrites.writing import Writer, axis_of, done, matching, pair
-from quantplug.lowering.xnnpack.conversions import operator_name
 
 _ATEN = torch.ops.aten
 

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
-from quantplug.core.graph.facts import tensor_value
+from quantplug.core.graph.facts import operator_name, tensor_value
 from quantplug.core.patterns.language import Match
 from quantplug.lowering.rewrites.writing import Writer, done, index_of, is_getitem, matching, value_of
-from quantplug.lowering.xnnpack.conversions import operator_name
 
 _ATEN = torch.ops.aten
 _STATE_KEY = "quantplug_state"

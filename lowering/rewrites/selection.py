@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph.facts import operands, tensor_value
+from quantplug.core.graph.facts import operands, operator_name, tensor_value
 from quantplug.lowering.rewrites.writing import Writer, axis_of, done, permutation
-from quantplug.lowering.xnnpack.conversions import operator_name
 
 _ATEN = torch.ops.aten
 _ELEMENTWISE = {

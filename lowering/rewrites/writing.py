@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph.editing import erase_dead_code
-from quantplug.core.graph.facts import constant_value, operands, tensor_value
-from quantplug.lowering.xnnpack.conversions import add_constant, like, operator_name
+from quantplug.core.graph.editing import add_constant, erase_dead_code, like
+from quantplug.core.graph.facts import constant_value, operands, operator_name, tensor_value
 
 
 class Writer:

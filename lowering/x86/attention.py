@@ -7,9 +7,10 @@ are given no mask. After: the same without it; the kernel would add it to the sc
 import torch
 from torch import fx
 
+from quantplug.core.graph.editing import erase_unused
 from quantplug.core.graph.facts import constant_value, operands, viewed_node
 from quantplug.core.patterns.language import Match, op, value
-from quantplug.lowering.rewriting import Rule, erase_unused
+from quantplug.core.patterns.rules import Rule
 
 
 def _unmask(match: Match) -> str | None:
@@ -18,7 +19,7 @@ def _unmask(match: Match) -> str | None:
     if known is None or known.dtype != torch.bool or not bool(known.all()):
         return "its mask is not known to let everything through"
     match.root.args, match.root.kwargs = (), {**operands(match.root), "attn_mask": None}
-    erase_unused(mask)
+    erase_unused((mask,))
     return None
 
 

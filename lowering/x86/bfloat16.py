@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from quantplug.core.graph.editing import erase_dead_code
+from quantplug.core.graph.editing import call, erase_dead_code, erase_unused
 from quantplug.core.graph.facts import is_constant, tensor_value
+from quantplug.core.graph.meta import REASON
 from quantplug.core.patterns.language import op
-from quantplug.lowering.rewriting import REASON, call, erase_unused
 from quantplug.lowering.x86.integer_flow import MOVES, REPEATS
 from quantplug.lowering.x86.kernels.epilogues import DTYPE, set_args
 
@@ -104,4 +104,4 @@ def _skip_casts(node: fx.Node, instead: fx.Node) -> None:
     node.meta["val"] = node.meta["val"].to(HALF)
     for cast in list(node.users):
         cast.replace_all_uses_with(instead)
-        erase_unused(cast)
+        erase_unused((cast,))

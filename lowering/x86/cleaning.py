@@ -13,12 +13,13 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from quantplug.core.graph.editing import constant, erase_unused, replace
 from quantplug.core.graph.facts import constant_value, is_constant, operands
 from quantplug.core.patterns.language import Match, op, value
+from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
-from quantplug.lowering.qparams import QD, is_static, qparams, quantize
+from quantplug.core.qdq.qparams import QD, is_static, qparams, quantize
 from quantplug.lowering.rewrites.functional import make_functional
-from quantplug.lowering.rewriting import Rule, apply, constant, erase_unused, replace
 
 
 def clean(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:
@@ -39,7 +40,7 @@ def _remove_guards(graph: fx.Graph) -> None:
             graph.erase_node(node)
     for node in reversed(list(graph.nodes)):
         if node.op == "get_attr":
-            erase_unused(node)
+            erase_unused((node,))
 
 
 def _schema_name(node: fx.Node) -> str:
@@ -135,7 +136,7 @@ def _to_unsigned(match: Match) -> str | None:
     if any(qparams(user) != qparams(node) for user in users):
         return "it is dequantized with other parameters"
     # from 0 on, so that a reduced range stays within 127 (see processor.py)
-    params = qparams(node).shifted(-qparams(node).qmin, torch.uint8)
+    params = qparams(node).shifted(-qparams(node).quant_min, torch.uint8)
     node.target = QD.quantize_per_tensor.default
     node.args, node.kwargs = (operands(node)["input"], *params.args()), {}
     node.meta["val"] = node.meta["val"].to(torch.uint8)

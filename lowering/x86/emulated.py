@@ -18,13 +18,13 @@ from torch import Tensor, fx, nn
 
 from quantplug.core.graph.facts import operands
 from quantplug.core.patterns.language import Match, op
+from quantplug.core.patterns.rules import Rule
+from quantplug.core.qdq.qparams import FULL_RANGE
 from quantplug.core.specs.levels import Level
 from quantplug.lowering.emulation.cases import INTEGER_OPERATORS
 from quantplug.lowering.emulation.emulate import KernelSet, Prepared
 from quantplug.lowering.emulation.kernels import float32
 from quantplug.lowering.emulation.rows import Row, substitute
-from quantplug.lowering.qparams import FULL_RANGE
-from quantplug.lowering.rewriting import Rule
 from quantplug.lowering.x86.kernels.epilogues import fuse_sums
 from quantplug.lowering.x86.lower import lower
 

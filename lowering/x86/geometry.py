@@ -13,9 +13,11 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
+from quantplug.core.graph.editing import call, replace, viewed
 from quantplug.core.graph.facts import operands, tensor_value
+from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, op
-from quantplug.lowering.rewriting import Rule, absorb, apply, call, replace, viewed
+from quantplug.core.patterns.rules import Rule, apply
 
 aten = torch.ops.aten
 Geometry = tuple[list[int], list[int], list[int], int]

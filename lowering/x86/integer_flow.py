@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from quantplug.core.graph.editing import call, replace, viewed
 from quantplug.core.graph.facts import operands, rank, tensor_value
+from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, each, item, op, single_use, value
+from quantplug.core.patterns.rules import Rule, apply
+from quantplug.core.qdq.qparams import QD, QParams, dequantize, is_static, qparams, quantize
 from quantplug.lowering.clamps import clamp_rules
-from quantplug.lowering.qparams import QD, QParams, dequantize, is_static, qparams, quantize
-from quantplug.lowering.rewriting import Rule, absorb, apply, call, replace, viewed
 
 aten = torch.ops.aten
 MOVES = (
@@ -91,7 +93,7 @@ def _sink_relu(match: Match) -> str | None:
     """max(x, 0) is max(integer, zero point), and nothing where no integer stands for a negative number."""
     params = qparams(match["dequantize"])
     integers: Any = match["integers"]
-    if params.zero_point != params.qmin:
+    if params.zero_point != params.quant_min:
         clamp = aten.clamp_min.default
         integers = call(match.root, clamp, (integers, params.zero_point), match.root, params.dtype)
     absorb(integers, match.root)
@@ -106,7 +108,7 @@ def _sink_pad(match: Match) -> str | None:
     assert not isinstance(params.zero_point, fx.Node)
     integer = round(float(number) / params.scale) + params.zero_point
     exact = (integer - params.zero_point) * params.scale
-    if not params.qmin <= integer <= params.qmax or abs(exact - float(number)) > 1e-6 * params.scale:
+    if not params.quant_min <= integer <= params.quant_max or abs(exact - float(number)) > 1e-6 * params.scale:
         return f"the padding value {number} is no integer of its quantization"
     pad = aten.constant_pad_nd.default
     padded = call(match.root, pad, (match["integers"], given["pad"], integer), match.root, params.dtype)

@@ -10,12 +10,13 @@ import torch
 from torch import fx
 
 from quantplug.core.errors import LoweringError
+from quantplug.core.graph.editing import finish
 from quantplug.core.graph.facts import require_graph_module
+from quantplug.core.patterns.rules import apply
 from quantplug.lowering.halves import spell_out_halves
 from quantplug.lowering.placement import place, record
 from quantplug.lowering.program import require_float_dtype
 from quantplug.lowering.rewrites.folding import all_constant_expressions_are_folded
-from quantplug.lowering.rewriting import apply, finish
 from quantplug.lowering.starting import starting
 from quantplug.lowering.x86.attention import OPEN_MASKS
 from quantplug.lowering.x86.bfloat16 import compute_in_half, is_half_for_free

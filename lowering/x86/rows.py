@@ -12,9 +12,9 @@ from torchao.quantization.pt2e import PerToken
 
 from quantplug.core.graph.editing import erase_dead_code
 from quantplug.core.graph.facts import rank
+from quantplug.core.graph.meta import REASON
 from quantplug.core.qdq.nodes import is_dequantize, range_of
-from quantplug.lowering.rewriting import REASON
-from quantplug.lowering.xnnpack.run_time import Chain, chain_of
+from quantplug.lowering.run_time import Chain, chain_of
 
 _ATEN = torch.ops.aten
 _LOW, _HIGH = -128, 127

@@ -7,7 +7,8 @@ takes integers. Tensors of the edge program are all contiguous, so that the copy
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from quantplug.lowering.xnnpack.conversions import is_dequantize, operator_name
+from quantplug.core.graph.facts import operator_name
+from quantplug.core.qdq.nodes import is_dequantize
 
 _COPIES = {"aten::clone", "dim_order_ops::_clone_dim_order"}
 

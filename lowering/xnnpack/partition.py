@@ -12,7 +12,7 @@ from typing import Any
 import networkx
 from torch import fx
 
-from quantplug.lowering.xnnpack.conversions import operator_name
+from quantplug.core.graph.facts import operator_name
 from quantplug.lowering.xnnpack.legalize import Legalized
 from quantplug.lowering.xnnpack.placement import origins
 

@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.files.structures import without_unnamed
 from quantplug.core.graph.constants import written_buffers
-from quantplug.core.graph.facts import compute_nodes, require_graph_module
+from quantplug.core.graph.facts import compute_nodes, operator_name, require_graph_module
+from quantplug.core.qdq.nodes import is_conversion, is_dequantize
 from quantplug.core.specs.decision import decision
 from quantplug.lowering.agreement import agreement
 from quantplug.lowering.open_sizes import open_sizes
@@ -28,7 +29,6 @@ from quantplug.lowering.signature import Signature
 from quantplug.lowering.sizes import write_sizes_out
 from quantplug.lowering.starting import starting, starting_from_state
 from quantplug.lowering.xnnpack.capacity import largest_sizes, one_way_to_convolve, require_capacity, require_limits
-from quantplug.lowering.xnnpack.conversions import is_conversion, is_dequantize, operator_name
 from quantplug.lowering.xnnpack.copies import copies_of_dequantized_are_dropped
 from quantplug.lowering.xnnpack.legalize import Legalized, legalize, runs_alone
 from quantplug.lowering.xnnpack.legalize.embeddings import read_tables_by_row

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from quantplug.core.graph.facts import compute_nodes, module_path
+from quantplug.core.qdq.nodes import is_conversion
 from quantplug.lowering.program import LoweredOp
-from quantplug.lowering.xnnpack.conversions import is_conversion
 from quantplug.lowering.xnnpack.program import KernelCounts
 from quantplug.lowering.xnnpack.serializer.records import KernelCall
 

@@ -9,53 +9,21 @@ scale is chosen at run time.
 import copy
 import operator
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 from torchao.quantization.pt2e import PerAxis, PerToken
 
-from quantplug.core.graph.editing import erase_dead_code
-from quantplug.core.graph.facts import operands, rank, tensor_value
+from quantplug.core.graph.editing import erase_dead_code, like
+from quantplug.core.graph.facts import operands, operator_name, rank, tensor_value
 from quantplug.core.observers.rowwise import Granularity, add_rows, granularity_text
-from quantplug.core.qdq.nodes import range_of
-from quantplug.lowering.xnnpack.conversions import INT8, is_dequantize, is_dynamic, is_quantize, like, operator_name
+from quantplug.core.qdq.nodes import is_dequantize, range_of
+from quantplug.core.qdq.qparams import INT8
+from quantplug.lowering.run_time import Chain, chain_of
 
 _Q = torch.ops.quantized_decomposed
 _ROWS = {"aten::linear": "input", "aten::addmm": "mat1", "aten::mm": "self"}
 _FINER = "the kernel chooses a scale {}, the graph {}"
-
-
-@dataclass(frozen=True)
-class Chain:
-    """A tensor that is quantized and dequantized with parameters that are chosen from it at run time."""
-
-    source: fx.Node
-    choose: fx.Node
-    quantize: fx.Node
-    dequantize: fx.Node
-
-    @property
-    def granularity(self) -> Granularity | None:
-        """For what there is a scale each; None for the whole tensor, or for what no kernel here knows."""
-        found: dict[str, Granularity] = {"per row": PerToken(), "per sample": PerAxis(0)}
-        return found.get(range_of(self.dequantize))
-
-
-def chain_of(dequantize: Any) -> Chain | None:
-    """Returns the chain that ends in a dequantize node, None for any other node."""
-    quantize: Any = dequantize.args[0] if is_dynamic(dequantize) else None
-    if not is_quantize(quantize):
-        return None
-    given = operands(quantize)
-    scale, source = given.get("scale", given.get("scales")), given["input"]
-    if not isinstance(scale, fx.Node) or not isinstance(source, fx.Node):
-        return None
-    choose: Any = scale.args[0] if scale.target is operator.getitem else None
-    if not isinstance(choose, fx.Node) or "choose_qparams" not in operator_name(choose) or choose.args[0] is not source:
-        return None
-    return Chain(source, choose, quantize, dequantize)
 
 
 def as_kernels_choose(working: fx.GraphModule) -> dict[str, str]:

@@ -68,7 +68,12 @@ from quantplug.core.errors import (
     PatternError,
     QuantplugError,
 )
+from quantplug.core.graph.editing import call as add_call
+from quantplug.core.graph.editing import constant as add_constant
+from quantplug.core.graph.editing import replace as replace_node
+from quantplug.core.graph.editing import viewed as add_view
 from quantplug.core.graph.facts import constant_value, operands
+from quantplug.core.graph.meta import absorb
 from quantplug.core.observers import observer
 from quantplug.core.patterns.language import (
     Match,
@@ -86,6 +91,11 @@ from quantplug.core.patterns.language import (
     single_use,
     value,
 )
+from quantplug.core.patterns.rules import Rule as LoweringRule
+from quantplug.core.qdq.qparams import IntegerWeight, QParams, integer_weight, qparams
+from quantplug.core.qdq.qparams import dequantize as dequantize_op
+from quantplug.core.qdq.qparams import is_static as has_static_qparams
+from quantplug.core.qdq.qparams import quantize as quantize_op
 from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
 from quantplug.core.specs.levels import Deviation, Level, sqnr
 from quantplug.lowering.emulation import (
@@ -100,16 +110,6 @@ from quantplug.lowering.emulation import lower as lower_to_reference
 from quantplug.lowering.emulation import rows as kernel_rules
 from quantplug.lowering.emulation.rows import Row as KernelRow
 from quantplug.lowering.program import LoweredOp, Program
-from quantplug.lowering.qparams import IntegerWeight, QParams, integer_weight, qparams
-from quantplug.lowering.qparams import dequantize as dequantize_op
-from quantplug.lowering.qparams import is_static as has_static_qparams
-from quantplug.lowering.qparams import quantize as quantize_op
-from quantplug.lowering.rewriting import Rule as LoweringRule
-from quantplug.lowering.rewriting import absorb
-from quantplug.lowering.rewriting import call as add_call
-from quantplug.lowering.rewriting import constant as add_constant
-from quantplug.lowering.rewriting import replace as replace_node
-from quantplug.lowering.rewriting import viewed as add_view
 from quantplug.lowering.rules import lower_by_rules
 from quantplug.quantizers.framework.backend import Backend, derive, union
 from quantplug.quantizers.framework.capabilities import Capability, capability_table

@@ -12,9 +12,11 @@ from quantplug.annotators.activation import known_range
 from quantplug.annotators.elementwise import binary
 from quantplug.conformance import CHECKS, verdicts
 from quantplug.core.errors import PatternError
+from quantplug.core.graph.editing import call, replace
+from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import op, value
-from quantplug.lowering.qparams import dequantize, qparams, quantize
-from quantplug.lowering.rewriting import Rule, absorb, call, replace
+from quantplug.core.patterns.rules import Rule
+from quantplug.core.qdq.qparams import dequantize, qparams, quantize
 from quantplug.lowering.rules import lower_by_rules
 from quantplug.quantizers.framework.backend import derive
 

@@ -13,12 +13,14 @@ from torch.nn import functional as F
 from quantplug.annotators.convolution import convolution
 from quantplug.annotators.linear import linear
 from quantplug.conformance import CHECKS, judge, trials, verdicts
+from quantplug.core.graph.editing import call, constant, replace
 from quantplug.core.graph.facts import constant_value, operands
+from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import op, optional, value
+from quantplug.core.patterns.rules import Rule
+from quantplug.core.qdq.qparams import dequantize, integer_weight, is_static, qparams, quantize
 from quantplug.core.specs.dtypes import DTypeConfig
 from quantplug.core.specs.levels import Level
-from quantplug.lowering.qparams import dequantize, integer_weight, is_static, qparams, quantize
-from quantplug.lowering.rewriting import Rule, absorb, call, constant, replace
 from quantplug.lowering.rules import lower_by_rules
 from quantplug.quantizers.framework.backend import Backend
 

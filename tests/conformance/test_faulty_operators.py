@@ -11,12 +11,14 @@ from quantplug.annotators.elementwise import binary
 from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling
 from quantplug.conformance import judge, trials
+from quantplug.core.graph.editing import call, constant, replace
 from quantplug.core.graph.facts import constant_value, operands
+from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import op, optional, value
+from quantplug.core.patterns.rules import Rule
+from quantplug.core.qdq.qparams import dequantize, integer_weight, is_static, qparams, quantize
 from quantplug.core.specs.dtypes import DTypeConfig
 from quantplug.core.specs.levels import Level
-from quantplug.lowering.qparams import dequantize, integer_weight, is_static, qparams, quantize
-from quantplug.lowering.rewriting import Rule, absorb, call, constant, replace
 from quantplug.lowering.rules import lower_by_rules
 from quantplug.quantizers.framework.backend import Backend
 

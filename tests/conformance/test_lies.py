@@ -15,12 +15,12 @@ from quantplug.conformance import CHECKS, verdicts
 from quantplug.core.annotation.annotator import Annotator
 from quantplug.core.errors import ConfigError
 from quantplug.core.patterns.language import anything, op, value
+from quantplug.core.patterns.rules import Rule
+from quantplug.core.qdq.qparams import qparams
 from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
 from quantplug.core.specs.levels import Level
 from quantplug.lowering.emulation import KernelSet, rows
 from quantplug.lowering.program import Program
-from quantplug.lowering.qparams import qparams
-from quantplug.lowering.rewriting import Rule
 from quantplug.quantizers.framework.backend import derive
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "plugin_package" / "src"))

@@ -10,12 +10,14 @@ from torch import nn
 
 import quantplug
 from quantplug.annotators.matmul import matmul
+from quantplug.core.graph.editing import call, constant, replace
+from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import op, optional, value
+from quantplug.core.patterns.rules import Rule
+from quantplug.core.qdq.qparams import dequantize, integer_weight, is_static, qparams
 from quantplug.core.specs.levels import sqnr
 from quantplug.lowering import xnnpack
 from quantplug.lowering.program import Program
-from quantplug.lowering.qparams import dequantize, integer_weight, is_static, qparams
-from quantplug.lowering.rewriting import Rule, absorb, call, constant, replace
 from quantplug.lowering.rules import lower_by_rules
 from quantplug.quantizers.framework.backend import Backend, derive
 from quantplug.quantizers.framework.quantizer import BackendQuantizer

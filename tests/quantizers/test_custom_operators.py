@@ -24,11 +24,13 @@ from quantplug.annotators.matmul import matmul
 from quantplug.annotators.presets import get_symmetric_quantization_config
 from quantplug.core.annotation.annotator import Annotator
 from quantplug.core.errors import LoweringError
+from quantplug.core.graph.editing import call, replace
+from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import op, value
+from quantplug.core.patterns.rules import Rule
 from quantplug.core.qdq.format import is_reference_quantized
-from quantplug.lowering.qparams import dequantize, qparams
-from quantplug.lowering.qparams import quantize as quantize_pattern
-from quantplug.lowering.rewriting import Rule, absorb, call, replace
+from quantplug.core.qdq.qparams import dequantize, qparams
+from quantplug.core.qdq.qparams import quantize as quantize_pattern
 from quantplug.lowering.rules import lower_by_rules
 from quantplug.quantizers.framework.backend import derive
 from quantplug.quantizers.xnnpack import XNNPACK

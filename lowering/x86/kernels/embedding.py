@@ -7,10 +7,12 @@ as integers, and only they are dequantized; the same numbers.
 import torch
 from torch import Tensor, fx
 
+from quantplug.core.graph.editing import call, constant, replace
 from quantplug.core.graph.facts import constant_value, operands
+from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, op, value
-from quantplug.lowering.qparams import dequantize
-from quantplug.lowering.rewriting import Rule, absorb, call, constant, replace
+from quantplug.core.patterns.rules import Rule
+from quantplug.core.qdq.qparams import dequantize
 
 aten = torch.ops.aten
 

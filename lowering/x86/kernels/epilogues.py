@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from quantplug.core.graph.editing import call, replace
 from quantplug.core.graph.facts import operands, tensor_value
+from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, Op, Pattern, either, op, single_use, value
+from quantplug.core.patterns.rules import Rule, apply
+from quantplug.core.qdq.qparams import QD, QParams, dequantize, qparams, quantize
 from quantplug.lowering.clamps import clamp_rules
 from quantplug.lowering.open_sizes import same_shape
-from quantplug.lowering.qparams import QD, QParams, dequantize, qparams, quantize
-from quantplug.lowering.rewriting import Rule, absorb, apply, call, replace
 from quantplug.lowering.x86.kernels.images import as_images
 from quantplug.lowering.x86.kernels.products import NO_SCALARS
 
@@ -333,7 +335,7 @@ def _clamped(kernel: fx.Node, params: QParams) -> fx.Node:
     if params.dtype == torch.float32 or params.is_full_range:
         return kernel
     clamp = torch.ops.aten.clamp.default
-    return call(kernel.next, clamp, (kernel, params.qmin, params.qmax), kernel)
+    return call(kernel.next, clamp, (kernel, params.quant_min, params.quant_max), kernel)
 
 
 def _with_sum(overload: str) -> Op:

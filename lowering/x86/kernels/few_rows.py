@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from quantplug.core.graph.editing import call, fresh_name, replace
 from quantplug.core.graph.facts import constant_value, operands, tensor_value
 from quantplug.core.patterns.language import Match, op, optional, value
+from quantplug.core.patterns.rules import Rule, apply
+from quantplug.core.qdq.qparams import FULL_RANGE, QD, IntegerWeight
 from quantplug.lowering.processor import has_amx, kernels_saturate
-from quantplug.lowering.qparams import FULL_RANGE, QD, IntegerWeight
-from quantplug.lowering.rewriting import Rule, apply, call, fresh_name, replace
 from quantplug.lowering.x86.kernels.weight_only import product_in_half, size_objection
 
 aten, quantized = torch.ops.aten, torch.ops.quantized

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
 
+from quantplug.core.graph.editing import call
 from quantplug.core.graph.facts import constant_value, operands, tensor_value
 from quantplug.core.patterns.language import Match
 from quantplug.core.qdq.nodes import AFFINE_OPS, DEQUANTIZE_OPS
+from quantplug.core.qdq.qparams import TRANSPOSES
 from quantplug.core.specs.dtypes import group_size
-from quantplug.lowering.qparams import TRANSPOSES
-from quantplug.lowering.rewriting import call
 
 aten = torch.ops.aten
 # What aten::_weight_int4pack_mm_for_cpu takes: groups of these sizes, and output channels in tiles.

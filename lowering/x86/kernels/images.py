@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from quantplug.core.graph.editing import call, constant, replace, viewed
 from quantplug.core.graph.facts import constant_value, likely_sizes, operands, rank
+from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, op, value
-from quantplug.lowering.rewriting import Rule, absorb, apply, call, constant, replace, viewed
+from quantplug.core.patterns.rules import Rule, apply
 
 onednn, aten = torch.ops.onednn, torch.ops.aten
 BATCH, ROW = 0, 2  # dimensions of an image

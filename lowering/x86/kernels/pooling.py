@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from quantplug.core.graph.editing import call, replace
 from quantplug.core.graph.facts import operands, tensor_value
+from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, literal, op
-from quantplug.lowering.qparams import QD, IntegerWeight, QParams, qparams
-from quantplug.lowering.rewriting import Rule, absorb, call, replace
+from quantplug.core.patterns.rules import Rule
+from quantplug.core.qdq.qparams import QD, IntegerWeight, QParams, qparams
 from quantplug.lowering.x86.geometry import objection
 from quantplug.lowering.x86.integer_flow import STATIC_DEQUANTIZE
 from quantplug.lowering.x86.kernels.products import activation_objection, convolve

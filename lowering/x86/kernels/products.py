@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from quantplug.core.graph.editing import call, constant, replace
 from quantplug.core.graph.facts import constant_value, likely_sizes, operands, rank, tensor_value
+from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, Op, op, optional, value
+from quantplug.core.patterns.rules import Rule
+from quantplug.core.qdq.qparams import IntegerWeight, QParams, dequantize, integer_weight, qparams
 from quantplug.lowering.processor import as_unsigned, largest_pair, pair_objection
-from quantplug.lowering.qparams import IntegerWeight, QParams, dequantize, integer_weight, qparams
-from quantplug.lowering.rewriting import Rule, absorb, call, constant, replace
 from quantplug.lowering.x86.geometry import Geometry, geometry, objection
 from quantplug.lowering.x86.kernels.few_rows import is_read_faster
 from quantplug.lowering.x86.running.autotune import Choice, always_integer

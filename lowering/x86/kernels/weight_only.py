@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from quantplug.core.graph.editing import call, constant, replace, viewed
 from quantplug.core.graph.facts import rank, tensor_value
+from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, op, optional, value
+from quantplug.core.patterns.rules import Rule
+from quantplug.core.qdq.qparams import IntegerWeight, integer_weight
 from quantplug.lowering.placement import is_quantization
-from quantplug.lowering.qparams import IntegerWeight, integer_weight
-from quantplug.lowering.rewriting import Rule, absorb, call, constant, replace, viewed
 from quantplug.lowering.x86.kernels.four_bits import PACK, GroupedWeight, grouped_weight, integers, scales_and_zeros
 
 aten = torch.ops.aten

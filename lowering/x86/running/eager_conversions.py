@@ -7,9 +7,11 @@ steps in the same order, so the same integers, in place after the first.
 import torch
 from torch import fx
 
+from quantplug.core.graph.editing import call, replace
+from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, value
-from quantplug.lowering.qparams import QParams, dequantize, is_static, qparams, quantize
-from quantplug.lowering.rewriting import Rule, absorb, apply, call, replace
+from quantplug.core.patterns.rules import Rule, apply
+from quantplug.core.qdq.qparams import QParams, dequantize, is_static, qparams, quantize
 
 aten = torch.ops.aten
 
@@ -40,7 +42,7 @@ def _integers(match: Match, params: QParams) -> fx.Node:
     step = call(node, aten.round_.default, (scaled,), scaled)
     if params.zero_point:
         step = call(node, aten.add_.Tensor, (step, params.zero_point), step)
-    step = call(node, aten.clamp_.default, (step, params.qmin, params.qmax), step)
+    step = call(node, aten.clamp_.default, (step, params.quant_min, params.quant_max), step)
     return call(node, aten.to.dtype, (step, params.dtype), node, params.dtype)
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from quantplug.core.graph.editing import call, finish, replace, viewed
 from quantplug.core.patterns.language import Match, op, value
-from quantplug.lowering.rewriting import Rule, apply, call, finish, replace, viewed
+from quantplug.core.patterns.rules import Rule, apply
 from quantplug.lowering.starting import starting
 from quantplug.lowering.x86.bfloat16 import KERNELS
 from quantplug.lowering.x86.kernels.epilogues import fuse_sums

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from quantplug.core.graph.editing import erase_unused, finish, fresh_name
 from quantplug.core.graph.facts import constant_value, is_constant
-from quantplug.lowering.rewriting import erase_unused, finish, fresh_name
 from quantplug.lowering.starting import starting
 from quantplug.lowering.x86.kernels.epilogues import fuse_sums
 from quantplug.lowering.x86.kernels.few_rows import read_faster
@@ -60,7 +60,7 @@ def _fold(module: fx.GraphModule, node: fx.Node) -> None:
     if "val" in node.meta:
         constant.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(constant)
-    erase_unused(node)
+    erase_unused((node,))
 
 
 _registered: list[Any] = []

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from quantplug.core.graph.editing import replace
 from quantplug.core.graph.facts import operands
 from quantplug.core.patterns.language import Match, op
-from quantplug.lowering.rewriting import Rule, apply, replace
+from quantplug.core.patterns.rules import Rule, apply
 
 aten, QD = torch.ops.aten, torch.ops.quantized_decomposed
 UNSIGNED_MIDDLE = 128  # the zero point of symmetric uint8

@@ -11,8 +11,8 @@ from torch import fx
 
 from quantplug.core.errors import LoweringError
 from quantplug.core.graph.editing import erase_dead_code
-from quantplug.core.graph.facts import describe, operands
-from quantplug.lowering.xnnpack.conversions import folded, operator_name, quantized_output
+from quantplug.core.graph.facts import describe, operands, operator_name
+from quantplug.core.qdq.qparams import folded, quantized_output
 from quantplug.lowering.xnnpack.legalize.activations import (
     clamps_as_fusable_activations,
     find_slopes_of_other_ranks,

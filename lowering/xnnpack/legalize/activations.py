@@ -8,18 +8,10 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from quantplug.core.graph.facts import operands, rank
-from quantplug.lowering.xnnpack.conversions import (
-    INT8,
-    QParams,
-    call,
-    is_dequantize,
-    is_quantize,
-    operator_name,
-    qparams,
-    quantized_output,
-    requantize,
-)
+from quantplug.core.graph.facts import operands, operator_name, rank
+from quantplug.core.qdq.nodes import is_dequantize, is_quantize
+from quantplug.core.qdq.qparams import INT8, QParams, quantized_output, requantize, static_qparams
+from quantplug.lowering.xnnpack.conversions import call
 from quantplug.lowering.xnnpack.legalize.legalized import Legalized
 from quantplug.lowering.xnnpack.legalize.operators import ACTIVATIONS, FUSING, calls, first_input
 
@@ -62,11 +54,11 @@ def _highest(params: QParams) -> float:
 def narrow_ranges_as_clamps(working: fx.GraphModule) -> None:
     """XNNPACK's kernels saturate to the whole of int8; a narrower range becomes a clamp and the whole range."""
     for node in [n for n in working.graph.nodes if is_quantize(n)]:
-        params = qparams(node)
+        params = static_qparams(node)
         if params is not None and params.dtype == torch.int8 and not params.is_int8:
             _bound(working, node, params)
     for node in [n for n in working.graph.nodes if is_dequantize(n)]:
-        params = qparams(node)
+        params = static_qparams(node)
         if params is not None and params.dtype == torch.int8 and first_input(node).op != "get_attr":
             node.args = (node.args[0], params.scale, params.zero_point, *INT8)  # reading needs no range
 

@@ -11,17 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from quantplug.core.graph.editing import add_constant
 from quantplug.core.graph.facts import constant_value, operands, tensor_value
-from quantplug.lowering.xnnpack.conversions import (
-    QParams,
-    add_constant,
-    call,
-    folded,
-    is_dequantize,
-    is_dynamic,
-    qparams,
-    requantize,
-)
+from quantplug.core.qdq.nodes import is_dequantize, is_dynamic
+from quantplug.core.qdq.qparams import QParams, folded, requantize, static_qparams
+from quantplug.lowering.xnnpack.conversions import call
 from quantplug.lowering.xnnpack.legalize.legalized import Legalized
 from quantplug.lowering.xnnpack.legalize.operators import calls
 
@@ -76,7 +70,7 @@ def _write_sum(
 def _padded(working: fx.GraphModule, node: fx.Node, values: dict[str, Any]) -> tuple[fx.Node, QParams | None]:
     """Returns the padded input, and its parameters if it can be moved as integers."""
     source = values["input"]
-    params = qparams(source) if is_dequantize(source) else None
+    params = static_qparams(source) if is_dequantize(source) else None
     entered = params if params is not None and params.is_int8 else None
     height, width = (list(values["padding"]) * 2)[:2]
     if height or width:

@@ -8,9 +8,9 @@ After: `embedding_byte`, ExecuTorch's portable kernel that dequantizes only the 
 import torch
 from torch import fx
 
-from quantplug.core.graph.editing import erase_dead_code
-from quantplug.core.graph.facts import constant_value, operands
-from quantplug.lowering.xnnpack.conversions import add_constant, is_dequantize, operator_name
+from quantplug.core.graph.editing import add_constant, erase_dead_code
+from quantplug.core.graph.facts import constant_value, operands, operator_name
+from quantplug.core.qdq.nodes import is_dequantize
 
 # The kernel's rows have one scale each, and its integers one byte.
 _ROWS = 0

@@ -14,9 +14,11 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from quantplug.core.graph.constants import written_buffers
+from quantplug.core.graph.editing import add_constant
 from quantplug.core.graph.facts import attribute, compute_nodes, constant_value, tensor_value
+from quantplug.core.qdq.nodes import is_dequantize, is_quantize
 from quantplug.lowering.halves import widening_casts
-from quantplug.lowering.xnnpack.conversions import add_constant, call, is_dequantize, is_quantize
+from quantplug.lowering.xnnpack.conversions import call
 
 _ATEN = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)

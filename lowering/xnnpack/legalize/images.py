@@ -8,12 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantplug.core.graph.facts import operands, tensor_value
-from quantplug.lowering.xnnpack.conversions import (
-    call,
-    is_dynamic,
-    operator_name,
-)
+from quantplug.core.graph.facts import operands, operator_name, tensor_value
+from quantplug.core.qdq.nodes import is_dynamic
+from quantplug.lowering.xnnpack.conversions import call
 from quantplug.lowering.xnnpack.legalize.operators import calls, first_input
 
 _ATEN = torch.ops.aten

@@ -8,18 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantplug.core.graph.facts import operands, rank
-from quantplug.lowering.xnnpack.conversions import (
-    INT8,
-    add_constant,
-    call,
-    is_dequantize,
-    is_quantize,
-    like,
-    operator_name,
-    qparams,
-    quantized_output,
-)
+from quantplug.core.graph.editing import add_constant, like
+from quantplug.core.graph.facts import operands, operator_name, rank
+from quantplug.core.qdq.nodes import is_dequantize, is_quantize
+from quantplug.core.qdq.qparams import INT8, quantized_output, static_qparams
+from quantplug.lowering.xnnpack.conversions import call
 from quantplug.lowering.xnnpack.legalize.operators import after_activation, calls
 
 _ATEN = torch.ops.aten
@@ -29,10 +22,10 @@ _Q = torch.ops.quantized_decomposed
 def signed_integers(working: fx.GraphModule) -> None:
     """Quint8 inside the graph becomes qint8 with a zero point 128 lower: the same reals, XNNPACK's dtype."""
     for node in list(working.graph.nodes):
-        params = qparams(node)
+        params = static_qparams(node)
         if params is None or not is_quantize(node) or params.dtype != torch.uint8:
             continue
-        if not all(qparams(user) == params for user in node.users):
+        if not all(static_qparams(user) == params for user in node.users):
             continue  # the integers themselves leave the graph
         signed = (params.scale, params.zero_point - 128, params.quant_min - 128, params.quant_max - 128, torch.int8)
         for conversion in (node, *node.users):

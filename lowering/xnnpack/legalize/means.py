@@ -6,7 +6,7 @@ Before: any legalized q/dq graph. After: the same, such means are found and stay
 from torch import fx
 
 from quantplug.core.graph.facts import tensor_value
-from quantplug.lowering.xnnpack.conversions import quantized_output
+from quantplug.core.qdq.qparams import quantized_output
 from quantplug.lowering.xnnpack.legalize.legalized import Legalized
 from quantplug.lowering.xnnpack.legalize.operators import calls
 

@@ -10,17 +10,11 @@ from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.core.graph.aliases import changed_under_other_names
-from quantplug.core.graph.facts import constant_value, operands, tensor_value
+from quantplug.core.graph.editing import add_constant
+from quantplug.core.graph.facts import constant_value, operands, operator_name, tensor_value
 from quantplug.core.patterns.language import Match
-from quantplug.lowering.xnnpack.conversions import (
-    QParams,
-    add_constant,
-    is_dequantize,
-    operator_name,
-    qparams,
-    quantized_output,
-    requantize,
-)
+from quantplug.core.qdq.nodes import is_dequantize
+from quantplug.core.qdq.qparams import QParams, quantized_output, requantize, static_qparams
 from quantplug.lowering.xnnpack.legalize.integers import one_dequantize_per_use
 from quantplug.lowering.xnnpack.legalize.legalized import Legalized
 from quantplug.lowering.xnnpack.legalize.operators import calls, first_input
@@ -121,7 +115,7 @@ def copies_of_integers_are_views(working: fx.GraphModule) -> None:
     """ExecuTorch drops a copy and leaves the conversions around it; a view takes integers and costs nothing."""
     for node in calls(working, ("aten::clone", "aten::contiguous")):
         source, value = first_input(node), tensor_value(node)
-        if value is None or not is_dequantize(source) or qparams(source) != quantized_output(node):
+        if value is None or not is_dequantize(source) or static_qparams(source) != quantized_output(node):
             continue
         sizes = [size if isinstance(size, int) else -1 for size in value.shape]
         if sizes.count(-1) <= 1:
@@ -144,7 +138,7 @@ def moves_keep_qparams(working: fx.GraphModule) -> None:
     """dq(a) - move - q(b) becomes dq(a) - move - q(a) - dq(a) - q(b): moving integers changes no number."""
     for node in calls(working, _MOVES):
         source, output = first_input(node), quantized_output(node)
-        entered = qparams(source) if is_dequantize(source) else None
+        entered = static_qparams(source) if is_dequantize(source) else None
         if entered is None or output is None or entered == output or not entered.is_int8:
             continue
         if operator_name(node) in _PADS and not _pads_with_zero(node, entered):
@@ -165,10 +159,10 @@ def concatenations_share_qparams(working: fx.GraphModule) -> None:
     for node in calls(working, ("aten::cat", "aten::stack")):
         output = quantized_output(node)
         values: Any = node.args[0]
-        if output is None or not output.is_int8 or not all(is_dequantize(v) and qparams(v) for v in values):
+        if output is None or not output.is_int8 or not all(is_dequantize(v) and static_qparams(v) for v in values):
             continue
         with working.graph.inserting_before(node):
-            shared = [v if qparams(v) == output else requantize(working.graph, v, output) for v in values]
+            shared = [v if static_qparams(v) == output else requantize(working.graph, v, output) for v in values]
         node.args = (shared, *node.args[1:])
 
 
@@ -176,7 +170,7 @@ def pads_stay_quantized(working: fx.GraphModule) -> None:
     """A zero pad behind a dequantize is always serialized as integers, so it gets a quantized output."""
     for node in calls(working, _PADS):
         source = first_input(node)
-        entered = qparams(source) if is_dequantize(source) else None
+        entered = static_qparams(source) if is_dequantize(source) else None
         if entered is None or quantized_output(node) is not None or not _pads_with_zero(node, entered):
             continue
         users = list(node.users)

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
+from quantplug.core.graph.editing import add_constant
 from quantplug.core.graph.facts import constant_value, operands, tensor_value
 from quantplug.core.patterns.language import Match
-from quantplug.lowering.xnnpack.conversions import add_constant, call, is_dequantize
+from quantplug.core.qdq.nodes import is_dequantize
+from quantplug.lowering.xnnpack.conversions import call
 from quantplug.lowering.xnnpack.legalize.operators import calls, first_input
 
 _ATEN = torch.ops.aten

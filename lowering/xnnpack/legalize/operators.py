@@ -5,11 +5,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from quantplug.lowering.xnnpack.conversions import (
-    add_constant,
-    operator_name,
-    sole_user,
-)
+from quantplug.core.graph.editing import add_constant
+from quantplug.core.graph.facts import operator_name, sole_user
 
 _CONVOLUTIONS = {"aten::conv1d", "aten::conv2d", "aten::conv_transpose1d", "aten::conv_transpose2d"}
 TRANSPOSED = {"aten::conv_transpose1d", "aten::conv_transpose2d"}

@@ -9,16 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from quantplug.core.graph.editing import add_constant
 from quantplug.core.graph.facts import constant_value, operands, tensor_value
-from quantplug.lowering.xnnpack.conversions import (
-    QParams,
-    add_constant,
-    call,
-    is_dequantize,
-    qparams,
-    quantized_output,
-    requantize,
-)
+from quantplug.core.qdq.nodes import is_dequantize
+from quantplug.core.qdq.qparams import QParams, quantized_output, requantize, static_qparams
+from quantplug.lowering.xnnpack.conversions import call
 from quantplug.lowering.xnnpack.legalize.operators import calls, first_input
 
 _ATEN = torch.ops.aten
@@ -31,7 +26,7 @@ def patches_are_linear(working: fx.GraphModule) -> None:
     for node in calls(working, ("aten::conv2d",)):
         values, output = operands(node), quantized_output(node)
         source, weight = values["input"], values["weight"]
-        entered = qparams(source) if is_dequantize(source) else None
+        entered = static_qparams(source) if is_dequantize(source) else None
         held: Any = first_input(weight) if is_dequantize(weight) else None
         stored = constant_value(held) if isinstance(held, fx.Node) else None
         image = tensor_value(source)

@@ -9,20 +9,12 @@ import torch
 from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
-from quantplug.core.graph.editing import set_operand
-from quantplug.core.graph.facts import constant_value, operands, tensor_value
+from quantplug.core.graph.editing import add_constant, set_operand
+from quantplug.core.graph.facts import constant_value, operands, operator_name, tensor_value
 from quantplug.core.patterns.language import Match
-from quantplug.lowering.xnnpack.conversions import (
-    add_constant,
-    call,
-    folded,
-    is_dequantize,
-    is_dynamic,
-    is_quantize,
-    operator_name,
-    qparams,
-    quantized_output,
-)
+from quantplug.core.qdq.nodes import is_dequantize, is_dynamic, is_quantize
+from quantplug.core.qdq.qparams import folded, quantized_output, static_qparams
+from quantplug.lowering.xnnpack.conversions import call
 from quantplug.lowering.xnnpack.legalize.legalized import Legalized
 from quantplug.lowering.xnnpack.legalize.operators import (
     GEMMS,
@@ -70,7 +62,7 @@ def separate_weight_only_biases(working: fx.GraphModule, found: Legalized) -> No
         weight, bias = values["weight"], values.get("bias")
         if not is_dequantize(weight) or is_dequantize(values["input"]) or folded(weight) is None:
             continue
-        if qparams(weight) is not None:
+        if static_qparams(weight) is not None:
             _per_channel(working, weight)
         if operands(weight).get("axis") != 0 or _has_zero_points(weight):
             continue
@@ -129,7 +121,7 @@ def _why_no_integer_gemm(working: fx.GraphModule, node: fx.Node, weight: fx.Node
         return reason
     if is_dynamic(source):
         return _why_no_dynamic_gemm(working, node, weight)
-    entered = qparams(source)
+    entered = static_qparams(source)
     if entered is None:
         return "its input is not quantized"
     output = quantized_output(after_activation(node))
@@ -224,14 +216,14 @@ def _why_no_dynamic_gemm(working: fx.GraphModule, node: fx.Node, weight: fx.Node
         return "XNNPACK has no depthwise convolution with activations quantized at run time"
     if name == "aten::conv2d":
         _widen_weight_range(weight)
-    if qparams(weight) is not None:
+    if static_qparams(weight) is not None:
         _per_channel(working, weight)
     return None
 
 
 def _per_channel(working: fx.GraphModule, weight: fx.Node) -> None:
     """One scale for all becomes the same scale for each channel, the only form of the qd8 kernels."""
-    params = qparams(weight)
+    params = static_qparams(weight)
     integers: Any = weight.args[0]
     stored = constant_value(integers)
     if params is None or stored is None:

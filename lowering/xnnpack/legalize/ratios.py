@@ -2,13 +2,9 @@
 
 from torch import fx
 
-from quantplug.lowering.xnnpack.conversions import (
-    is_dequantize,
-    is_quantize,
-    operator_name,
-    qparams,
-    quantized_output,
-)
+from quantplug.core.graph.facts import operator_name
+from quantplug.core.qdq.nodes import is_dequantize, is_quantize
+from quantplug.core.qdq.qparams import quantized_output, static_qparams
 from quantplug.lowering.xnnpack.legalize.legalized import Legalized
 from quantplug.lowering.xnnpack.legalize.operators import after_activation
 
@@ -26,7 +22,7 @@ def find_scale_ratios_out_of_range(working: fx.GraphModule, found: Legalized) ->
     """Finds operators whose scales XNNPACK refuses; they run in float between conversions."""
     for node in working.graph.nodes:
         output = quantized_output(after_activation(node))
-        entered = [qparams(n) for n in node.all_input_nodes if is_dequantize(n)]
+        entered = [static_qparams(n) for n in node.all_input_nodes if is_dequantize(n)]
         scales = [p.scale for p in entered if p is not None]
         if output is None or not scales or is_dequantize(node) or is_quantize(node):
             continue

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from quantplug import Backend
 from quantplug.annotators.elementwise import binary
+from quantplug.core.graph.editing import call, replace
+from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, either, op, single_use, value
+from quantplug.core.patterns.rules import Rule
+from quantplug.core.qdq.qparams import dequantize, qparams, quantize
 from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
-from quantplug.lowering.qparams import dequantize, qparams, quantize
-from quantplug.lowering.rewriting import Rule, absorb, call, replace
 from quantplug.lowering.rules import lower_by_rules
 
 
@@ -29,7 +31,7 @@ def _(one: Tensor, other: Tensor, ratios: list[float], zero_points: list[int], l
 def to_kernel(match: Match) -> None:
     """Replaces dequantize, add, relu and quantize by the kernel."""
     one, other, out = (qparams(node) for node in (match["one"], match["other"], match.root))
-    low = out.zero_point if "relu" in match else out.qmin
+    low = out.zero_point if "relu" in match else out.quant_min
     ratios = [params.scale / out.scale for params in (one, other)]
     zero_points = [params.zero_point for params in (one, other, out)]
     args = (match["a"], match["b"], ratios, zero_points, low)

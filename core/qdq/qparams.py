@@ -4,13 +4,16 @@ Before: `quantized_decomposed` nodes and constants. After: plain values; the gra
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torchao.quantization.pt2e  # noqa: F401  (registers the operators of quantized_decomposed)
 from torch import Tensor, fx
 
-from quantplug.core.graph.facts import constant_value, operands
+from quantplug.core.graph.facts import constant_value, operands, operator_name, sole_user
 from quantplug.core.patterns.language import Op, op
+from quantplug.core.qdq.nodes import is_dequantize, is_quantize
+from quantplug.lowering.xnnpack.conversions import _Q, call
 
 QD = torch.ops.quantized_decomposed
 FULL_RANGE = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
@@ -23,15 +26,15 @@ class QParams:
     Attributes:
         scale: a positive number, or a node that computes it at run time.
         zero_point: an integer, or a node that computes it at run time.
-        qmin: lowest integer.
-        qmax: highest integer.
+        quant_min: lowest integer.
+        quant_max: highest integer.
         dtype: the integers' dtype.
     """
 
     scale: float | fx.Node
     zero_point: int | fx.Node
-    qmin: int
-    qmax: int
+    quant_min: int
+    quant_max: int
     dtype: torch.dtype
 
     @property
@@ -42,23 +45,42 @@ class QParams:
     @property
     def is_full_range(self) -> bool:
         """Tells whether every integer of the dtype is allowed, so that a kernel's saturation is the clamp."""
-        return FULL_RANGE.get(self.dtype) == (self.qmin, self.qmax)
+        return FULL_RANGE.get(self.dtype) == (self.quant_min, self.quant_max)
+
+    @property
+    def is_int8(self) -> bool:
+        """Tells whether the range is the whole of int8, the only one that XNNPACK's kernels saturate to."""
+        return self.dtype == torch.int8 and self.is_full_range
 
     @property
     def bounds(self) -> tuple[float, float]:
         """The lowest and the highest real value, of static parameters."""
         assert not isinstance(self.scale, fx.Node)
         assert not isinstance(self.zero_point, fx.Node)
-        return (self.qmin - self.zero_point) * self.scale, (self.qmax - self.zero_point) * self.scale
+        return (self.quant_min - self.zero_point) * self.scale, (self.quant_max - self.zero_point) * self.scale
 
     def shifted(self, by: int, dtype: torch.dtype) -> "QParams":
         """Returns the parameters of the same real values with every integer moved by a constant."""
         assert isinstance(self.zero_point, int)
-        return replace(self, zero_point=self.zero_point + by, qmin=self.qmin + by, qmax=self.qmax + by, dtype=dtype)
+        return replace(
+            self,
+            zero_point=self.zero_point + by,
+            quant_min=self.quant_min + by,
+            quant_max=self.quant_max + by,
+            dtype=dtype,
+        )
 
     def args(self) -> tuple[float | fx.Node, int | fx.Node, int, int, torch.dtype]:
         """Returns the operands that follow the tensor in quantize_per_tensor and dequantize_per_tensor."""
-        return (self.scale, self.zero_point, self.qmin, self.qmax, self.dtype)
+        return (self.scale, self.zero_point, self.quant_min, self.quant_max, self.dtype)
+
+
+@dataclass(frozen=True)
+class StaticQParams(QParams):
+    """Per-tensor parameters that are numbers."""
+
+    scale: float
+    zero_point: int
 
 
 def qparams(node: fx.Node) -> QParams:
@@ -169,3 +191,51 @@ def _checked(values: Tensor, scales: Tensor, zero_points: Tensor) -> IntegerWeig
     if bool((zero_points != 0).any()):
         return "its weight has a zero point other than 0"
     return IntegerWeight(values.contiguous(), scales.to(torch.float32).contiguous())
+
+
+INT8 = (-128, 127, torch.int8)
+
+
+def static_qparams(node: Any) -> StaticQParams | None:
+    """Returns the parameters of a static per-tensor quantize or dequantize node, None for any other node."""
+    name = operator_name(node)
+    if name not in ("quantized_decomposed::quantize_per_tensor", "quantized_decomposed::dequantize_per_tensor"):
+        return None
+    values = operands(node)
+    if isinstance(values["scale"], fx.Node):  # chosen at run time
+        return None
+    return StaticQParams(
+        float(values["scale"]),
+        int(values["zero_point"]),
+        int(values["quant_min"]),
+        int(values["quant_max"]),
+        values["dtype"],
+    )
+
+
+def quantized_output(node: fx.Node) -> StaticQParams | None:
+    """Returns the int8 parameters of the one quantize node that uses a node, None if there is none."""
+    user = sole_user(node)
+    return static_qparams(user) if user is not None and is_quantize(user) else None
+
+
+def requantize(graph: fx.Graph, value: fx.Node, params: QParams) -> fx.Node:
+    """Creates a quantize and a dequantize of a value at the insertion point; returns the dequantize."""
+    quantized = call(graph, value, _Q.quantize_per_tensor.default, value, *params.args())
+    return call(graph, value, _Q.dequantize_per_tensor.default, quantized, *params.args())
+
+
+def folded(node: fx.Node) -> Tensor | None:
+    """Returns the value of a dequantize node over constants, None if an operand is computed at run time."""
+    return _evaluated(node) if is_dequantize(node) else None
+
+
+def _evaluated(node: fx.Node) -> Tensor | None:
+    if node.op == "get_attr":
+        return constant_value(node)
+    values = {n: _evaluated(n) for n in node.all_input_nodes}
+    if not operator_name(node) or not values or any(v is None for v in values.values()):
+        return None
+    target: Any = node.target
+    result = target(*fx.node.map_arg(node.args, values.__getitem__), **fx.node.map_arg(node.kwargs, values.__getitem__))
+    return result if isinstance(result, Tensor) else None

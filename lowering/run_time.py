@@ -1,0 +1,43 @@
+"""Scales of run time as a q/dq graph says them: a tensor, what is chosen from it, and what quantizes it."""
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+from torchao.quantization.pt2e import PerAxis, PerToken
+
+from quantplug.core.graph.facts import operands, operator_name
+from quantplug.core.observers.rowwise import Granularity
+from quantplug.core.qdq.nodes import is_dynamic, is_quantize, range_of
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A tensor that is quantized and dequantized with parameters that are chosen from it at run time."""
+
+    source: fx.Node
+    choose: fx.Node
+    quantize: fx.Node
+    dequantize: fx.Node
+
+    @property
+    def granularity(self) -> Granularity | None:
+        """For what there is a scale each; None for the whole tensor, or for what no kernel here knows."""
+        found: dict[str, Granularity] = {"per row": PerToken(), "per sample": PerAxis(0)}
+        return found.get(range_of(self.dequantize))
+
+
+def chain_of(dequantize: Any) -> Chain | None:
+    """Returns the chain that ends in a dequantize node, None for any other node."""
+    quantize: Any = dequantize.args[0] if is_dynamic(dequantize) else None
+    if not is_quantize(quantize):
+        return None
+    given = operands(quantize)
+    scale, source = given.get("scale", given.get("scales")), given["input"]
+    if not isinstance(scale, fx.Node) or not isinstance(source, fx.Node):
+        return None
+    choose: Any = scale.args[0] if scale.target is operator.getitem else None
+    if not isinstance(choose, fx.Node) or "choose_qparams" not in operator_name(choose) or choose.args[0] is not source:
+        return None
+    return Chain(source, choose, quantize, dequantize)
