@@ -15,8 +15,8 @@ from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.graph.editing import finish
 from quantplug.core.graph.facts import require_graph_module
 from quantplug.core.patterns.rules import Rule, apply
-from quantplug.lowering.emulation import ReferenceProgram
 from quantplug.lowering.placement import place, record
+from quantplug.lowering.reference import ReferenceProgram
 from quantplug.lowering.starting import starting
 
 

@@ -24,8 +24,7 @@ from quantplug.annotators.pooling import pooling
 from quantplug.annotators.presets import get_symmetric_quantization_config
 from quantplug.annotators.shape import movement
 from quantplug.annotators.weighted import per_tensor_weight
-from quantplug.lowering.rewrites.means import means_are_poolings
-from quantplug.lowering.rewrites.products import products_are_linear
+from quantplug.core.named import named
 from quantplug.quantizers.framework.backend import Backend
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 
@@ -46,7 +45,10 @@ CORTEX_M = Backend(
     summary="ExecuTorch programs on CMSIS-NN kernels (Arm Cortex-M)",
     annotators=tuple(row.where(in_integers((torch.int8,))) for row in _ROWS),
     configs={"int8": lambda **options: get_symmetric_quantization_config(True, int32_bias=True, **options)},
-    transforms=(products_are_linear, means_are_poolings),
+    transforms=(
+        named("quantplug.lowering.rewrites.products:products_are_linear"),
+        named("quantplug.lowering.rewrites.means:means_are_poolings"),
+    ),
     lowering="quantplug.lowering.cortex_m:lower",
     weight_bits=8,
 )

@@ -13,7 +13,7 @@ NATIVE = union(
     X86,
     XNNPACK,
     summary="q/dq graphs of everything that x86 or XNNPACK kernels run",
-    lowering="quantplug.lowering.emulation:lower",
+    lowering="quantplug.lowering.reference:lower",
 )
 
 

@@ -9,7 +9,6 @@ from quantplug.annotators.matmul import matmul
 from quantplug.annotators.presets import activation_spec
 from quantplug.core.annotation.annotator import Annotations, Annotator
 from quantplug.core.patterns.language import Match
-from quantplug.lowering.processor import kernels_saturate
 from quantplug.quantizers.framework.backend import derive
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.x86 import FLOAT_WEIGHTS, X86
@@ -30,6 +29,8 @@ def _around_zero(annotator: Annotator) -> Annotator:
 
 def _no_overflow(match: Match, config: QuantizationConfig) -> str | None:
     """Holds on processors with VNNI: operands of 8 bits both overflow the sums of others."""
+    from quantplug.lowering.processor import kernels_saturate  # declaring a backend imports no lowering
+
     return (
         "this processor has no VNNI, whose sums of products of two int8 operands overflow"
         if kernels_saturate()

@@ -45,7 +45,7 @@ TENSORRT = Backend(
     configs={"int8": partial(config_for, INT8, observer="entropy")},
     dtypes=(INT8,),
     weight_bits=8,
-    lowering="quantplug.lowering.emulation:lower",
+    lowering="quantplug.lowering.reference:lower",
 )
 
 

@@ -30,10 +30,8 @@ from quantplug.annotators.pooling import pooling
 from quantplug.annotators.presets import get_float16_quantization_config
 from quantplug.annotators.residual import residual
 from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
+from quantplug.core.named import named
 from quantplug.core.specs.levels import Level
-from quantplug.lowering.rewrites.movement import split_is_slices
-from quantplug.lowering.x86.geometry import right_shapes
-from quantplug.lowering.x86.kernels.four_bits import readable_groups, stored_bits
 from quantplug.quantizers.framework.backend import Backend
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.x86_config import get_x86_quantization_config
@@ -55,8 +53,10 @@ SMALL_SHARE = 0.01
 # Measured: from here on a convolution gains more than it takes to find the range of its input and to quantize it.
 AT_RUN_TIME = (no_groups, unsigned_if_dynamic, enough_work(512))
 
+_right_shapes = named("quantplug.lowering.x86.geometry:right_shapes")
+_readable_groups = named("quantplug.lowering.x86.kernels.four_bits:readable_groups")
 # The kernel over volumes ends in no function: a clamp behind it is one of its integers, so those it has to write.
-_VOLUMES = convolution((3,), CLAMPS, "conv3d").where(no_groups, not_dynamic, right_shapes)
+_VOLUMES = convolution((3,), CLAMPS, "conv3d").where(no_groups, not_dynamic, _right_shapes)
 CLAMPED_VOLUMES = replace(
     _VOLUMES, patterns=tuple(pair for pair in _VOLUMES.patterns if pair[0] not in ("conv3d", "conv3d_bn"))
 )
@@ -66,16 +66,16 @@ _INTEGERS = in_integers((torch.uint8, torch.int8))  # both are uint8 there, zero
 _weight_only = partial(get_x86_quantization_config, is_weight_only=True)
 
 _ROWS = (
-    residual(convolution(dims=(2,))).where(no_groups, right_shapes).writing_float(),
+    residual(convolution(dims=(2,))).where(no_groups, _right_shapes).writing_float(),
     residual(linear(), in_float=True).where(no_groups),
     convolution(dims=(1, 2), activations=(*CLAMPS, "hardswish", "silu"))
-    .where(*AT_RUN_TIME, right_shapes)
+    .where(*AT_RUN_TIME, _right_shapes)
     .writing_float()
     .sparing_ends(SMALL_SHARE),
-    convolution((3,), (), "conv3d").where(*AT_RUN_TIME, right_shapes).writing_float().sparing_ends(SMALL_SHARE),
+    convolution((3,), (), "conv3d").where(*AT_RUN_TIME, _right_shapes).writing_float().sparing_ends(SMALL_SHARE),
     CLAMPED_VOLUMES,
     linear(activations=(*CLAMPS, "hardswish", "silu", "gelu", "leaky_relu", "tanh"))
-    .where(whole_groups, readable_groups)
+    .where(whole_groups, _readable_groups)
     .writing_float()
     .sparing_ends(SMALL_SHARE),
     concatenation("cat").writing_float().within(Level.EXACT),
@@ -104,9 +104,9 @@ X86 = Backend(
         "float16": get_float16_quantization_config,
     },
     lowering="quantplug.lowering.x86:lower",
-    transforms=(split_is_slices,),
+    transforms=(named("quantplug.lowering.rewrites.movement:split_is_slices"),),
     kernels="x86",
-    weight_bits=stored_bits,
+    weight_bits=named("quantplug.lowering.x86.kernels.four_bits:stored_bits"),
     without={**dict.fromkeys(("bmm", "matmul", "scaled_dot_product_attention"), _PRODUCTS), **FLOAT_WEIGHTS},
 )
 

@@ -8,7 +8,6 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.annotators.presets import activation_spec, weight_spec
 from quantplug.core.errors import ConfigError
-from quantplug.lowering.processor import kernels_saturate
 
 # oneDNN scales in float32. The bound of 2**-12, which kernels of fixed point need, takes a bit from the weights of a
 # linear of 4096 features, and all but a few steps from quiet signals.
@@ -85,6 +84,8 @@ def _config(
 @cache
 def _overflows_here() -> bool:
     """Tells whether products of 8 bits overflow on this processor, and warns once if so."""
+    from quantplug.lowering.processor import kernels_saturate  # declaring a backend imports no lowering
+
     saturate = kernels_saturate()
     if saturate:
         warnings.warn(

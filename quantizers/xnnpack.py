@@ -24,16 +24,12 @@ from quantplug.annotators.presets import (
     per_row,
 )
 from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
+from quantplug.core.named import named
 from quantplug.core.specs.levels import Level
-from quantplug.lowering.xnnpack.legalize import (
-    adds_less_than_a_step,
-    one_open_size_if_1d,
-    patches_if_float,
-    resizes_by_ratios,
-)
-from quantplug.lowering.xnnpack.rewrites import ALL, outside_of_states
 from quantplug.quantizers.framework.backend import Backend
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
+
+_LOWERING = "quantplug.lowering.xnnpack"
 
 __all__ = ["INTEGER_STATES", "WIDE_RANGES", "XNNPACK", "XNNPACKQuantizer", "get_symmetric_quantization_config"]
 
@@ -58,7 +54,7 @@ INTEGER_STATES = (
     concatenation("cat").needing_company().within(Level.EXACT),
     # The max-pool kernel compares integers in one scale; the mean kernel rescales.
     pooling("max_pool2d").within(Level.EXACT),
-    resize().where(resizes_by_ratios).within(Level.APPROXIMATE),
+    resize().where(named(f"{_LOWERING}.legalize:resizes_by_ratios")).within(Level.APPROXIMATE),
     pooling("adaptive_avg_pool2d", "mean", own_output=True).where(constraints.whole_map),
     known_range("sigmoid"),
     # The kernel of tanh takes any scale, and of small numbers that of -1..1 would leave little.
@@ -78,14 +74,20 @@ _four_bits = {"weight_qmin": groupwise.FOUR_BITS[0], "weight_qmax": groupwise.FO
 
 _ROWS = (
     convolution(dims=(1, 2)).where(
-        groupwise.whole_bytes, patches_if_float, constraints.images_if_dynamic, one_open_size_if_1d
+        groupwise.whole_bytes,
+        named(f"{_LOWERING}.legalize:patches_if_float"),
+        constraints.images_if_dynamic,
+        named(f"{_LOWERING}.legalize:one_open_size_if_1d"),
     ),
     transposed_convolution(dims=(2,)).where(
-        groupwise.whole_bytes, constraints.static_only, constraints.one_group_or_scale, adds_less_than_a_step
+        groupwise.whole_bytes,
+        constraints.static_only,
+        constraints.one_group_or_scale,
+        named(f"{_LOWERING}.legalize:adds_less_than_a_step"),
     ),
     linear().where(groupwise.whole_groups, groupwise.groups_beside_run_time, groupwise.pairs_of_channels),
     half_table(),
-    *(row.where(outside_of_states) for row in INTEGER_STATES),
+    *(row.where(named("quantplug.lowering.rewrites.recurrence:outside_of_states")) for row in INTEGER_STATES),
 )
 
 XNNPACK = Backend(
@@ -105,7 +107,7 @@ XNNPACK = Backend(
     lowering="quantplug.lowering.xnnpack:lower",
     kernels="xnnpack",
     weight_bits=groupwise.bits_beside,
-    transforms=ALL,
+    transforms=(named(f"{_LOWERING}.rewrites:rewrite_for_xnnpack"),),
     without=dict.fromkeys(("bmm", "matmul"), "XNNPACK multiplies two activations in float only"),
 )
 

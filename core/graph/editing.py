@@ -1,7 +1,7 @@
 """Edits of an exported graph: operands set, nodes added with their metadata, dead ones erased."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -191,3 +191,8 @@ def drop_unread_attributes(module: fx.GraphModule) -> None:
         if name not in read:
             owner, _, leaf = name.rpartition(".")
             delattr(attribute(module, owner) if owner else module, leaf)
+
+
+def call_like(graph: fx.Graph, model: fx.Node, target: Callable[..., Any], *args: Any) -> fx.Node:
+    """Creates an operator call at the graph's insertion point, with the metadata of another node."""
+    return like(graph.call_function(target, args), model)

@@ -54,3 +54,13 @@ def _functional(packet: torch._ops.OpOverloadPacket) -> Iterator[torch._ops.OpOv
         found: torch._ops.OpOverload = getattr(packet, overload)
         if not any(argument.is_out for argument in found._schema.arguments):
             yield found
+
+
+MOVES = (
+    *("view", "reshape", "_unsafe_view", "flatten.using_ints", "unflatten.int", "contiguous", "clone"),
+    *("permute", "transpose.int", "t", "movedim.int", "squeeze", "unsqueeze"),
+    *("flip", "roll", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "select.int", "slice.Tensor", "narrow"),
+)
+
+
+REPEATS = ("expand", "repeat", "repeat_interleave.self_int")

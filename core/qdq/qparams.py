@@ -10,10 +10,10 @@ import torch
 import torchao.quantization.pt2e  # noqa: F401  (registers the operators of quantized_decomposed)
 from torch import Tensor, fx
 
+from quantplug.core.graph.editing import call_like
 from quantplug.core.graph.facts import constant_value, operands, operator_name, sole_user
 from quantplug.core.patterns.language import Op, op
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
-from quantplug.lowering.xnnpack.conversions import _Q, call
 
 QD = torch.ops.quantized_decomposed
 FULL_RANGE = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
@@ -221,8 +221,8 @@ def quantized_output(node: fx.Node) -> StaticQParams | None:
 
 def requantize(graph: fx.Graph, value: fx.Node, params: QParams) -> fx.Node:
     """Creates a quantize and a dequantize of a value at the insertion point; returns the dequantize."""
-    quantized = call(graph, value, _Q.quantize_per_tensor.default, value, *params.args())
-    return call(graph, value, _Q.dequantize_per_tensor.default, quantized, *params.args())
+    quantized = call_like(graph, value, QD.quantize_per_tensor.default, value, *params.args())
+    return call_like(graph, value, QD.dequantize_per_tensor.default, quantized, *params.args())
 
 
 def folded(node: fx.Node) -> Tensor | None:

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from quantplug.core.graph.editing import fresh_name, replace
 from quantplug.core.graph.facts import constant_value, operands
 from quantplug.core.graph.meta import absorb
+from quantplug.core.graph.operators import MOVES, REPEATS
 from quantplug.core.patterns.language import Match, Op, Pattern, anything, each, either, op, optional, single_use, value
 from quantplug.core.patterns.rules import Rule
 from quantplug.core.qdq.qparams import IntegerWeight, QParams, dequantize, folded, integer_weight, qparams, quantize
@@ -32,7 +33,6 @@ from quantplug.lowering.emulation.kernels import (
 )
 from quantplug.lowering.emulation.numerics import Numerics
 from quantplug.lowering.emulation.products import Layer, Product, convolution_columns, integer_bias, linear_columns
-from quantplug.lowering.x86.integer_flow import MOVES, REPEATS
 
 CLAMPS = ("relu", "relu6", "hardtanh", "clamp.default", "clamp_.default", "clamp_min.default", "clamp_max.default")
 

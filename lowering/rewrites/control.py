@@ -7,10 +7,10 @@ not look for in submodels. XNNPACK runs both branches, where portable kernels wo
 import torch
 from torch import fx
 
+from quantplug.core.graph.editing import call_like
 from quantplug.core.graph.facts import tensor_value
 from quantplug.lowering.rewrites.writing import done
 from quantplug.lowering.scopes import inline_scopes, inlined, replace_results
-from quantplug.lowering.xnnpack.conversions import call
 
 _ATEN = torch.ops.aten
 _HIGHER = torch.ops.higher_order
@@ -36,5 +36,5 @@ def _select(model: fx.GraphModule, node: fx.Node) -> None:
     with model.graph.inserting_before(node):
         results = [inlined(model, branch, operands) for branch in (taken, other)]
         pairs = zip(*results, strict=True)
-        chosen = [call(model.graph, node, _ATEN.where.self, predicate, *pair) for pair in pairs]
+        chosen = [call_like(model.graph, node, _ATEN.where.self, predicate, *pair) for pair in pairs]
     replace_results(node, chosen)

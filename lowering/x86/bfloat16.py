@@ -14,8 +14,8 @@ from torch import fx
 from quantplug.core.graph.editing import call, erase_dead_code, erase_unused
 from quantplug.core.graph.facts import is_constant, tensor_value
 from quantplug.core.graph.meta import REASON
+from quantplug.core.graph.operators import MOVES, REPEATS
 from quantplug.core.patterns.language import op
-from quantplug.lowering.x86.integer_flow import MOVES, REPEATS
 from quantplug.lowering.x86.kernels.epilogues import DTYPE, set_args
 
 aten, onednn = torch.ops.aten, torch.ops.onednn

@@ -13,18 +13,13 @@ from torch import fx
 from quantplug.core.graph.editing import call, replace, viewed
 from quantplug.core.graph.facts import operands, rank, tensor_value
 from quantplug.core.graph.meta import absorb
+from quantplug.core.graph.operators import MOVES, REPEATS
 from quantplug.core.patterns.language import Match, each, item, op, single_use, value
 from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.qparams import QD, QParams, dequantize, is_static, qparams, quantize
 from quantplug.lowering.clamps import clamp_rules
 
 aten = torch.ops.aten
-MOVES = (
-    *("view", "reshape", "_unsafe_view", "flatten.using_ints", "unflatten.int", "contiguous", "clone"),
-    *("permute", "transpose.int", "t", "movedim.int", "squeeze", "unsqueeze"),
-    *("flip", "roll", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "select.int", "slice.Tensor", "narrow"),
-)
-REPEATS = ("expand", "repeat", "repeat_interleave.self_int")
 
 STATIC_DEQUANTIZE = dequantize(input=value("integers"), name="dequantize").where(lambda m: is_static(m["dequantize"]))
 

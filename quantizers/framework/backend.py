@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -22,11 +22,13 @@ from quantplug.core.errors import ConfigError, did_you_mean, first_line
 from quantplug.core.graph.calling import by_position, in_order, input_names
 from quantplug.core.graph.facts import require_graph_module
 from quantplug.core.specs.dtypes import DTypeConfig
-from quantplug.lowering.emulation import EmulatedProgram, KernelSet, emulate, kernel_set
-from quantplug.lowering.program import Program
+
+if TYPE_CHECKING:  # declaring a backend imports no lowering
+    from quantplug.lowering.emulation import EmulatedProgram, KernelSet
+    from quantplug.lowering.program import Program
 
 ConfigFactory: TypeAlias = Callable[..., QuantizationConfig]
-Lowering: TypeAlias = Callable[..., Program]
+Lowering: TypeAlias = "Callable[..., Program]"
 Transform: TypeAlias = Callable[[fx.GraphModule], fx.GraphModule]
 
 WeightBits: TypeAlias = Callable[[QuantizationSpec, QuantizationSpec | None], int]
@@ -66,7 +68,7 @@ class Backend:
     folds_batch_norm: bool | Permission = True
     summary: str = ""
     dtypes: tuple[DTypeConfig, ...] = ()
-    kernels: str | KernelSet | None = None
+    kernels: "str | KernelSet | None" = None
     without: Mapping[str, str] = field(default_factory=dict)
     weight_bits: int | WeightBits | None = None
 
@@ -121,7 +123,7 @@ class Backend:
                     f"The transforms of backend '{self.name}' hold {transform!r}; each is a function of a graph module."
                 )
             function_name(transform)  # plans may name it from now on
-        if not isinstance(self.kernels, KernelSet | str | None):
+        if not self._are_kernels():
             raise ConfigError(
                 f"Backend '{self.name}' has the kernels {self.kernels!r}; give a KernelSet or its name, or None."
             )
@@ -130,6 +132,13 @@ class Backend:
                 f"Backend '{self.name}' has the lowering {self.lowering!r}; give a function or its name "
                 "'package.module:function', such as 'quantplug.plugin:lower_to_reference'."
             )
+
+    def _are_kernels(self) -> bool:
+        if self.kernels is None or isinstance(self.kernels, str):
+            return True
+        from quantplug.lowering.emulation import KernelSet
+
+        return isinstance(self.kernels, KernelSet)
 
     @property
     def rows(self) -> tuple[Annotator, ...]:
@@ -164,7 +173,7 @@ class Backend:
         *,
         example_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> Program:
+    ) -> "Program":
         """Lowers a converted model to a program that runs.
 
         Args:
@@ -221,7 +230,7 @@ class Backend:
         *,
         example_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> EmulatedProgram:
+    ) -> "EmulatedProgram":
         """Returns a program that computes what this backend's integer kernels compute, on any machine.
 
         Args:
@@ -236,6 +245,8 @@ class Backend:
         """
         if self.kernels is None:
             raise ConfigError(f"Backend '{self.name}' names no kernels to emulate; declare kernels=KernelSet(...).")
+        from quantplug.lowering.emulation import emulate, kernel_set
+
         kernels = kernel_set(self.kernels)
         model, inputs = _positional(converted, example_inputs, example_kwargs)
         return emulate(model, inputs, kernels, **options)

@@ -25,7 +25,7 @@ from quantplug.quantizers.importer.operators import RESIDUAL, NotApplicableError
 from quantplug.quantizers.importer.report import Effects, ImportedPattern, ImportReport, effects
 from quantplug.quantizers.importer.rules import fusion_only, label_of, rules
 
-REFERENCE = "quantplug.lowering.emulation:lower"
+REFERENCE = "quantplug.lowering.reference:lower"
 
 
 def from_backend_config(backend_config: Any, lowering: str | Lowering = REFERENCE, name: str | None = None) -> Backend:

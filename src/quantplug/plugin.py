@@ -98,18 +98,12 @@ from quantplug.core.qdq.qparams import is_static as has_static_qparams
 from quantplug.core.qdq.qparams import quantize as quantize_op
 from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
 from quantplug.core.specs.levels import Deviation, Level, sqnr
-from quantplug.lowering.emulation import (
-    EmulatedProgram,
-    FixedPoint,
-    KernelSet,
-    Numerics,
-    ReferenceProgram,
-    emulate,
-)
-from quantplug.lowering.emulation import lower as lower_to_reference
+from quantplug.lowering.emulation import EmulatedProgram, FixedPoint, KernelSet, Numerics, emulate
 from quantplug.lowering.emulation import rows as kernel_rules
 from quantplug.lowering.emulation.rows import Row as KernelRow
 from quantplug.lowering.program import LoweredOp, Program
+from quantplug.lowering.reference import ReferenceProgram
+from quantplug.lowering.reference import lower as lower_to_reference
 from quantplug.lowering.rules import lower_by_rules
 from quantplug.quantizers.framework.backend import Backend, derive, union
 from quantplug.quantizers.framework.capabilities import Capability, capability_table

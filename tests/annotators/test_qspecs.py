@@ -41,7 +41,7 @@ def calls(model, target):
 
 
 # Rows that ask nothing of the dtypes, as a backend with every kernel has them.
-ANY = Backend("any", (rows_of_linear(),), configs=XNNPACK.configs, lowering="quantplug.lowering.emulation:lower")
+ANY = Backend("any", (rows_of_linear(),), configs=XNNPACK.configs, lowering="quantplug.lowering.reference:lower")
 
 
 class AnyQuantizer(BackendQuantizer):

@@ -26,7 +26,7 @@ def under(row, spec):
 
 
 def backend(*rows):
-    lowering = "quantplug.lowering.emulation:lower"
+    lowering = "quantplug.lowering.reference:lower"
     return Backend("npu", rows, {"int8": get_symmetric_quantization_config}, lowering)
 
 

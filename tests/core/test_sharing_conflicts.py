@@ -56,7 +56,7 @@ def under(row, spec):
 
 def quantizer(*rows):
     backend = Backend(
-        "npu", rows, {"int8": get_symmetric_quantization_config}, lowering="quantplug.lowering.emulation:lower"
+        "npu", rows, {"int8": get_symmetric_quantization_config}, lowering="quantplug.lowering.reference:lower"
     )
     return type("NPUQuantizer", (BackendQuantizer,), {"backend": backend})()
 

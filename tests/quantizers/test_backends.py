@@ -161,7 +161,7 @@ def test_a_quantizer_of_ones_own_in_a_few_lines():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_r11_half_precision_is_in_the_capability_table_and_honoured(dtype):
     declared = Backend(
-        "half", (linear(),), dtypes=(DTypeConfig("half", weight=dtype),), lowering="quantplug.lowering.emulation:lower"
+        "half", (linear(),), dtypes=(DTypeConfig("half", weight=dtype),), lowering="quantplug.lowering.reference:lower"
     )
 
     class Half(BackendQuantizer):

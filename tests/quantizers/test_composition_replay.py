@@ -24,7 +24,7 @@ NARROW = Backend(
     name="narrow",
     annotators=(linear(activations=("relu",)),),
     dtypes=(DTypeConfig("int8", input=INT8, output=INT8, weight=WEIGHT),),
-    lowering="quantplug.lowering.emulation:lower",
+    lowering="quantplug.lowering.reference:lower",
 )
 
 

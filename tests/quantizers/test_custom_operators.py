@@ -35,7 +35,7 @@ from quantplug.lowering.rules import lower_by_rules
 from quantplug.quantizers.framework.backend import derive
 from quantplug.quantizers.xnnpack import XNNPACK
 
-REFERENCE = "quantplug.lowering.emulation:lower"
+REFERENCE = "quantplug.lowering.reference:lower"
 A, B = torch.randn(2, 3, 4, generator=torch.manual_seed(0)), torch.randn(2, 4, 5, generator=torch.manual_seed(1))
 
 

@@ -27,7 +27,7 @@ from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
 from quantplug.core.specs.limits import Rescale
 from quantplug.quantizers.framework.backend import derive
 
-REFERENCE = "quantplug.lowering.emulation:lower"
+REFERENCE = "quantplug.lowering.reference:lower"
 UINT8 = DTypeWithConstraints(
     torch.uint8, quant_min_lower_bound=0, quant_max_upper_bound=255, scale_min_lower_bound=2**-12
 )

@@ -68,7 +68,7 @@ def backends(draw):
         rows.append(MAKERS[family]().where(at_most(width)).accepting(DTypeConfig("it", bound, bound, torch.int8)))
     asked = DTypeConfig("asked", *[draw(st.sampled_from([torch.int8, torch.uint8]))] * 2, torch.int8)
     backend = Backend(
-        "random", tuple(rows), {"it": lambda **_: config_for(asked)}, "quantplug.lowering.emulation:lower"
+        "random", tuple(rows), {"it": lambda **_: config_for(asked)}, "quantplug.lowering.reference:lower"
     )
     return backend, limits, asked
 

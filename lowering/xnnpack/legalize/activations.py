@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from quantplug.core.graph.editing import call_like
 from quantplug.core.graph.facts import operands, operator_name, rank
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
-from quantplug.core.qdq.qparams import INT8, QParams, quantized_output, requantize, static_qparams
-from quantplug.lowering.xnnpack.conversions import call
+from quantplug.core.qdq.qparams import INT8, StaticQParams, quantized_output, requantize, static_qparams
 from quantplug.lowering.xnnpack.legalize.legalized import Legalized
 from quantplug.lowering.xnnpack.legalize.operators import ACTIVATIONS, FUSING, calls, first_input
 
@@ -43,11 +43,11 @@ def find_slopes_of_other_ranks(working: fx.GraphModule, found: Legalized) -> Non
             found.portable[node.name] = f"XNNPACK's prelu takes images of four dimensions, not {dimensions}"
 
 
-def _lowest(params: QParams) -> float:
+def _lowest(params: StaticQParams) -> float:
     return (params.quant_min - params.zero_point) * params.scale
 
 
-def _highest(params: QParams) -> float:
+def _highest(params: StaticQParams) -> float:
     return (params.quant_max - params.zero_point) * params.scale
 
 
@@ -63,7 +63,7 @@ def narrow_ranges_as_clamps(working: fx.GraphModule) -> None:
             node.args = (node.args[0], params.scale, params.zero_point, *INT8)  # reading needs no range
 
 
-def _bound(working: fx.GraphModule, quantize: fx.Node, params: QParams) -> None:
+def _bound(working: fx.GraphModule, quantize: fx.Node, params: StaticQParams) -> None:
     value, low, high = first_input(quantize), _lowest(params), _highest(params)
     quantize.args = (value, params.scale, params.zero_point, *INT8)
     activation = operands(value) if operator_name(value) in ACTIVATIONS and len(value.users) == 1 else None
@@ -76,4 +76,4 @@ def _bound(working: fx.GraphModule, quantize: fx.Node, params: QParams) -> None:
         # Behind a kernel that takes no bounds the clamp works on the integers; rounding commutes with it.
         fused = operator_name(value) in FUSING and len(value.users) == 1
         source = value if fused else requantize(working.graph, value, replace(params, quant_min=-128, quant_max=127))
-        quantize.replace_input_with(value, call(working.graph, value, _ATEN.hardtanh.default, source, low, high))
+        quantize.replace_input_with(value, call_like(working.graph, value, _ATEN.hardtanh.default, source, low, high))

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph.editing import add_constant
+from quantplug.core.graph.editing import add_constant, call_like
 from quantplug.core.graph.facts import constant_value, operands, tensor_value
 from quantplug.core.qdq.nodes import is_dequantize, is_dynamic
 from quantplug.core.qdq.qparams import QParams, folded, requantize, static_qparams
-from quantplug.lowering.xnnpack.conversions import call
 from quantplug.lowering.xnnpack.legalize.legalized import Legalized
 from quantplug.lowering.xnnpack.legalize.operators import calls
 
@@ -61,8 +60,8 @@ def _write_sum(
             node.args = (seen, held, values["bias"], values["stride"], [0, 0], values["dilation"], values["groups"])
             continue
         with working.graph.inserting_before(node.next if total is node else total.next):
-            added = call(working.graph, node, _ATEN.conv2d.default, seen, held, None, *node.args[3:])
-            total = call(working.graph, node, _ATEN.add.Tensor, total, added)
+            added = call_like(working.graph, node, _ATEN.conv2d.default, seen, held, None, *node.args[3:])
+            total = call_like(working.graph, node, _ATEN.add.Tensor, total, added)
     for user in users:
         user.replace_input_with(node, total)
 
@@ -75,7 +74,7 @@ def _padded(working: fx.GraphModule, node: fx.Node, values: dict[str, Any]) -> t
     height, width = (list(values["padding"]) * 2)[:2]
     if height or width:
         pads = [width, width, height, height]
-        source = call(working.graph, node, _ATEN.constant_pad_nd.default, source, pads, 0.0)
+        source = call_like(working.graph, node, _ATEN.constant_pad_nd.default, source, pads, 0.0)
         source = requantize(working.graph, source, entered) if entered is not None else source
     return source, entered
 
@@ -94,5 +93,5 @@ def _window(
     stride, dilation = ((list(values[name]) * 2)[axis - 2] for name in ("stride", "dilation"))
     first = start * dilation
     last = first + (size - 1) * stride + (taps - 1) * dilation + 1
-    found = call(working.graph, source, _ATEN.slice.Tensor, source, axis, first, last)
+    found = call_like(working.graph, source, _ATEN.slice.Tensor, source, axis, first, last)
     return requantize(working.graph, found, entered) if entered is not None else found

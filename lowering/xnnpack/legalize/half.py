@@ -14,11 +14,10 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from quantplug.core.graph.constants import written_buffers
-from quantplug.core.graph.editing import add_constant
+from quantplug.core.graph.editing import add_constant, call_like
 from quantplug.core.graph.facts import attribute, compute_nodes, constant_value, tensor_value
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
 from quantplug.lowering.halves import widening_casts
-from quantplug.lowering.xnnpack.conversions import call
 
 _ATEN = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -86,7 +85,7 @@ def _recast(working: fx.GraphModule, expected: Any, types: Collection[torch.dtyp
             node.args, node.kwargs = (pytree.tree_map(other, part) for part in (node.args, node.kwargs))
         elif node.op == "placeholder" and _is_of(tensor_value(node), types):
             with working.graph.inserting_before(node.next):
-                cast = call(working.graph, node, _ATEN.to.dtype, node, wanted)
+                cast = call_like(working.graph, node, _ATEN.to.dtype, node, wanted)
             node.replace_all_uses_with(cast, delete_user_cb=lambda user, own=cast: user is not own)
         elif node.op == "get_attr" and _is_of(constant_value(node), types):
             _replace_constant(working, node, node, wanted)
@@ -125,6 +124,6 @@ def _cast_outputs(working: fx.GraphModule, expected: Any, types: Collection[torc
     for value, dtype in zip(values, wanted, strict=True):
         if dtype in types and isinstance(value, fx.Node):
             with working.graph.inserting_before(output):
-                value = call(working.graph, value, _ATEN.to.dtype, value, dtype)  # noqa: PLW2901
+                value = call_like(working.graph, value, _ATEN.to.dtype, value, dtype)  # noqa: PLW2901
         cast.append(value)
     output.args = (pytree.tree_unflatten(cast, structure),)

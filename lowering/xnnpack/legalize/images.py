@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from quantplug.core.graph.editing import call_like
 from quantplug.core.graph.facts import operands, operator_name, tensor_value
 from quantplug.core.qdq.nodes import is_dynamic
-from quantplug.lowering.xnnpack.conversions import call
 from quantplug.lowering.xnnpack.legalize.operators import calls, first_input
 
 _ATEN = torch.ops.aten
@@ -28,10 +28,10 @@ def softmax_over_rows(working: fx.GraphModule) -> None:
             continue
         users = list(node.users)
         with working.graph.inserting_before(node):
-            rows = call(working.graph, node, _ATEN.reshape.default, source, [-1, shape[-1]])
+            rows = call_like(working.graph, node, _ATEN.reshape.default, source, [-1, shape[-1]])
         node.args = (rows, -1, *node.args[2:])
         with working.graph.inserting_before(node.next):
-            image = call(working.graph, node, _ATEN.reshape.default, node, shape)
+            image = call_like(working.graph, node, _ATEN.reshape.default, node, shape)
         for user in users:
             user.replace_input_with(node, image)
 
@@ -49,7 +49,7 @@ def dynamic_linears_over_rows(working: fx.GraphModule) -> None:
             continue
         source, chosen = quantize.args[0], quantize.args[1].args[0]
         with working.graph.inserting_before(chosen):
-            rows = call(working.graph, quantize, _ATEN.flatten.using_ints, source, 0, -2)
+            rows = call_like(working.graph, quantize, _ATEN.flatten.using_ints, source, 0, -2)
         for node in (chosen, quantize):
             node.replace_input_with(source, rows)
         for reader in readers:
@@ -68,6 +68,6 @@ def _as_image(working: fx.GraphModule, linear: fx.Node) -> None:
     value, users = tensor_value(linear), list(linear.users)
     assert value is not None
     with working.graph.inserting_before(linear.next):
-        image = call(working.graph, linear, _ATEN.reshape.default, linear, [-1, *value.shape[1:]])
+        image = call_like(working.graph, linear, _ATEN.reshape.default, linear, [-1, *value.shape[1:]])
     for user in users:
         user.replace_input_with(linear, image)

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantplug.core.graph.editing import add_constant, like
+from quantplug.core.graph.editing import add_constant, call_like, like
 from quantplug.core.graph.facts import operands, operator_name, rank
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
 from quantplug.core.qdq.qparams import INT8, quantized_output, static_qparams
-from quantplug.lowering.xnnpack.conversions import call
 from quantplug.lowering.xnnpack.legalize.operators import after_activation, calls
 
 _ATEN = torch.ops.aten
@@ -75,4 +74,4 @@ def _int8_number(working: fx.GraphModule, model: fx.Node, number: float) -> fx.N
     shape = [1] * (rank(model) or 1)
     integer = torch.full(shape, 0 if number == 0 else 127 if number > 0 else -127, dtype=torch.int8)
     held = add_constant(working, working.graph, integer, "number")
-    return call(working.graph, model, _Q.dequantize_per_tensor.default, held, scale, 0, *INT8)
+    return call_like(working.graph, model, _Q.dequantize_per_tensor.default, held, scale, 0, *INT8)

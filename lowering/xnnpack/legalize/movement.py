@@ -14,7 +14,7 @@ from quantplug.core.graph.editing import add_constant
 from quantplug.core.graph.facts import constant_value, operands, operator_name, tensor_value
 from quantplug.core.patterns.language import Match
 from quantplug.core.qdq.nodes import is_dequantize
-from quantplug.core.qdq.qparams import QParams, quantized_output, requantize, static_qparams
+from quantplug.core.qdq.qparams import StaticQParams, quantized_output, requantize, static_qparams
 from quantplug.lowering.xnnpack.legalize.integers import one_dequantize_per_use
 from quantplug.lowering.xnnpack.legalize.legalized import Legalized
 from quantplug.lowering.xnnpack.legalize.operators import calls, first_input
@@ -148,7 +148,7 @@ def moves_keep_qparams(working: fx.GraphModule) -> None:
             quantize.replace_input_with(node, requantize(working.graph, node, entered))
 
 
-def _pads_with_zero(node: fx.Node, entered: QParams) -> bool:
+def _pads_with_zero(node: fx.Node, entered: StaticQParams) -> bool:
     values = operands(node)
     constant_mode = values.get("mode", "constant") == "constant"
     return constant_mode and not values.get("value") and -128 <= entered.zero_point <= 127

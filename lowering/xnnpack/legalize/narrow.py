@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
-from quantplug.core.graph.editing import add_constant
+from quantplug.core.graph.editing import add_constant, call_like
 from quantplug.core.graph.facts import constant_value, operands, tensor_value
 from quantplug.core.patterns.language import Match
 from quantplug.core.qdq.nodes import is_dequantize
-from quantplug.lowering.xnnpack.conversions import call
 from quantplug.lowering.xnnpack.legalize.operators import calls, first_input
 
 _ATEN = torch.ops.aten
@@ -135,15 +134,15 @@ def _patches(graph: fx.Graph, node: fx.Node, windows: list[_Window], image: Tens
     with graph.inserting_before(node):
         margins = [side for w in reversed(windows) for side in (w.before, w.after)]
         if any(margins):
-            rows = call(graph, node, _ATEN.constant_pad_nd.default, rows, margins, 0.0)
-        rows = call(graph, node, _ATEN.permute.default, rows, [0, *range(2, 2 + dims), 1])
+            rows = call_like(graph, node, _ATEN.constant_pad_nd.default, rows, margins, 0.0)
+        rows = call_like(graph, node, _ATEN.permute.default, rows, [0, *range(2, 2 + dims), 1])
         for axis, window in enumerate(windows, 1):
             if window.before + window.size + window.after > window.held:
                 rows = _part(graph, node, rows, axis, 0, window.held)
         strided = any(window.stride > 1 for window in windows)
         if strided:
             steps = [size for window in windows for size in (window.steps, window.stride)]
-            rows = call(graph, node, _ATEN.reshape.default, rows, [batch, *steps, channels])
+            rows = call_like(graph, node, _ATEN.reshape.default, rows, [batch, *steps, channels])
         parts = []
         for place in product(*(range(window.taps) for window in windows)):
             part = rows
@@ -155,16 +154,16 @@ def _patches(graph: fx.Graph, node: fx.Node, windows: list[_Window], image: Tens
                     part = _part(graph, node, part, along + 1, phase, phase + 1)
             if strided:
                 sizes = [batch, *(window.outputs for window in windows), channels]
-                part = call(graph, node, _ATEN.reshape.default, part, sizes)
+                part = call_like(graph, node, _ATEN.reshape.default, part, sizes)
             parts.append(part)
         while len(parts) > 1:
             groups = [parts[at : at + _JOINED_AT_ONCE] for at in range(0, len(parts), _JOINED_AT_ONCE)]
-            parts = [g[0] if len(g) == 1 else call(graph, node, _ATEN.cat.default, g, dims + 1) for g in groups]
+            parts = [g[0] if len(g) == 1 else call_like(graph, node, _ATEN.cat.default, g, dims + 1) for g in groups]
     return parts[0]
 
 
 def _part(graph: fx.Graph, node: fx.Node, source: fx.Node, axis: int, begin: int, end: int) -> fx.Node:
-    return call(graph, node, _ATEN.slice.Tensor, source, axis, begin, end)
+    return call_like(graph, node, _ATEN.slice.Tensor, source, axis, begin, end)
 
 
 def _write_linear(working: fx.GraphModule, node: fx.Node, rows: fx.Node, stored: Tensor) -> None:
@@ -176,10 +175,10 @@ def _write_linear(working: fx.GraphModule, node: fx.Node, rows: fx.Node, stored:
         held = add_constant(working, graph, flat, "patches")
         if is_dequantize(weight):
             target: Any = weight.target
-            held = call(graph, weight, target, held, *weight.args[1:])
+            held = call_like(graph, weight, target, held, *weight.args[1:])
     node.target, node.args, node.kwargs = _ATEN.linear.default, (rows, held, given["bias"]), {}
     with graph.inserting_before(node.next):
-        image = call(graph, node, _ATEN.permute.default, node, [0, dims + 1, *range(1, dims + 1)])
+        image = call_like(graph, node, _ATEN.permute.default, node, [0, dims + 1, *range(1, dims + 1)])
     image.meta["val"] = node.meta.pop("val", None)
     for user in users:
         user.replace_input_with(node, image)

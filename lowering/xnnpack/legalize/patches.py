@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph.editing import add_constant
+from quantplug.core.graph.editing import add_constant, call_like
 from quantplug.core.graph.facts import constant_value, operands, tensor_value
 from quantplug.core.qdq.nodes import is_dequantize
 from quantplug.core.qdq.qparams import QParams, quantized_output, requantize, static_qparams
-from quantplug.lowering.xnnpack.conversions import call
 from quantplug.lowering.xnnpack.legalize.operators import calls, first_input
 
 _ATEN = torch.ops.aten
@@ -59,7 +58,7 @@ def _tokens(working: fx.GraphModule, node: fx.Node, entered: QParams, weight: Te
     )
     with working.graph.inserting_before(node):
         for target, numbers in moves:
-            moved = requantize(working.graph, call(working.graph, node, target, moved, numbers), entered)
+            moved = requantize(working.graph, call_like(working.graph, node, target, moved, numbers), entered)
     return moved
 
 
@@ -69,10 +68,10 @@ def _write_linear(working: fx.GraphModule, node: fx.Node, tokens: fx.Node, store
     weight = values["weight"]
     with graph.inserting_before(node):
         flat = add_constant(working, graph, stored.flatten(1).clone(), "patches")
-        held = call(graph, weight, weight.target, flat, *weight.args[1:])
+        held = call_like(graph, weight, weight.target, flat, *weight.args[1:])
     node.target, node.args, node.kwargs = _ATEN.linear.default, (tokens, held, values["bias"]), {}
     node.meta.pop("val", None)
     with graph.inserting_before(node.next):
-        image = call(graph, node, _ATEN.permute.default, requantize(graph, node, output), [0, 3, 1, 2])
+        image = call_like(graph, node, _ATEN.permute.default, requantize(graph, node, output), [0, 3, 1, 2])
     for user in users:
         user.replace_input_with(node, image)

@@ -9,12 +9,11 @@ import torch
 from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
-from quantplug.core.graph.editing import add_constant, set_operand
+from quantplug.core.graph.editing import add_constant, call_like, set_operand
 from quantplug.core.graph.facts import constant_value, operands, operator_name, tensor_value
 from quantplug.core.patterns.language import Match
 from quantplug.core.qdq.nodes import is_dequantize, is_dynamic, is_quantize
 from quantplug.core.qdq.qparams import folded, quantized_output, static_qparams
-from quantplug.lowering.xnnpack.conversions import call
 from quantplug.lowering.xnnpack.legalize.legalized import Legalized
 from quantplug.lowering.xnnpack.legalize.operators import (
     GEMMS,
@@ -72,7 +71,7 @@ def separate_weight_only_biases(working: fx.GraphModule, found: Legalized) -> No
             node.args, node.kwargs = (values["input"], weight), {}
             users = list(node.users)
             with working.graph.inserting_before(node.next):
-                biased = call(working.graph, node, _ATEN.add.Tensor, node, bias)
+                biased = call_like(working.graph, node, _ATEN.add.Tensor, node, bias)
             for user in users:
                 user.replace_input_with(node, biased)
 
