@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # declaring a backend imports no lowering
     from quantplug.lowering.program import Program
 
 ConfigFactory: TypeAlias = Callable[..., QuantizationConfig]
-Lowering: TypeAlias = "Callable[..., Program]"
+Lowering: TypeAlias = Callable[..., Any]  # of a Program, whose room a declaration does not import
 Transform: TypeAlias = Callable[[fx.GraphModule], fx.GraphModule]
 
 WeightBits: TypeAlias = Callable[[QuantizationSpec, QuantizationSpec | None], int]

@@ -150,7 +150,7 @@ _HOME = {
     "quantize": "quantplug.flow",
     "quantized_inputs": "quantplug.core.qdq.integer_io",
     "register_for_plans": "quantplug.core.specs.written",
-    "sqnr": "quantplug.core.report.compare",
+    "sqnr": "quantplug.core.specs.levels",
     "union": "quantplug.quantizers.framework.backend",
 }
 __all__ = list(_HOME)
