@@ -47,7 +47,7 @@ def _faces_in(module):
         ("from quantplug.core.annotation.plan import Plan", ["quantplug.core.annotation.plan.Plan"]),
         ("from quantplug import core, plugin, Plan", ["quantplug.core"]),
         ("from quantplug.plugin import Backend, partial", ["quantplug.plugin.partial"]),
-        ("import quantplug\nquantplug.core.plan.Plan", ["quantplug.core"]),
+        ("import quantplug\nquantplug.core.annotation.plan.Plan", ["quantplug.core"]),
         ("import quantplug\nfrom quantplug import plugin\nquantplug.quantize", []),
     ],
 )

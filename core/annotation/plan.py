@@ -35,7 +35,7 @@ from quantplug.core.specs.written import (
     spec_value,
 )
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Transforms:
 
 def function_name(function: Any) -> str:
     """Returns "module:function"; what is no function of a module has a name that no replay finds."""
-    name = f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', repr(function))}"
-    return str(remembered(name, function)["name"])
+    module, name = getattr(function, "__module__", "?"), getattr(function, "__qualname__", repr(function))
+    return str(remembered(module, name, function)["name"])
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ def measure_boundaries(converted: fx.GraphModule, inputs: tuple[Any, ...]) -> di
         inputs: positional inputs of one batch.
 
     Returns:
-        For each quantize node at a boundary: `core.compare.sqnr` of the dequantized to the crossing values.
+        For each quantize node at a boundary: `sqnr` of the dequantized to the crossing values.
 
     Raises:
         ModelError: the model is no exported graph.

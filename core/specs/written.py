@@ -3,6 +3,7 @@
 Before: a spec of torchao's, which holds nodes, classes and constructors. After: a dictionary of strings
 and numbers that names them; points of the graph stand as text that the caller chooses. Classes and
 functions are named "module:qualified name", so a spec can be read back only where the same names exist and are known.
+Those of this package are named "quantplug:qualified name": where they stand in it is nobody's business.
 """
 
 import pkgutil
@@ -149,7 +150,7 @@ def plain_value(found: Any) -> Any:
         values = {field.name: plain_value(getattr(found, field.name)) for field in fields(found)}
         return {"make": plain_value(type(found)), "with": values}
     if isinstance(found, Enum):
-        return remembered(f"{type(found).__module__}:{type(found).__qualname__}.{found.name}", found)
+        return remembered(type(found).__module__, f"{type(found).__qualname__}.{found.name}", found)
     inner = getattr(found, "p", found)
     if isinstance(inner, partial):
         values = {name: plain_value(value) for name, value in sorted(inner.keywords.items())}
@@ -157,7 +158,7 @@ def plain_value(found: Any) -> Any:
     module, name = getattr(inner, "__module__", None), getattr(inner, "__qualname__", "<nothing>")
     if module is None or "<" in name:
         raise AnnotationError(f"A plan cannot name {found!r}; give it as a function or class of a module.")
-    return remembered(f"{module}:{name}", inner)
+    return remembered(module, name, inner)
 
 
 def named_value(value: Any) -> Any:
@@ -213,6 +214,7 @@ def _is_observer(found: type) -> bool:
     return issubclass(found, ObserverBase | FakeQuantizeBase | AffineQuantizedObserverBase)
 
 
+_OWN = "quantplug"
 _REGISTERED: dict[str, Any] = {}
 # The modules whose observers, dataclasses and enums a plan may name; their functions it may not.
 _LIBRARIES = frozenset(
@@ -246,8 +248,10 @@ def register_for_plans(*found: Any) -> None:
         plain_value(each)
 
 
-def remembered(name: str, found: Any) -> dict[str, str]:
+def remembered(module: str, qualified: str, found: Any) -> dict[str, str]:
     """Returns the JSON value of a name, which plans may name from now on in this process."""
+    package = module.partition(".")[0]
+    name = f"{package if package == _OWN else module}:{qualified}"
     _REGISTERED[name] = found
     return {"name": name}
 
@@ -285,9 +289,11 @@ def _resolved(name: str) -> Any:
         return _REGISTERED[name]
     module, _, path = name.partition(":")
     kind, _, member = path.partition(".")
-    found = getattr(import_module(module), kind, None) if module in _LIBRARIES else None
+    places = {place for place in _LIBRARIES if place == module or (module == _OWN and place.startswith(f"{_OWN}."))}
+    offered = (getattr(import_module(place), kind, None) for place in sorted(places))
     # What a module has imported from elsewhere is not its own.
-    if isinstance(found, type) and found.__module__ in _LIBRARIES:
+    found = next((each for each in offered if isinstance(each, type) and each.__module__ in _LIBRARIES), None)
+    if found is not None:
         if not member:
             return found
         if issubclass(found, Enum) and member in found.__members__:
