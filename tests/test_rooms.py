@@ -1,6 +1,8 @@
-"""The rooms: imports run one way, nobody takes another room's private names or a peer's."""
+"""The rooms: imports run one way, down the floors; nobody takes another room's private names or a peer's."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,26 @@ MAY_IMPORT = {
     "core": {"core"},
     "annotators": {"core", "annotators"},
     "lowering": {"core", "lowering"},
-    "quantizers": {"core", "annotators", "lowering", "quantizers"},
+    "quantizers": {"core", "annotators", "quantizers"},
 }
+# The rooms of core from the ground up: each knows those below it.
+FLOORS = (
+    "errors",
+    "named",
+    "files",
+    "graph",
+    "patterns",
+    "specs",
+    "qdq",
+    "observers",
+    "batch_norms",
+    "annotation",
+    "pt2e",
+    "calibration",
+    "report",
+)
+# Each target knows what belongs to none, and that knows no target.
+TARGETS = {"xnnpack", "x86", "openvino", "cortex_m"}
 FILES = [(room, path) for room in MAY_IMPORT for path in sorted((ROOT / room).rglob("*.py"))]
 # Peers' private names that have no public counterpart, each with its reason at the place of use.
 FORBIDDEN_PEERS = (
@@ -24,24 +44,105 @@ FORBIDDEN_PEERS = (
 )
 
 
-def _imports(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+def _imports(path, anywhere=True):
+    """Yields what a file imports; or what it imports when it is imported itself."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree) if anywhere else tree.body:
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from ((node.module or "", alias.name) for alias in node.names)
 
 
-@pytest.mark.parametrize(("room", "path"), FILES, ids=lambda v: str(v.relative_to(ROOT)) if isinstance(v, Path) else v)
+def _inner(path, room):
+    return path.relative_to(ROOT / room).parts[0].removesuffix(".py")
+
+
+def _name(value):
+    return str(value.relative_to(ROOT)) if isinstance(value, Path) else value
+
+
+@pytest.mark.parametrize(("room", "path"), FILES, ids=_name)
 def test_imports_run_one_way(room, path):
     for module, name in _imports(path):
         parts = module.split(".")
         if parts[0] != "quantplug":
             assert not module.startswith(FORBIDDEN_PEERS), f"{path} imports {module}"
             continue
-        assert parts[1] in MAY_IMPORT[room], f"{path} of room '{room}' imports {module}"
-        other_room = parts[1] != room
+        # What a declaration needs of a lowering when it is used, it imports then.
+        called = (
+            room == "quantizers" and parts[1] == "lowering" and (module, name) not in _imports(path, anywhere=False)
+        )
+        assert parts[1] in MAY_IMPORT[room] or called, f"{path} of room '{room}' imports {module}"
+        other_room = parts[1:3] != [room, _inner(path, room)]
         assert not (other_room and name.startswith("_")), f"{path} takes the private name {name} of {module}"
+
+
+@pytest.mark.parametrize("path", [path for room, path in FILES if room == "core"], ids=_name)
+def test_a_room_of_core_knows_those_below_it(path):
+    own = _inner(path, "core")
+    assert own == "__init__" or own in FLOORS, f"{path} stands on no floor"
+    for module, name in _imports(path):
+        parts = module.split(".")
+        if parts[0] == "quantplug":
+            found = parts[2] if len(parts) > 2 else name
+            assert FLOORS.index(found) <= FLOORS.index(own), f"{path} imports {module}, which stands above it"
+
+
+@pytest.mark.parametrize("path", [path for room, path in FILES if room == "lowering"], ids=_name)
+def test_no_target_knows_another_one(path):
+    own = _inner(path, "lowering")
+    known = {module.split(".")[2] for module, _ in _imports(path) if module.startswith("quantplug.lowering.")}
+    assert known & TARGETS <= {own}, f"{path} imports a target"
+
+
+def test_no_room_imports_itself_through_another_one():
+    """Modules that are imported with a module do not import it, so that any may be the first."""
+    files = {_module(path): path for _, path in FILES}
+    below = {
+        name: {found for found in map(_found(files), _imports(path, anywhere=False)) if found}
+        for name, path in files.items()
+    }
+    for name in files:
+        reached, pending = set(), [*below[name]]
+        while pending:
+            found = pending.pop()
+            if found not in reached:
+                reached.add(found)
+                pending += below[found]
+        assert name not in reached, f"{name} imports itself through others"
+
+
+def _module(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("quantplug", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+def _found(files):
+    def found(imported):
+        module, name = imported
+        return next((each for each in (f"{module}.{name}", module) if each in files), None)
+
+    return found
+
+
+WITHOUT_LOWERINGS = """
+import sys
+import quantplug
+for name in ("xnnpack", "x86", "openvino", "tensorrt", "cortex_m", "native", "embedding"):
+    backend = quantplug.get_quantizer(name).backend
+    assert quantplug.derive(backend, "mine").rows
+loaded = sorted(name for name in sys.modules if name.startswith("quantplug.lowering"))
+assert not loaded, loaded
+assert not {"executorch", "openvino"} & set(sys.modules)
+print(sum(name.startswith("quantplug.") for name in sys.modules))
+"""
+
+
+def test_to_declare_a_backend_imports_no_lowering():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_LOWERINGS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout.split()[-1]) < 90
 
 
 def test_every_room_is_linked_into_the_package():

@@ -112,7 +112,7 @@ def add_constant(owner: fx.GraphModule, graph: fx.Graph, value: Tensor, name: st
 _OF_ONE_OPERATOR = (REASON, "source_fn_stack", "torch_fn")
 
 
-def _is_erased(node: fx.Node) -> bool:
+def is_erased(node: fx.Node) -> bool:
     return node._erased  # fx keeps no public record of what a graph has lost
 
 

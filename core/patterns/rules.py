@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from quantplug.core.graph.editing import _is_erased
+from quantplug.core.graph.editing import is_erased
 from quantplug.core.graph.meta import REASON
 from quantplug.core.patterns.language import Match, Miss, Op
 
@@ -46,7 +46,7 @@ def apply(graph: fx.Graph, rules: Iterable[Rule], *, backwards: bool = False) ->
 def _apply_at(node: fx.Node, rules: Sequence[Rule]) -> bool:
     furthest = Miss("", -1)
     for rule in rules:
-        if _is_erased(node):
+        if is_erased(node):
             return False
         outcome = rule.pattern.match(node)
         if isinstance(outcome, Match):

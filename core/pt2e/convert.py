@@ -20,14 +20,13 @@ from torchao.quantization.pt2e.quantizer import is_valid_annotation
 
 from quantplug.core.batch_norms.training import fold_batch_norms_qat
 from quantplug.core.errors import CalibrationError, ConfigError, ConvertError, QuantplugError, first_line
-from quantplug.core.graph.collection import collection_paused
 from quantplug.core.graph.constants import constant_nodes, evaluate_constants
 from quantplug.core.graph.control import run_as_operators
 from quantplug.core.graph.editing import erase_dead_code, replace_inputs
 from quantplug.core.graph.facts import attribute, observer_of, require_graph_module
 from quantplug.core.graph.meta import CONVERTED, PREPARED, STAGE_KEY, stage_of
 from quantplug.core.graph.submodels import lift_constants, region_targets
-from quantplug.core.graph.working_copy import rebuilt, working_copy
+from quantplug.core.graph.working_copy import collection_paused, rebuilt, working_copy
 from quantplug.core.observers import DataObserver
 from quantplug.core.observers.from_specs import is_deferred, needs_data, observe_constant
 from quantplug.core.observers.session import find_ranges

@@ -21,7 +21,6 @@ from quantplug.core.annotation.verify import verify_annotations
 from quantplug.core.batch_norms.inference import Permission, fold_batch_norms
 from quantplug.core.batch_norms.training import fuse_batch_norms_qat
 from quantplug.core.errors import ConfigError, ModelError, shown
-from quantplug.core.graph.collection import collection_paused
 from quantplug.core.graph.constants import buffer_writes, constant_nodes
 from quantplug.core.graph.control import run_in_python
 from quantplug.core.graph.editing import erase_dead_code, replace_inputs
@@ -45,7 +44,7 @@ from quantplug.core.graph.meta import (
 )
 from quantplug.core.graph.sources import SOURCE_KEY, add_sources
 from quantplug.core.graph.submodels import bind_constants, region_targets
-from quantplug.core.graph.working_copy import rebuilt, working_copy
+from quantplug.core.graph.working_copy import collection_paused, rebuilt, working_copy
 from quantplug.core.graph.written_inputs import leave_inputs_as_they_are
 from quantplug.core.observers.from_specs import create_observers, defer
 from quantplug.core.observers.sharing import Point, sharing_groups
