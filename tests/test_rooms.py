@@ -129,6 +129,7 @@ def _found(files):
 WITHOUT_LOWERINGS = """
 import sys
 import quantplug
+from quantplug.plugin import Backend, linear, named
 for name in ("xnnpack", "x86", "openvino", "tensorrt", "cortex_m", "native", "embedding"):
     backend = quantplug.get_quantizer(name).backend
     assert quantplug.derive(backend, "mine").rows

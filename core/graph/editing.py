@@ -113,6 +113,7 @@ _OF_ONE_OPERATOR = (REASON, "source_fn_stack", "torch_fn")
 
 
 def is_erased(node: fx.Node) -> bool:
+    """Tells whether a graph has lost a node."""
     return node._erased  # fx keeps no public record of what a graph has lost
 
 

@@ -17,8 +17,11 @@
 - **Errors**: what is raised, one sentence each.
 
 Names stay, also where what they stand for moves. Of the two namespaces, `constraints` and `kernel_rules`, the
-functions are public. Importing this loads no target's lowering of its own accord.
+functions are public. Importing this loads no lowering; what needs one is loaded when it is first used.
 """
+
+import pkgutil
+from typing import TYPE_CHECKING, Any
 
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
@@ -55,7 +58,6 @@ from quantplug.annotators.qspecs import (
 from quantplug.annotators.qspecs import on_axis as qspec_on_axis
 from quantplug.annotators.residual import residual
 from quantplug.annotators.shape import concatenation, movement
-from quantplug.conformance import Verdict, verdicts
 from quantplug.core.annotation.annotator import Annotations, Annotator, Constraint
 from quantplug.core.errors import (
     AnnotationError,
@@ -74,6 +76,7 @@ from quantplug.core.graph.editing import replace as replace_node
 from quantplug.core.graph.editing import viewed as add_view
 from quantplug.core.graph.facts import constant_value, operands
 from quantplug.core.graph.meta import absorb
+from quantplug.core.named import named
 from quantplug.core.observers import observer
 from quantplug.core.patterns.language import (
     Match,
@@ -98,16 +101,19 @@ from quantplug.core.qdq.qparams import is_static as has_static_qparams
 from quantplug.core.qdq.qparams import quantize as quantize_op
 from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
 from quantplug.core.specs.levels import Deviation, Level, sqnr
-from quantplug.lowering.emulation import EmulatedProgram, FixedPoint, KernelSet, Numerics, emulate
-from quantplug.lowering.emulation import rows as kernel_rules
-from quantplug.lowering.emulation.rows import Row as KernelRow
-from quantplug.lowering.program import LoweredOp, Program
-from quantplug.lowering.reference import ReferenceProgram
-from quantplug.lowering.reference import lower as lower_to_reference
-from quantplug.lowering.rules import lower_by_rules
 from quantplug.quantizers.framework.backend import Backend, derive, union
 from quantplug.quantizers.framework.capabilities import Capability, capability_table
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
+
+if TYPE_CHECKING:
+    from quantplug.conformance import Verdict, verdicts
+    from quantplug.lowering.emulation import EmulatedProgram, FixedPoint, KernelSet, Numerics, emulate
+    from quantplug.lowering.emulation import rows as kernel_rules
+    from quantplug.lowering.emulation.rows import Row as KernelRow
+    from quantplug.lowering.program import LoweredOp, Program
+    from quantplug.lowering.reference import ReferenceProgram
+    from quantplug.lowering.reference import lower as lower_to_reference
+    from quantplug.lowering.rules import lower_by_rules
 
 __all__ = [  # noqa: RUF022 - in the groups of the docstring
     # Backends
@@ -116,6 +122,7 @@ __all__ = [  # noqa: RUF022 - in the groups of the docstring
     "Capability",
     "capability_table",
     "derive",
+    "named",
     "union",
     # Dtypes and levels
     "DTypeConfig",
@@ -230,3 +237,28 @@ __all__ = [  # noqa: RUF022 - in the groups of the docstring
     "PatternError",
     "QuantplugError",
 ]
+
+# To declare a backend imports no lowering: these names are looked up when they are first used.
+_LATER = {
+    "EmulatedProgram": "quantplug.lowering.emulation.emulate:EmulatedProgram",
+    "FixedPoint": "quantplug.lowering.emulation.numerics:FixedPoint",
+    "KernelRow": "quantplug.lowering.emulation.rows:Row",
+    "KernelSet": "quantplug.lowering.emulation.emulate:KernelSet",
+    "LoweredOp": "quantplug.lowering.program:LoweredOp",
+    "Numerics": "quantplug.lowering.emulation.numerics:Numerics",
+    "Program": "quantplug.lowering.program:Program",
+    "ReferenceProgram": "quantplug.lowering.reference:ReferenceProgram",
+    "Verdict": "quantplug.conformance:Verdict",
+    "emulate": "quantplug.lowering.emulation.emulate:emulate",
+    "kernel_rules": "quantplug.lowering.emulation.rows",
+    "lower_by_rules": "quantplug.lowering.rules:lower_by_rules",
+    "lower_to_reference": "quantplug.lowering.reference:lower",
+    "verdicts": "quantplug.conformance:verdicts",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'quantplug.plugin' has no attribute '{name}'")
+    found = globals()[name] = pkgutil.resolve_name(_LATER[name])
+    return found
