@@ -13,6 +13,8 @@ from quantplug.core.graph.meta import ORIGINS, REASON, origins
 from quantplug.lowering.program import LoweredOp
 
 INTEGERS = (torch.uint8, torch.int8)
+# An operator is int8 because a kernel was recorded, never because nothing else was.
+NOTHING = "no kernel of it is left: at inference it computes nothing"
 
 
 def is_quantization(node: fx.Node) -> bool:
@@ -34,7 +36,7 @@ def record(graph: fx.Graph) -> tuple[LoweredOp, ...]:
 def place(
     recorded: tuple[LoweredOp, ...], graph: fx.Graph, library: str = "", folded: Iterable[str] = ()
 ) -> tuple[LoweredOp, ...]:
-    """Returns the recorded operators with their placement in a lowered graph.
+    """Returns the recorded operators with their placement in a lowered graph: int8 where a kernel of it is left.
 
     Args:
         recorded: what `record` returned.
@@ -43,7 +45,9 @@ def place(
         folded: names of operators that became constants.
     """
     once = dict.fromkeys(folded, "it is the same at every call, and computed once")
-    reasons = once | dict(_reasons(graph, library))
+    kernels = {name for node in graph.nodes if _is_integer(node, library) for name in origins(node)}
+    reasons = dict.fromkeys({found.node for found in recorded} - kernels, NOTHING)
+    reasons |= once | dict(_reasons(graph, library))
     return tuple(_placed(operator, reasons.get(operator.node, "")) for operator in recorded)
 
 

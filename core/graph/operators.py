@@ -64,3 +64,8 @@ MOVES = (
 
 
 REPEATS = ("expand", "repeat", "repeat_interleave.self_int")
+
+# Operators that compute nothing at inference, by their names in ATen.
+DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+ALIASES = ("alias", "detach", "lift_fresh_copy")
+IDENTITIES = (*DROPOUTS, *ALIASES)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from quantplug.core.graph.editing import fresh_name, replace
 from quantplug.core.graph.facts import constant_value, operands
 from quantplug.core.graph.meta import absorb
-from quantplug.core.graph.operators import MOVES, REPEATS
+from quantplug.core.graph.operators import DROPOUTS, MOVES, REPEATS
 from quantplug.core.patterns.language import Match, Op, Pattern, anything, each, either, op, optional, single_use, value
 from quantplug.core.patterns.rules import Rule
 from quantplug.core.qdq.qparams import IntegerWeight, QParams, dequantize, folded, integer_weight, qparams, quantize
@@ -268,7 +268,7 @@ def means() -> tuple[Rule, ...]:
 def movements() -> tuple[Rule, ...]:
     """Returns the rules of operators that move or compare integers: input and output share parameters."""
     inner = op(*MOVES, *REPEATS, "max_pool2d", "alias", "detach", "swapaxes", name="inner", self=_operand("x"))
-    dropped = op("dropout", "feature_dropout", name="inner", input=_operand("x"), train=False)
+    dropped = op(*DROPOUTS, name="inner", input=_operand("x"), train=False)
     padded = op("constant_pad_nd", "pad", name="inner", self=_operand("x"), value=anything("number"))
     joined = op("cat", "stack", name="inner", tensors=each(dequantize(), "sources"))
     return (

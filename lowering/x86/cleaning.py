@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from quantplug.core.graph.editing import constant, erase_unused, replace
 from quantplug.core.graph.facts import constant_value, is_constant, operands
+from quantplug.core.graph.operators import ALIASES, DROPOUTS
 from quantplug.core.patterns.language import Match, op, value
 from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
@@ -53,8 +54,8 @@ def _skip(match: Match) -> str | None:
 
 
 NO_OPS = (
-    Rule(op("dropout", "feature_dropout", input=value("x"), train=False), _skip),
-    Rule(op("alias", "detach", "lift_fresh_copy", self=value("x")), _skip),
+    Rule(op(*DROPOUTS, input=value("x"), train=False), _skip),
+    Rule(op(*ALIASES, self=value("x")), _skip),
 )
 
 

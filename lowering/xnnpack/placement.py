@@ -12,10 +12,14 @@ import torch
 from torch import fx
 
 from quantplug.core.graph.facts import compute_nodes, module_path
+from quantplug.core.graph.operators import IDENTITIES, operator_overloads
 from quantplug.core.qdq.nodes import is_conversion
+from quantplug.lowering.placement import NOTHING
 from quantplug.lowering.program import LoweredOp
 from quantplug.lowering.xnnpack.program import KernelCounts
 from quantplug.lowering.xnnpack.serializer.records import KernelCall
+
+_IDENTITIES = frozenset().union(*map(operator_overloads, IDENTITIES))
 
 
 def origins(node: fx.Node, graph: fx.Graph) -> set[str]:
@@ -117,6 +121,8 @@ def _placement(
         names = sorted({_operator_name(n) for n in portable})
         return "portable", f"XNNPACK does not take {', '.join(names)} here"
     own = [c for c in kernels if not c.is_convert]
+    if not own and node.target in _IDENTITIES:
+        return "float", NOTHING
     if not own:  # fused into its producer, a view that costs nothing, or a copy that lost its history
         producer = next((placed[n] for n in node.all_input_nodes if n in placed), None)
         if producer is None:

@@ -1,0 +1,30 @@
+"""Where operators ran: an operator is int8 because a kernel of it was recorded."""
+
+import pytest
+import torch
+from torch import nn
+
+import quantplug
+
+
+class Between(nn.Module):
+    """Operators that compute nothing, between float layers and between integer ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.drop = nn.LayerNorm(8), nn.LayerNorm(8), nn.Dropout()
+        self.three, self.four = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.drop(self.two(self.drop(self.one(x)).detach()))
+        return self.four(self.drop(torch.relu(self.three(x))))
+
+
+@pytest.mark.parametrize("backend", ["x86", "xnnpack", "openvino"])
+def test_what_computes_nothing_runs_on_no_integer_kernel(backend):
+    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+    program = quantplug.quantize(Between().eval(), (x,), backend, [(x,)], progress=False).program
+    placed = {found.node: found for found in program.ops}
+    computing = {name for name, found in placed.items() if found.placement == "int8"}
+    assert {"linear", "linear_1"} <= computing <= {"linear", "relu", "linear_1"}
+    assert all(placed[name].reason for name in placed.keys() - computing)
