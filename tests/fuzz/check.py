@@ -34,6 +34,7 @@ _FOLDING = ("openvino",)
 _SHARING = ("cortex_m",)
 _SHARE = 2.0**-6
 _MARGIN = 3.0
+_TORCH = 60.0  # decibels that torch's two sets of float kernels keep of each other
 # A graph this far from torchao's of the same model is worse, not only another, unless the float model loses as much
 # where its products are that noisy. Of many batches, as a sum of few large products is rounded well or badly by chance.
 _WORSE, _BATCHES = 6.0, 16
@@ -118,6 +119,10 @@ def _checked(model: Model, exported: fx.GraphModule, backend: str, saves: bool) 
     floats = _called(copy.deepcopy(exported), batches)
     if not all(leaf.isfinite().all() for leaf in _leaves(floats)):
         return Verdict(model.seed, "unfit", "its float form is not finite", len(model.steps))
+    with torch.backends.mkldnn.flags(enabled=False):
+        plain = _called(copy.deepcopy(exported), batches)
+    if min(_qualities(plain, floats)) < _TORCH:
+        return Verdict(model.seed, "unfit", "torch's own kernels disagree about its float form", len(model.steps))
     artefact = _quantized(model, copy.deepcopy(exported), backend)
     reference, unused = copy.deepcopy(artefact.reference), copy.deepcopy(artefact.reference)
     own = [_called(_Unsettled(copy.deepcopy(reference), seed).run, batches) for seed in range(2)]
