@@ -258,6 +258,19 @@ def test_an_operator_that_openvino_does_not_convert_is_a_whole_sentence(refused)
         OPENVINO.lower(reference, inputs)
 
 
+@pytest.mark.parametrize("product", [lambda y: torch.mm(y, y.t()), lambda y: F.linear(y, y)])
+def test_products_of_two_activations_with_open_columns_lower(product):
+    pytest.importorskip("openvino")
+    inputs, sizes = (torch.randn(4, 8),), (BATCH[0],)
+    model = Function(lambda m, x: product(m.linear(x)), linear=nn.Linear(8, 8))
+    reference = quantized(model, inputs, dynamic_shapes=(sizes,))
+    program = OPENVINO.lower(reference, inputs)
+    for rows in (4, 7):
+        x = torch.randn(rows, 8)
+        with torch.no_grad():
+            assert sqnr(reference(x), program(x)) > 60
+
+
 def test_without_openvino_the_backend_names_the_extra():
     script = """
 import sys, torch
