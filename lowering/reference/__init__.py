@@ -14,6 +14,7 @@ from quantplug.core.calling import in_order, input_names
 from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.graph import compute_nodes, module_path, require_graph_module
 from quantplug.core.whole_files import exported_content, write_content
+from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.program import LoweredOp, Program
 from quantplug.lowering.reference.emulation import EmulatedProgram, KernelSet, Prepared, emulate, kernel_set
 from quantplug.lowering.reference.numerics import FixedPoint, Numerics, float_round_even
@@ -84,15 +85,16 @@ def lower(
     Args:
         converted: the graph module that `convert_pt2e` returned; it is not changed.
         example_inputs: positional inputs, as for `torch.export.export`.
-        dynamic_shapes: as for `torch.export.export`.
+        dynamic_shapes: as for `torch.export.export`; None for the sizes that are dynamic in the graph itself.
 
     Raises:
         ModelError: `converted` is no graph module.
         LoweringError: it cannot be exported with these inputs.
     """
     graph = require_graph_module(converted, "lower").graph
+    shapes = open_sizes(graph, example_inputs) or dynamic_shapes
     try:
-        exported = torch.export.export(starting(converted), example_inputs, dynamic_shapes=dynamic_shapes)
+        exported = torch.export.export(starting(converted), example_inputs, dynamic_shapes=shapes)
     except Exception as error:
         raise LoweringError(
             f"The q/dq graph cannot be exported on the example inputs ({first_line(error)}); "

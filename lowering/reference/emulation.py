@@ -20,6 +20,7 @@ from quantplug.core.graph import erase_dead_code, require_graph_module
 from quantplug.core.levels import Level
 from quantplug.core.pattern import Match
 from quantplug.core.whole_files import exported_content, write_content
+from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.placement import record
 from quantplug.lowering.program import LoweredOp, Program
 from quantplug.lowering.reference.rows import Row
@@ -116,9 +117,10 @@ class EmulatedProgram(Program):
         Raises:
             LoweringError: it cannot be exported on the example inputs.
         """
+        shapes = open_sizes(self.module.graph, self._example_inputs) or self._dynamic_shapes
         try:
             with torch.no_grad():
-                return torch.export.export(self.module, self._example_inputs, dynamic_shapes=self._dynamic_shapes)
+                return torch.export.export(self.module, self._example_inputs, dynamic_shapes=shapes)
         except Exception as error:
             raise LoweringError(
                 f"The emulated graph cannot be exported on the example inputs ({first_line(error)}); "
