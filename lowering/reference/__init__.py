@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantplug.core.calling import in_order, input_names
 from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.graph import compute_nodes, module_path, require_graph_module
 from quantplug.core.whole_files import exported_content, write_content
@@ -19,6 +18,7 @@ from quantplug.lowering.program import LoweredOp, Program
 from quantplug.lowering.reference.emulation import EmulatedProgram, KernelSet, Prepared, emulate, kernel_set
 from quantplug.lowering.reference.numerics import FixedPoint, Numerics, float_round_even
 from quantplug.lowering.reference.rows import Row
+from quantplug.lowering.signature import Signature
 from quantplug.lowering.starting import starting
 
 __all__ = [
@@ -51,13 +51,19 @@ class ReferenceProgram(Program):
     ) -> None:
         self._exported = exported
         self._began = exported.module()
+        self._signature = Signature.of_exported(exported)
         self._module = starting(self._began)
         self.ops, self.has_kernels = ops, has_kernels
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
-        """Runs the graph without gradients."""
+        """Runs the graph without gradients.
+
+        Raises:
+            LoweringError: the inputs have another structure, dtype or size than the model was exported for.
+        """
+        given = self._signature.nested(inputs, keywords)
         with torch.no_grad():
-            return self._module(*in_order(input_names(self._module), inputs, keywords))
+            return self._module(*given)
 
     def restart(self) -> None:
         """Puts the buffers that the program writes (a cache, a counter) back to what the model began with."""

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantplug.core.calling import in_order, input_names
 from quantplug.core.errors import ConfigError, LoweringError, first_line
 from quantplug.core.graph import erase_dead_code, require_graph_module
 from quantplug.core.levels import Level
@@ -25,6 +24,7 @@ from quantplug.lowering.placement import record
 from quantplug.lowering.program import LoweredOp, Program
 from quantplug.lowering.reference.rows import Row
 from quantplug.lowering.rewriting import REASON, Rule, apply, origins
+from quantplug.lowering.signature import Signature
 from quantplug.lowering.starting import starting, state_of
 
 _NO_KERNEL = "the kernel set has no integer kernel for it in this place"
@@ -99,12 +99,18 @@ class EmulatedProgram(Program):
     ) -> None:
         self.module, self.ops, self.levels = module, ops, dict(levels)
         self._example_inputs, self._dynamic_shapes = example_inputs, dynamic_shapes
+        self._signature = Signature.of_graph(module, example_inputs)
         self._began = {path: buffer.clone() for path, buffer in state_of(module).items()}
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
-        """Runs the graph without gradients."""
+        """Runs the graph without gradients.
+
+        Raises:
+            LoweringError: the inputs have another structure, dtype or size than the model was exported for.
+        """
+        given = self._signature.nested(inputs, keywords)
         with torch.no_grad():
-            return self.module(*in_order(input_names(self.module), inputs, keywords))
+            return self.module(*given)
 
     def restart(self) -> None:
         """Puts the buffers that the program writes (a cache, a counter) back to what the model began with."""
