@@ -37,8 +37,8 @@ def require_nested(model: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[
         entries = structure.flatten_up_to(sizes) if sizes else []
     except ValueError as error:
         raise ConfigError(
-            f"dynamic_shapes is {shown(sizes)}, which is not nested as the inputs of {type(model).__name__} are; pass "
-            f"{_form(named)} with the sizes of a tensor, such as {{0: Dim('batch')}}, or None in the place of each '...'."
+            f"dynamic_shapes is {shown(sizes)}, which is not nested as the inputs of {type(model).__name__} are; "
+            f"pass {_form(named)} with None or the sizes of a tensor, such as {{0: Dim('batch')}}, for each '...'."
         ) from error
     for value, entry in zip(pytree.tree_leaves(given, is_leaf=_is_leaf), entries, strict=False):
         _require_dimensions(value, entry)

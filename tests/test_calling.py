@@ -276,7 +276,7 @@ OPEN = {0: torch.export.Dim("batch", min=1, max=16)}
     [
         (
             (OPEN, OPEN),
-            r"not nested as the inputs of Several are; pass {'xs': \(..., ...\)} with the sizes of a tensor",
+            r"not nested as the inputs of Several are; pass {'xs': \(..., ...\)} with None or the sizes of a tensor",
         ),
         ([OPEN, OPEN], "not nested as the inputs"),
         ((OPEN,), "not nested as the inputs"),
