@@ -56,12 +56,22 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns what another library's error says in one line: its type and the first line of its text."""
+    """Returns what another library's error says in one line: its type and the first of its text that is whole."""
     try:
         text = str(error).strip()
     except Exception:  # of somebody else's class
         text = ""
-    return f"{type(error).__name__}: {shown(text.splitlines()[0])}" if text else type(error).__name__
+    return f"{type(error).__name__}: {shown(first_whole(text.splitlines()))}" if text else type(error).__name__
+
+
+def first_whole(lines: Iterable[str]) -> str:
+    """Returns the first line of a text, and those behind it as long as one ends in a colon that announces the next."""
+    found: list[str] = []
+    for line in filter(None, map(str.strip, lines)):
+        found.append(line)
+        if not line.endswith(":"):
+            break
+    return " ".join(found).rstrip(":.")
 
 
 LONGEST = 120

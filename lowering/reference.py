@@ -12,9 +12,10 @@ from torch import fx
 
 from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.files.whole import exported_content, write_content
-from quantplug.core.graph.calling import in_order, input_names
 from quantplug.core.graph.facts import compute_nodes, module_path, require_graph_module
+from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.program import LoweredOp, Program
+from quantplug.lowering.signature import Signature
 from quantplug.lowering.starting import starting
 
 _REASON = "the reference computes in float between dequantize and quantize"
@@ -33,13 +34,19 @@ class ReferenceProgram(Program):
     ) -> None:
         self._exported = exported
         self._began = exported.module()
+        self._signature = Signature.of_exported(exported)
         self._module = starting(self._began)
         self.ops, self.has_kernels = ops, has_kernels
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
-        """Runs the graph without gradients."""
+        """Runs the graph without gradients.
+
+        Raises:
+            LoweringError: the inputs have another structure, dtype or size than the model was exported for.
+        """
+        given = self._signature.nested(inputs, keywords)
         with torch.no_grad():
-            return self._module(*in_order(input_names(self._module), inputs, keywords))
+            return self._module(*given)
 
     def restart(self) -> None:
         """Puts the buffers that the program writes (a cache, a counter) back to what the model began with."""
@@ -67,15 +74,16 @@ def lower(
     Args:
         converted: the graph module that `convert_pt2e` returned; it is not changed.
         example_inputs: positional inputs, as for `torch.export.export`.
-        dynamic_shapes: as for `torch.export.export`.
+        dynamic_shapes: as for `torch.export.export`; None for the sizes that are dynamic in the graph itself.
 
     Raises:
         ModelError: `converted` is no graph module.
         LoweringError: it cannot be exported with these inputs.
     """
     graph = require_graph_module(converted, "lower").graph
+    shapes = open_sizes(graph, example_inputs) or dynamic_shapes
     try:
-        exported = torch.export.export(starting(converted), example_inputs, dynamic_shapes=dynamic_shapes)
+        exported = torch.export.export(starting(converted), example_inputs, dynamic_shapes=shapes)
     except Exception as error:
         raise LoweringError(
             f"The q/dq graph cannot be exported on the example inputs ({first_line(error)}); "

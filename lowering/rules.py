@@ -15,6 +15,7 @@ from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.graph.editing import finish
 from quantplug.core.graph.facts import require_graph_module
 from quantplug.core.patterns.rules import Rule, apply
+from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.placement import place, record
 from quantplug.lowering.reference import ReferenceProgram
 from quantplug.lowering.starting import starting
@@ -35,7 +36,7 @@ def lower_by_rules(
         example_inputs: positional inputs, as for `torch.export.export`; the program is run on them.
         rules: tried at every node in graph order, the first that fits wins.
         library: the namespace of the kernels, so that `ops` knows them; operators on integers count anyway.
-        dynamic_shapes: as for `torch.export.export`.
+        dynamic_shapes: as for `torch.export.export`; None for the sizes that are dynamic in the graph itself.
 
     Raises:
         ModelError: `converted` is no graph module.
@@ -47,7 +48,8 @@ def lower_by_rules(
     apply(module.graph, rules)
     try:
         finish(module)
-        exported = torch.export.export(module, example_inputs, dynamic_shapes=dynamic_shapes)
+        shapes = open_sizes(module.graph, example_inputs) or dynamic_shapes
+        exported = torch.export.export(module, example_inputs, dynamic_shapes=shapes)
         program = ReferenceProgram(exported, place(recorded, module.graph, library))
         program(*example_inputs)
     except Exception as error:

@@ -122,6 +122,15 @@ class Signature:
                 raise LoweringError(_objection(index, expected, value, opened))
         return flat
 
+    def nested(self, inputs: Sequence[Any], keywords: Mapping[str, Any] = MappingProxyType({})) -> tuple[Any, ...]:
+        """Returns the inputs by position in their structure, for programs that are graph modules.
+
+        Raises:
+            LoweringError: as `flatten`.
+        """
+        checked: tuple[Any, ...] = pytree.tree_unflatten(self.flatten(inputs, keywords), self.structure)
+        return checked
+
     def to_json(self) -> dict[str, Any]:
         """Returns the signature as what `json` writes."""
         return {

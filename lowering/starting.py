@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from quantplug.core.graph.constants import written_buffers
-from quantplug.core.graph.facts import attribute
+from quantplug.core.graph.facts import attribute, tensor_value
 from quantplug.core.graph.memory import name_memory_once
 from quantplug.core.graph.written_inputs import leave_inputs_as_they_are
 from quantplug.lowering.scopes import inline_scopes
@@ -31,9 +31,23 @@ def starting(converted: fx.GraphModule) -> fx.GraphModule:
     name_memory_once(module.graph, module)
     leave_inputs_as_they_are(module.graph, stacklevel=4)
     read_strides_as_exported(module.graph)
+    _convert_before_copies(module.graph)
     own_state(module)
     module.recompile()
     return module
+
+
+def _convert_before_copies(graph: fx.Graph) -> None:
+    """Writes out the conversion in copies between dtypes, which exporters and runtimes leave out."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        source, dtype = node.args[1], node.meta["val"].dtype
+        value = tensor_value(source)
+        if value is None or value.dtype == dtype:
+            continue
+        with graph.inserting_before(node):
+            converted = graph.call_function(torch.ops.aten.to.dtype, (source, dtype))
+        converted.meta = {**node.meta, "val": value.to(dtype)}
+        node.update_arg(1, converted)
 
 
 def twin(module: fx.GraphModule) -> fx.GraphModule:

@@ -255,3 +255,49 @@ def test_wrong_arguments_are_one_sentence(given, said):
     with pytest.raises(quantplug.QuantplugError, match=said) as error:
         quantplug.quantize(Classifier().eval(), **arguments)
     assert "\n" not in str(error.value)
+
+
+class Several(nn.Module):
+    """Takes any number of tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, *xs):
+        return self.linear(xs[0]) + xs[1]
+
+
+OPEN = {0: torch.export.Dim("batch", min=1, max=16)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        (
+            (OPEN, OPEN),
+            r"not nested as the inputs of Several are; pass {'xs': \(..., ...\)} with None or the sizes of a tensor",
+        ),
+        ([OPEN, OPEN], "not nested as the inputs"),
+        ((OPEN,), "not nested as the inputs"),
+        ({"xs": [OPEN, OPEN]}, "not nested as the inputs"),
+        ({"x": (OPEN, OPEN)}, "not nested as the inputs"),
+        (OPEN[0], "takes a dict by the names of inputs or a tuple, found Dim"),
+        (((OPEN, {2: OPEN[0]}),), r"opens dimension 2 of an input of shape \(4, 8\); its dimensions are 0 to 1"),
+    ],
+)
+def test_open_sizes_that_do_not_fit_the_inputs_are_one_sentence(sizes, said):
+    inputs = torch.randn(4, 8), torch.randn(4, 8)
+    with pytest.raises(quantplug.ConfigError, match=f"^dynamic_shapes .*{said}") as error:
+        quantplug.quantize(Several().eval(), inputs, calibration=[inputs], dynamic_shapes=sizes)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "tensorrt"])
+@pytest.mark.parametrize("sizes", [((OPEN, OPEN),), {"xs": (OPEN, OPEN)}])
+def test_a_model_of_any_number_of_inputs_keeps_its_open_sizes(backend, sizes):
+    inputs = torch.randn(4, 8), torch.randn(4, 8)
+    artefact = quantplug.quantize(Several().eval(), inputs, backend, [inputs], dynamic_shapes=sizes, progress=False)
+    for rows in (4, 7):
+        x = torch.randn(rows, 8), torch.randn(rows, 8)
+        assert sqnr(artefact.reference(*x), artefact(*x)) > 40

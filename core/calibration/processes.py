@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from quantplug.core.errors import CalibrationError
+from quantplug.core.errors import CalibrationError, first_line
 
 
 def is_distributed() -> bool:
@@ -61,9 +61,8 @@ class Exchange:
         try:
             return collective()
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
             raise CalibrationError(
                 f"Rank {self.rank} of {self.size} lost another process or waited longer than "
-                f"{self._timeout.total_seconds():g} s for it ({reason}); see that process's own error and rerun, "
-                "a checkpoint is taken up again."
+                f"{self._timeout.total_seconds():g} s for it ({first_line(error)}); see that process's own error "
+                "and rerun, a checkpoint is taken up again."
             ) from error

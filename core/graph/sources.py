@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.overrides import get_ignored_functions
 
 from quantplug.core.graph.facts import module_stack
 
@@ -20,12 +21,16 @@ _CONTAINERS = "torch.nn.modules.container."
 # Operators of Python whose method on tensors has another name.
 _PYTHONS = {"div": "truediv", "floor_divide": "floordiv", "remainder": "mod"}
 
+# Where torch has what `F`, `torch.special`, `torch.linalg` and `torch.fft` show under other names.
+_BUILT_IN = tuple(getattr(torch._C, room) for room in ("_nn", "_special", "_linalg", "_fft"))
+
 
 def add_sources(model: fx.GraphModule) -> list[fx.Node]:
     """Writes on operators what they come from, where export did not, in place.
 
     An operator inside of a module of `torch.nn` comes from that module's class, others from the function that was
-    called. `x + y` and `x.add(y)` leave the same trace; both count as `operator.add`.
+    called. `x + y` and `x.add(y)` leave the same trace; both count as `operator.add`. So do `F.sigmoid(x)` and
+    `x.sigmoid()`, `F.tanh(x)` and `x.tanh()`, which torch does not override: they count as the function.
 
     Args:
         model: a graph module from `torch.export.export(...).module()`.
@@ -64,9 +69,11 @@ def _function(recorded: str) -> Any:
     if name.startswith("__") or recorded == "function.pow":
         return _python_operator(name.strip("_"), name)
     if kind == "method_descriptor":
+        if getattr(F, name, None) in get_ignored_functions():
+            return getattr(F, name)
         in_place = f"i{_PYTHONS.get(name[:-1], name[:-1])}" if name.endswith("_") else ""
         return getattr(operator, in_place or _PYTHONS.get(name, name), name)
-    rooms = (F, torch) if kind == "function" else (torch, F)
+    rooms = (F, torch) if kind == "function" else (torch, F, *_BUILT_IN)
     return next((getattr(room, name) for room in rooms if hasattr(room, name)), name)
 
 

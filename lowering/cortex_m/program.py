@@ -9,8 +9,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from quantplug.core.files.whole import write_content
-from quantplug.core.graph.calling import in_order, input_names
 from quantplug.lowering.program import LoweredOp, Program
+from quantplug.lowering.signature import Signature
 from quantplug.lowering.starting import own_state
 
 
@@ -40,7 +40,7 @@ class CortexMProgram(Program):
     def __init__(self, exported: torch.export.ExportedProgram, buffer: bytes, ops: tuple[LoweredOp, ...]) -> None:
         self.exported, self.ops = exported, ops
         self._buffer = buffer
-        self._names = input_names(exported.module())
+        self._signature = Signature.of_exported(exported)
         self.restart()
 
     def restart(self) -> None:
@@ -50,9 +50,14 @@ class CortexMProgram(Program):
         self._kernels = _Kernels(module)
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
-        """Runs the Python form of the kernels, which follows CMSIS-NN bit by bit; 4-D inputs go channels-last."""
+        """Runs the Python form of the kernels, which follows CMSIS-NN bit by bit; 4-D inputs go channels-last.
+
+        Raises:
+            LoweringError: the inputs have another structure, dtype or size than the model was exported for.
+        """
+        given = self._signature.nested(inputs, keywords)
         with torch.no_grad():
-            return self._kernels.run(*channels_last(in_order(self._names, inputs, keywords)))
+            return self._kernels.run(*channels_last(given))
 
     def save(self, path: str | Path) -> Path:
         """Writes the `.pte` and returns its path.

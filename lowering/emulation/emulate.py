@@ -16,7 +16,6 @@ from torch import fx
 
 from quantplug.core.errors import ConfigError, LoweringError, first_line
 from quantplug.core.files.whole import exported_content, write_content
-from quantplug.core.graph.calling import in_order, input_names
 from quantplug.core.graph.editing import erase_dead_code
 from quantplug.core.graph.facts import require_graph_module
 from quantplug.core.graph.meta import REASON, origins
@@ -24,8 +23,10 @@ from quantplug.core.patterns.language import Match
 from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.specs.levels import Level
 from quantplug.lowering.emulation.rows import Row
+from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.placement import record
 from quantplug.lowering.program import LoweredOp, Program
+from quantplug.lowering.signature import Signature
 from quantplug.lowering.starting import starting, state_of
 
 _NO_KERNEL = "the kernel set has no integer kernel for it in this place"
@@ -100,12 +101,18 @@ class EmulatedProgram(Program):
     ) -> None:
         self.module, self.ops, self.levels = module, ops, dict(levels)
         self._example_inputs, self._dynamic_shapes = example_inputs, dynamic_shapes
+        self._signature = Signature.of_graph(module, example_inputs)
         self._began = {path: buffer.clone() for path, buffer in state_of(module).items()}
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
-        """Runs the graph without gradients."""
+        """Runs the graph without gradients.
+
+        Raises:
+            LoweringError: the inputs have another structure, dtype or size than the model was exported for.
+        """
+        given = self._signature.nested(inputs, keywords)
         with torch.no_grad():
-            return self.module(*in_order(input_names(self.module), inputs, keywords))
+            return self.module(*given)
 
     def restart(self) -> None:
         """Puts the buffers that the program writes (a cache, a counter) back to what the model began with."""
@@ -118,9 +125,10 @@ class EmulatedProgram(Program):
         Raises:
             LoweringError: it cannot be exported on the example inputs.
         """
+        shapes = open_sizes(self.module.graph, self._example_inputs) or self._dynamic_shapes
         try:
             with torch.no_grad():
-                return torch.export.export(self.module, self._example_inputs, dynamic_shapes=self._dynamic_shapes)
+                return torch.export.export(self.module, self._example_inputs, dynamic_shapes=shapes)
         except Exception as error:
             raise LoweringError(
                 f"The emulated graph cannot be exported on the example inputs ({first_line(error)}); "

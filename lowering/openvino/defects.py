@@ -25,6 +25,7 @@ aten = torch.ops.aten
 
 # The least that is added to a bias: lost in any rounding, and no denormal, which OpenVINO takes for zero.
 _LEAST = 1e-30
+_NO_CHANGE = "its biases differ already, or it has no channels with scales of their own"
 
 
 def step_aside(graph: fx.Graph) -> None:
@@ -48,19 +49,18 @@ def _uneven(match: Match) -> str | None:
         return "its weight has scales for groups, which stay where they are"
     bias = _uneven_bias(node, given["bias"], weight.shape[0])
     if bias is None:
-        return "its biases differ"
+        return _NO_CHANGE
     node.args, node.kwargs = tuple({**given, "bias": bias}.values()), {}
     return None
 
 
 def _uneven_product(match: Match) -> str | None:
-    """The same of products with a constant."""
+    """The same of products, whose columns are the channels."""
     node, given = match.root, operands(match.root)
-    weight, is_sum = tensor_value(given["mat2"]), "mat1" in given
-    assert weight is not None
-    bias = _uneven_bias(node, given["self"] if is_sum else None, weight.shape[1])
+    is_sum = "mat1" in given
+    bias = _uneven_bias(node, given["self"] if is_sum else None, node.meta["val"].shape[1])
     if bias is None:
-        return "its biases differ"
+        return _NO_CHANGE
     if is_sum:
         node.replace_input_with(given["self"], bias)
         return None
@@ -70,10 +70,14 @@ def _uneven_product(match: Match) -> str | None:
     return None
 
 
-def _uneven_bias(node: fx.Node, bias: Any, channels: int) -> fx.Node | None:
-    """Returns biases that differ, by less than any rounding; None where they do already or are no constant."""
+def _uneven_bias(node: fx.Node, bias: Any, channels: int | torch.SymInt) -> fx.Node | None:
+    """Returns biases that differ, by less than any rounding.
+
+    None where they do already or are no constant, and where the number of channels is open: those of no constant,
+    which alone has scales of channels.
+    """
     held = constant_value(bias) if isinstance(bias, fx.Node) else torch.zeros(1, dtype=node.meta["val"].dtype)
-    if held is None or held.dim() > 1 or held.min() != held.max():
+    if held is None or held.dim() > 1 or held.min() != held.max() or not isinstance(channels, int):
         return None
     numbers, least = held.detach().broadcast_to(channels).clone(), torch.finfo(held.dtype)
     numbers[0] += max(abs(numbers[0].item()) * least.eps, least.tiny, _LEAST)
@@ -85,8 +89,8 @@ def _column_by_column(match: Match) -> str | None:
     node, given = match.root, operands(match.root)
     image, weight, stride = tensor_value(given["input"]), tensor_value(given["weight"]), given["stride"]
     result = node.meta["val"]
-    assert image is not None
-    assert weight is not None
+    if image is None or weight is None:
+        return "its sizes are not known"
     if stride[-1] == 1 or weight.shape[-1] == 1 or statically_known_true(result.shape[-1] > 1):
         return "its result is more than one column wide"
     spatial = weight.dim() - 2

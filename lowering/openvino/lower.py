@@ -110,7 +110,7 @@ def lower(
         raise refusal("OpenVINO", error) from error
     except Exception as error:
         raise LoweringError(
-            f"OpenVINO does not take the q/dq graph ({_reason(error)}); keep the operator it names float, "
+            f"OpenVINO does not take the q/dq graph ({said(error)}); keep the operator it names float, "
             "or use backend 'x86'."
         ) from error
     if float_dtype is torch.float32:
@@ -186,12 +186,6 @@ def _drop_fixed(model: Any, signature: Signature) -> None:
     for parameter, given in zip(parameters, signature.inputs, strict=False):  # those of the state follow
         if isinstance(given, FixedInput):
             model.remove_parameter(parameter)
-
-
-def _reason(error: Exception) -> str:
-    """Returns the first operator that the front end could not convert, or what another error says."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    return next((line.removeprefix("-- ") for line in lines if line.startswith("-- ")), said(error))
 
 
 def _sources(graph: fx.Graph, operators: Set[str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantplug.core.errors import ArtefactError, LoweringError, first_line, shown
+from quantplug.core.errors import ArtefactError, LoweringError, first_line, first_whole, shown
 from quantplug.core.files.typed import typed
 from quantplug.core.files.whole import kind_at, require_writable, write_content
 from quantplug.lowering.openvino.outputs import Outputs
@@ -280,11 +280,19 @@ def _require_ports(ports: Sequence[Any], given: Sequence[TensorInput]) -> None:
             )
 
 
+# Lines in which OpenVINO tells where in its sources an error was raised and passed on.
+_TRACES = ("Exception ", "Check '", "FrontEnd API failed with ", "Model wasn't fully converted")
+
+
 def said(error: Exception) -> str:
-    """Returns what an error says, without the lines in which OpenVINO tells where in its sources it was raised."""
+    """Returns what an error says: the first operator that was not converted and why, else its first line."""
     lines = [line.strip() for line in str(error).splitlines()]
-    told = [line for line in lines if line and not line.startswith(("Exception from ", "Check '"))]
-    return shown(told[0]) if told else first_line(error)
+    told = [line for line in lines if line and not line.startswith(_TRACES)]
+    if not told:
+        return first_line(error)
+    operator = next((place for place, line in enumerate(told) if line.startswith("-- ")), 0)
+    sentence = first_whole(told[operator:]).replace(" with a message:", ":").replace("[PyTorch Frontend] ", "")
+    return shown(sentence.removeprefix("-- "))
 
 
 def _array(tensor: Tensor) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from quantplug.core.errors import ConfigError, LoweringError
+from quantplug.core.errors import ConfigError, LoweringError, first_line
 
 # The runtime logs as `[file.cpp:123] text`; every other line on the stream is somebody else's.
 _RUNTIME_LINE = re.compile(rb"^\[[\w.\-]+\.(?:cpp|c|h):\d+\] ")
@@ -148,7 +148,7 @@ class Method:
         try:
             self._method = runtime.load_program(self.buffer).load_method("forward")
         except (RuntimeError, ValueError) as error:
-            return str(error).splitlines()[0]
+            return first_line(error)
         return ""
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
@@ -163,8 +163,7 @@ class Method:
             return list(self._method.execute(inputs))
         except RuntimeError as error:
             shapes = [tuple(i.shape) if hasattr(i, "shape") else i for i in inputs]
-            reason = str(error).splitlines()[0]
             raise LoweringError(
-                f"The ExecuTorch runtime fails on inputs of shapes {shapes}: {reason}; "
+                f"The ExecuTorch runtime fails on inputs of shapes {shapes}: {first_line(error)}; "
                 "pass inputs as exported, or export with dynamic shapes."
             ) from error

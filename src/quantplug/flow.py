@@ -22,6 +22,7 @@ from quantplug.core.calibration.sites import observer_sites
 from quantplug.core.errors import ConfigError, ModelError, first_line
 from quantplug.core.files.whole import write_whole
 from quantplug.core.graph.calling import in_order, input_names
+from quantplug.core.graph.nested_sizes import require_nested
 from quantplug.core.observers.from_specs import needs_data
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e
@@ -106,7 +107,7 @@ def quantize(
         example_kwargs: the inputs that the model takes by name; the artefact takes them by name or position.
         inputs: picks the model's inputs out of a calibration batch, such as `lambda batch: batch[0]` for
             pairs of images and labels.
-        dynamic_shapes: as for `torch.export.export`.
+        dynamic_shapes: as for `torch.export.export`: one entry for each parameter of `forward`, `*xs` being one.
         limit: at most so many calibration batches.
         progress: whether calibration shows a bar.
         correct_bias: whether layers' biases undo the mean error of quantization (see `correct_biases`), or from how
@@ -114,8 +115,8 @@ def quantize(
         lowering: options of the backend's lowering.
 
     Raises:
-        ConfigError: unknown backend, config or option of the lowering, or calibration data is missing or cannot be
-            read twice.
+        ConfigError: unknown backend, config or option of the lowering, `dynamic_shapes` that does not fit the inputs,
+            or calibration data is missing or cannot be read twice.
         ModelError: the model cannot be exported, or no operator of it can be quantized.
         CalibrationError: the calibration data is empty, not finite or does not fit the model.
         LoweringError: the backend cannot run the result.
@@ -274,6 +275,7 @@ def export(
 
     Raises:
         ModelError: the model is none of these, or torch.export fails on it.
+        ConfigError: `dynamic_shapes` is not nested as the inputs are.
     """
     if isinstance(model, fx.GraphModule | torch.export.ExportedProgram):
         exported = model if isinstance(model, fx.GraphModule) else model.module()
@@ -285,6 +287,7 @@ def export(
     in_training = any(module.training for module in model.modules())
     evaluated = copy.deepcopy(model).eval() if in_training else model
     keywords = dict(example_kwargs or {})
+    require_nested(evaluated, example_inputs, keywords, dynamic_shapes)
     try:
         return torch.export.export(evaluated, example_inputs, keywords, dynamic_shapes=dynamic_shapes).module()
     except Exception as error:

@@ -29,6 +29,11 @@ def written(numbers, scale, zero_point):
     return (torch.round(numbers / scale) + zero_point).clamp(-128, 127).to(torch.int8)
 
 
+def of_first(numbers, fault):
+    """Lets every sample from the third on have the numbers of the first."""
+    return torch.cat([numbers[:2], numbers[:1].expand_as(numbers[2:])]) if fault == "third sample" else numbers
+
+
 @torch.library.custom_op("faulty_cpu::add", mutates_args=())
 def add(a: Tensor, b: Tensor, scales: list[float], zeros: list[int], relu: bool, fault: str) -> Tensor:
     one, other = ((x.double() - zero) * scale for x, zero, scale in zip((a, b), zeros[:2], scales[:2], strict=True))
@@ -36,6 +41,7 @@ def add(a: Tensor, b: Tensor, scales: list[float], zeros: list[int], relu: bool,
         one, other = torch.broadcast_tensors(one, other)
         other = other.flatten()[0]
     sums = one + other
+    sums = of_first(sums, fault)
     return written(sums.clamp(min=0) if relu and fault != "activation" else sums, scales[2], zeros[2])
 
 
@@ -48,7 +54,7 @@ def _(a, b, scales, zeros, relu, fault):
 def product(
     x: Tensor, w: Tensor, b: Tensor, s: Tensor, scale: float, zeros: list[int], relu: bool, fault: str
 ) -> Tensor:
-    sums = (x.double() - zeros[0]) @ w.double().t() * s + b
+    sums = of_first((x.double() - zeros[0]) @ w.double().t() * s + b, fault)
     return written(sums.clamp(min=0) if relu and fault != "activation" else sums, scale, zeros[1])
 
 
@@ -122,7 +128,7 @@ def whole(match, config):
     )
 
 
-def backend(fault=""):
+def backend(fault="", sums_row=None):
     sums = op("add.Tensor", self=integers("a"), other=integers("b"), alpha=1, name="op")
     layer = op("linear", input=integers("x"), weight=value("w"), bias=optional(value("b")), name="op")
     kernels = (
@@ -133,7 +139,7 @@ def backend(fault=""):
         (op("max_pool2d", self=integers("x"), name="op"), to_pool),
     )
     rules = tuple(Rule(quantize(input=pattern), partial(carried_out, to=to, fault=fault)) for pattern, to in kernels)
-    rows = (binary("add"), linear(("relu",)), pooling("max_pool2d"))
+    rows = (sums_row or binary("add"), linear(("relu",)), pooling("max_pool2d"))
     lower = partial(lower_by_rules, rules=rules, library="faulty_cpu")
     return Backend("faulty", tuple(r.where(whole).within(Level.ONE_STEP) for r in rows), dtypes=(INT8,), lowering=lower)
 
@@ -141,6 +147,7 @@ def backend(fault=""):
 FAULTS = {
     "broadcast": ("add", "add_relu"),
     "activation": ("add_relu", "linear_relu"),
+    "third sample": ("add", "add_relu", "linear_relu"),
     "padding": ("max_pool2d",),
     "dilation": ("max_pool2d",),
     "ceil_mode": ("max_pool2d",),
@@ -154,6 +161,13 @@ def test_b26_a_fault_that_plain_forms_do_not_show_fails_the_level(fault, label):
     reasons = [verdict.reason for verdict in found if verdict.status == "failed"]
     assert reasons
     assert all(reason.startswith("the program against the q/dq graph, on the calibration data") for reason in reasons)
+
+
+@pytest.mark.parametrize("before", [(), ("relu6",), ("relu6", "hardswish")])
+def test_a_fault_from_the_third_sample_on_shows_in_whichever_size_a_rule_is_tried(before):
+    found = trials(backend("third sample", binary("add", (*before, "relu"))))
+    asked = [trial for trial in found if trial.claim.label in ("add", "add_relu")]
+    assert {trial.claim.label for trial in asked if judge(trial, "level").status == "failed"} == {"add", "add_relu"}
 
 
 @pytest.mark.parametrize("label", ["add", "add_relu", "linear_relu", "max_pool2d"])

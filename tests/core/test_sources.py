@@ -3,6 +3,7 @@
 import itertools
 import operator
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -51,6 +52,46 @@ def sources(strict: bool) -> list[object]:
 def test_what_is_written_on_a_default_export_is_what_strict_export_records() -> None:
     assert sources(strict=False) == sources(strict=True)
     assert len(sources(strict=False)) > 15
+
+
+FUNCTIONS = (
+    *(F.sigmoid, F.tanh, F.relu, F.gelu, F.silu, F.hardsigmoid, F.logsigmoid, F.softplus, F.elu, F.hardswish),
+    *(torch.sigmoid, torch.tanh, torch.relu, torch.special.expit, torch.linalg.norm, torch.fft.fft, torch.abs),
+)
+
+
+class Call(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_a_function_is_found_by_itself(function: Callable[[Tensor], Tensor], strict: bool) -> None:
+    module = torch.export.export(Call(function), (X,), strict=strict).module()
+    add_sources(module)
+    assert list(get_source_partitions(module.graph, [function])) == [function]
+
+
+@pytest.mark.parametrize(
+    ("function", "asked"),
+    [
+        (lambda x: F.softmax(x, -1), F.softmax),
+        (lambda x: F.threshold(x, 0.0, 0.0), F.threshold),
+        (lambda x: F.pad(x, (1, 1)), F.pad),
+        (lambda x: torch.softmax(x, -1), torch.softmax),
+        (lambda x: torch.add(x, x), torch.add),
+        (lambda x: x + x, operator.add),
+    ],
+)
+def test_a_function_with_options_is_found_by_itself(function: Callable[[Tensor], Tensor], asked: object) -> None:
+    module = torch.export.export(Call(function), (X,)).module()
+    add_sources(module)
+    assert list(get_source_partitions(module.graph, [asked])) == [asked]
 
 
 class Reflected(nn.Module):

@@ -242,6 +242,35 @@ def test_a_dynamically_quantized_graph_is_refused_in_one_sentence():
         OPENVINO.lower(quantplug.convert_pt2e(prepared), inputs)
 
 
+@pytest.mark.parametrize(
+    "refused",
+    [
+        (lambda m, x: F.avg_pool2d(m.conv(x), 3, divisor_override=7), "aten.avg_pool2d.default: .* divisor_override"),
+        (lambda m, x: torch.lgamma(m.conv(x)), "No conversion rule found for operations: aten.lgamma.default"),
+    ],
+)
+def test_an_operator_that_openvino_does_not_convert_is_a_whole_sentence(refused):
+    pytest.importorskip("openvino")
+    function, reason = refused
+    inputs = (torch.randn(2, 3, 12, 12),)
+    reference = quantized(Function(function, conv=nn.Conv2d(3, 8, 3)), inputs)
+    with pytest.raises(LoweringError, match=rf"^OpenVINO does not take .* \({reason}[^.:]*\); keep the operator"):
+        OPENVINO.lower(reference, inputs)
+
+
+@pytest.mark.parametrize("product", [lambda y: torch.mm(y, y.t()), lambda y: F.linear(y, y)])
+def test_products_of_two_activations_with_open_columns_lower(product):
+    pytest.importorskip("openvino")
+    inputs, sizes = (torch.randn(4, 8),), (BATCH[0],)
+    model = Function(lambda m, x: product(m.linear(x)), linear=nn.Linear(8, 8))
+    reference = quantized(model, inputs, dynamic_shapes=(sizes,))
+    program = OPENVINO.lower(reference, inputs)
+    for rows in (4, 7):
+        x = torch.randn(rows, 8)
+        with torch.no_grad():
+            assert sqnr(reference(x), program(x)) > 60
+
+
 def test_without_openvino_the_backend_names_the_extra():
     script = """
 import sys, torch

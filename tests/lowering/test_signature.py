@@ -11,7 +11,7 @@ from quantplug.core.errors import LoweringError
 from quantplug.lowering.openvino import OpenVINOProgram
 from quantplug.lowering.x86 import X86Program
 
-BACKENDS = ["x86", "xnnpack", "openvino"]
+BACKENDS = ["x86", "xnnpack", "openvino", "tensorrt"]
 LOADED = {"x86": X86Program, "openvino": OpenVINOProgram}
 
 
@@ -33,34 +33,43 @@ def inputs():
     return torch.randn(4, 3, 12, 12), {"y": torch.randn(4, 4)}, 2
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def case(request, inputs, tmp_path_factory):
-    """A backend's program with a fixed and with an open batch, and the model."""
-    if request.param == "openvino":
+def program_of(backend, model, inputs, folder, dynamic_shapes=None):
+    if backend == "openvino":
         pytest.importorskip("openvino")
+    made = quantplug.quantize(model, inputs, backend, [inputs], dynamic_shapes=dynamic_shapes, progress=False).program
+    return LOADED[backend].load(made.save(folder / "saved.pt2")) if backend in LOADED else made
+
+
+@pytest.fixture(scope="module")
+def model():
     torch.manual_seed(1)
-    model, dim = Averaged().eval(), torch.export.Dim("batch", min=2, max=8)
+    return Averaged().eval()
+
+
+@pytest.fixture(scope="module", params=[*BACKENDS, "cortex_m"])
+def fixed(request, model, inputs, tmp_path_factory):
+    return program_of(request.param, model, inputs, tmp_path_factory.mktemp("fixed"))
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def opened(request, model, inputs, tmp_path_factory):
+    """A backend's program with an open batch; those of Cortex-M have one shape."""
+    dim = torch.export.Dim("batch", min=2, max=8)
     shapes = ({0: dim}, {"y": {0: dim}}, None)
-    programs = []
-    for number, dynamic_shapes in enumerate((None, shapes)):
-        made = quantplug.quantize(
-            model, inputs, request.param, [inputs], dynamic_shapes=dynamic_shapes, progress=False
-        ).program
-        if request.param in LOADED:
-            made = LOADED[request.param].load(made.save(tmp_path_factory.mktemp("saved") / f"{number}.pt2"))
-        programs.append(made)
-    return model, *programs
+    return program_of(request.param, model, inputs, tmp_path_factory.mktemp("opened"), shapes)
 
 
-def test_what_fits_runs(case, inputs):
-    model, fixed, opened = case
+def test_what_fits_runs(fixed, model, inputs):
     torch.testing.assert_close(fixed(*inputs), model(*inputs), rtol=0, atol=0.1)
+
+
+def test_open_sizes_run(opened, model, inputs):
     torch.testing.assert_close(opened(*inputs), model(*inputs), rtol=0, atol=0.1)
     fewer = (inputs[0][:3], {"y": inputs[1]["y"][:3]}, 2)
     torch.testing.assert_close(opened(*fewer), model(*fewer), rtol=0, atol=0.1)
 
 
-def test_what_does_not_fit_is_refused(case, inputs):
+def test_what_does_not_fit_is_refused(fixed, inputs):
     x, other, times = inputs
     float32, refused = re.escape("torch.float32 (4, 3, 12, 12)"), r"found torch\.\w+ \([\d, ]+\); pass it so"
     for wrong, message in [
@@ -76,14 +85,23 @@ def test_what_does_not_fit_is_refused(case, inputs):
         ((x, {"z": other["y"]}, times), r"takes inputs of structure .*'y'.* found .*'z'.*; pass them"),
     ]:
         with pytest.raises(LoweringError, match=message) as raised:
-            case[1](*wrong)
+            fixed(*wrong)
         assert "\n" not in str(raised.value)
 
 
-def test_open_sizes_of_one_name_have_to_agree(case, inputs):
+def test_open_sizes_of_one_name_have_to_agree(opened, inputs):
     x, other, times = inputs
     with pytest.raises(LoweringError, match=r"Input 1 of the program is .* with \w+ = 3, found torch.float32 \(4, 4\)"):
-        case[2](x[:3], other, times)
+        opened(x[:3], other, times)
+
+
+@pytest.mark.parametrize("kernels", ["x86", "xnnpack"])
+def test_emulations_refuse_it_too(model, inputs, kernels):
+    reference = quantplug.quantize(model, inputs, kernels, [inputs], progress=False).reference
+    emulated = quantplug.emulate(reference, inputs, kernels)
+    torch.testing.assert_close(emulated(*inputs), model(*inputs), rtol=0, atol=0.1)
+    with pytest.raises(LoweringError, match="Input 0 of the program is"):
+        emulated(torch.randn(4, 3, 16, 16), *inputs[1:])
 
 
 def test_compiled_programs_refuse_it_too(inputs):

@@ -246,6 +246,36 @@ def test_state_in_unusual_places(kind, backend, tmp_path):
             agree(loaded(x), found, 90)
 
 
+class Narrow(nn.Module):
+    """Keeps a state of another dtype than what is written into it."""
+
+    def __init__(self, dtype, write):
+        super().__init__()
+        self.linear, self.write = nn.Linear(12, 12), write
+        self.register_buffer("seen", torch.zeros(2, 12, dtype=dtype))
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.write(self.seen, y)
+        return y + self.seen.to(y.dtype)
+
+
+WRITES = {"added": lambda seen, y: seen.add_(y.to(seen.dtype)), "copied": lambda seen, y: seen.copy_(3 * y)}
+
+
+@pytest.mark.parametrize("backend", ["xnnpack", "x86", "openvino"])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int8])
+def test_a_state_of_another_dtype_than_what_is_written(dtype, write, backend):
+    torch.manual_seed(0)
+    model, inputs = Narrow(dtype, WRITES[write]).eval(), growing()
+    artefact = quantplug.quantize(model, (inputs[0],), backend, inputs, progress=False)
+    reference = copy.deepcopy(artefact.reference)
+    with torch.no_grad():
+        for x in inputs:
+            agree(artefact(x), reference(x), 35)
+
+
 class Parts(nn.Module):
     """The first rows of a buffer as a buffer of their own."""
 

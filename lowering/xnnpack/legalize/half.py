@@ -18,6 +18,7 @@ from quantplug.core.graph.editing import add_constant, call_like
 from quantplug.core.graph.facts import attribute, compute_nodes, constant_value, tensor_value
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
 from quantplug.lowering.halves import widening_casts
+from quantplug.lowering.starting import state_of
 
 _ATEN = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -80,6 +81,7 @@ def _recast(working: fx.GraphModule, expected: Any, types: Collection[torch.dtyp
             return _LIMIT if part > 0 else -_LIMIT  # what masks are filled with
         return wanted if part in types else part
 
+    _recast_state(working, types, wanted)
     for node in list(working.graph.nodes):
         if node.op == "call_function":
             node.args, node.kwargs = (pytree.tree_map(other, part) for part in (node.args, node.kwargs))
@@ -92,6 +94,16 @@ def _recast(working: fx.GraphModule, expected: Any, types: Collection[torch.dtyp
     _cast_outputs(working, expected, types)
     working.graph.lint()
     working.recompile()
+
+
+def _recast_state(working: fx.GraphModule, types: Collection[torch.dtype], wanted: torch.dtype) -> None:
+    """Lets a graph keep its own state in another type, as what it asserts of types says then."""
+    recast: dict[int, Tensor] = {}  # by the tensor, which may have two names
+    for path, buffer in state_of(working).items():
+        if buffer.dtype in types:
+            place, _, leaf = path.rpartition(".")
+            owner = attribute(working, place) if place else working
+            setattr(owner, leaf, recast.setdefault(id(buffer), buffer.to(wanted)))
 
 
 def _mentions_half(node: fx.Node) -> bool:

@@ -19,7 +19,7 @@ class Sample:
 
     Attributes:
         number: chooses strides, groups and dimensions.
-        batch: samples of a batch.
+        batch: samples of a batch; one, or three, as a kernel may be wrong from the third on.
         channels: channels or features.
         size: of each spatial dimension.
         sign: "both", more often positive; "positive" (the zero point is the least integer); "negative" (the greatest).
@@ -39,9 +39,9 @@ class Sample:
 
 SAMPLES = (
     Sample(0, 1, 3, 8, "both"),
-    Sample(1, 2, 8, 7, "positive"),
+    Sample(1, 3, 8, 7, "positive"),
     Sample(2, 3, 5, 6, "negative"),
-    Sample(3, 2, 6, 9, "both"),
+    Sample(3, 3, 6, 9, "both"),
 )
 
 
