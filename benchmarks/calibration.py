@@ -32,7 +32,7 @@ from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 from quantplug.core.calibration.calibrate import calibrate
-from quantplug.core.calibration.sites import observer_sites
+from quantplug.core.calibration.observer_places import observer_places
 from quantplug.core.observers import observer
 from quantplug.core.observers.session import find_ranges
 
@@ -127,7 +127,7 @@ def forward_ratio(model: nn.Module, kind: str, batches: list[Tensor], rounds: in
                 for batch in batches:
                     observed(batch)
 
-    sites = [s.observer for s in observer_sites(observed) if not s.of_constants]
+    sites = [s.observer for s in observer_places(observed) if not s.of_constants]
 
     def searched() -> None:
         if blank is None:

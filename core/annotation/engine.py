@@ -34,7 +34,7 @@ from quantplug.core.graph.meta import CLAIM_KEY
 from quantplug.core.graph.multiplications import shares
 from quantplug.core.patterns.language import Match
 from quantplug.core.patterns.matching import Findings, Found, NearMiss, PatternIndex
-from quantplug.core.qdq.integer_io import BOUNDARY_KEY, BoundaryDTypes
+from quantplug.core.qdq.integer_io import IO_DTYPES_KEY, IODTypes
 from quantplug.core.specs.decision import Decision, record
 from quantplug.core.specs.dtypes import DTypeConfig, integer_range, smallest_scale
 from quantplug.core.specs.limits import (
@@ -78,7 +78,7 @@ def annotate(
         AnnotationError: an annotator decided about a node outside of its piece, or, if strict, a config
             breaks a limit; the graph is unchanged.
     """
-    ends = model.meta.get(BOUNDARY_KEY, BoundaryDTypes())
+    ends = model.meta.get(IO_DTYPES_KEY, IODTypes())
     work = _Decisions(model.graph, owner, choose, changed_under_other_names(model.graph), ends)
     index = PatternIndex(((a, label, pattern) for a in annotators for label, pattern in a.patterns), without)
     findings = index.find(model.graph, work.accept)
@@ -115,7 +115,7 @@ class _Decisions:
     owner: str
     choose: Callable[[fx.Node], Choice]
     changed: Mapping[fx.Node, fx.Node]
-    ends: BoundaryDTypes
+    ends: IODTypes
     annotations: Annotations = field(default_factory=dict)
     rejected: dict[fx.Node, NearMiss] = field(default_factory=dict)
     chosen: dict[fx.Node, Choice] = field(default_factory=dict)

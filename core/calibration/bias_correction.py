@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torchao.quantization.pt2e import FakeQuantizeBase
 
 from quantplug.core.calibration.batches import BatchReader, loader_iterator, picked, sample_count
-from quantplug.core.calibration.sites import channel_axis, require_prepared
+from quantplug.core.calibration.observer_places import channel_axis, require_prepared
 from quantplug.core.errors import CalibrationError, ModelError
 from quantplug.core.graph.constants import written_buffers
 from quantplug.core.graph.facts import attribute, is_observer, operands, tensor_value

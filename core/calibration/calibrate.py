@@ -17,11 +17,11 @@ from torch import fx
 
 from quantplug.core.calibration.checkpoint import remove_checkpoint
 from quantplug.core.calibration.coverage import CalibrationResult
+from quantplug.core.calibration.observer_places import ObserverPlace, observer_places, require_prepared
 from quantplug.core.calibration.other_observers import undone_on_error
 from quantplug.core.calibration.processes import Exchange, is_distributed
 from quantplug.core.calibration.progress import batch_total, progress_bar
 from quantplug.core.calibration.run import FindingPolicy, MisfitPolicy, NonFinitePolicy, Options, Run
-from quantplug.core.calibration.sites import Site, observer_sites, require_prepared
 from quantplug.core.errors import CalibrationError
 from quantplug.core.files.whole import require_writable
 
@@ -90,7 +90,7 @@ def calibrate(
         limit, inputs, device, nonfinite, misfit, dead, constant, tolerance, check_every, path, checkpoint_every, resume
     )  # fmt: skip
     try:
-        with undone_on_error(observer_sites(model)) as sites, _seeded(seed), torch.no_grad():
+        with undone_on_error(observer_places(model)) as sites, _seeded(seed), torch.no_grad():
             result = _calibrated(model, sites, options, loader, progress, exchange)
         if path is not None:
             remove_checkpoint(path)
@@ -102,7 +102,7 @@ def calibrate(
 
 def _calibrated(
     model: fx.GraphModule,
-    sites: list[Site],
+    sites: list[ObserverPlace],
     options: Options,
     loader: Iterable[Any],
     progress: bool,

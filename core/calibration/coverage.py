@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, fx
 
-from quantplug.core.calibration.sites import Site, observer_sites, require_prepared
+from quantplug.core.calibration.observer_places import ObserverPlace, observer_places, require_prepared
 from quantplug.core.observers import DataObserver, GridObserver
 from quantplug.core.observers.from_specs import needs_data
 from quantplug.core.observers.grid import GridHistogram
@@ -145,7 +145,7 @@ def coverage(prepared: fx.GraphModule) -> list[Coverage]:
         ModelError: `prepared` is not a prepared graph module.
         CalibrationError: an observer has seen no data.
     """
-    sites = observer_sites(require_prepared(prepared, "coverage"))
+    sites = observer_places(require_prepared(prepared, "coverage"))
     return [
         _covered(site.place, site.observer)
         for site in sites
@@ -184,7 +184,7 @@ def _centres(histogram: GridHistogram) -> Tensor:
 
 
 def summarize(
-    site: Site, channels: int = 0, silent: tuple[int, ...] = (), widened_at: int | None = None
+    site: ObserverPlace, channels: int = 0, silent: tuple[int, ...] = (), widened_at: int | None = None
 ) -> ObserverSummary:
     """Returns what an observer has seen."""
     observer = getattr(site.observer, "activation_post_process", site.observer)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from quantplug.core.calibration.coverage import summarize
-from quantplug.core.calibration.sites import Site
+from quantplug.core.calibration.observer_places import ObserverPlace
 from quantplug.core.errors import CalibrationError
 from quantplug.core.observers import DataObserver, NonFiniteError
 
@@ -19,24 +19,24 @@ from quantplug.core.observers import DataObserver, NonFiniteError
 States = dict[str, dict[str, Any]]
 
 
-def foreign_sites(sites: Sequence[Site]) -> list[Site]:
+def places_of_others(sites: Sequence[ObserverPlace]) -> list[ObserverPlace]:
     """Returns the sites whose observers are not ours."""
     return [site for site in sites if not isinstance(site.observer, DataObserver)]
 
 
-def foreign_states(sites: Sequence[Site]) -> States:
+def states_of_others(sites: Sequence[ObserverPlace]) -> States:
     """Returns copies of observers' states by their names."""
     return {site.name: copy.deepcopy(dict(site.observer.state_dict())) for site in sites}
 
 
-def restore_foreign(sites: Sequence[Site], states: States) -> None:
-    """Gives observers back what `foreign_states` returned."""
+def restore_others(sites: Sequence[ObserverPlace], states: States) -> None:
+    """Gives observers back what `states_of_others` returned."""
     for site in sites:
         if site.name in states:
             site.observer.load_state_dict(states[site.name])
 
 
-def require_finite(sites: Sequence[Site]) -> None:
+def require_finite(sites: Sequence[ObserverPlace]) -> None:
     """Finds NaN and infinity in the ranges of observers that do not look for them themselves.
 
     Raises:
@@ -52,7 +52,7 @@ def require_finite(sites: Sequence[Site]) -> None:
             )
 
 
-def require_mergeable(sites: Sequence[Site]) -> None:
+def require_mergeable(sites: Sequence[ObserverPlace]) -> None:
     """Refuses observers that have seen activations, since nothing is known of how their states merge.
 
     Raises:
@@ -67,15 +67,15 @@ def require_mergeable(sites: Sequence[Site]) -> None:
 
 
 @contextmanager
-def undone_on_error(sites: list[Site]) -> Iterator[list[Site]]:
+def undone_on_error(sites: list[ObserverPlace]) -> Iterator[list[ObserverPlace]]:
     """Gives all observers, ours and others, their former data back if the block raises."""
     before = [(s.observer, s.observer.data) for s in sites if isinstance(s.observer, DataObserver)]
-    foreign = foreign_sites(sites)
-    states = foreign_states(foreign)
+    foreign = places_of_others(sites)
+    states = states_of_others(foreign)
     try:
         yield sites
     except BaseException:
         for observer, data in before:
             observer.data = data
-        restore_foreign(foreign, states)
+        restore_others(foreign, states)
         raise

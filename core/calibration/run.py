@@ -24,16 +24,16 @@ from quantplug.core.calibration.batches import (
     sample_count,
 )
 from quantplug.core.calibration.checkpoint import read_checkpoint, write_checkpoint
+from quantplug.core.calibration.convergence import Convergence
 from quantplug.core.calibration.coverage import ObserverSummary, SkippedBatch, summarize
+from quantplug.core.calibration.observer_places import ObserverPlace, channel_axis, fingerprint, twins
 from quantplug.core.calibration.other_observers import (
-    foreign_sites,
-    foreign_states,
+    places_of_others,
     require_finite,
     require_mergeable,
-    restore_foreign,
+    restore_others,
+    states_of_others,
 )
-from quantplug.core.calibration.settling import Settling
-from quantplug.core.calibration.sites import Site, channel_axis, fingerprint, twins
 from quantplug.core.errors import ArtefactError, CalibrationError, first_line, shown
 from quantplug.core.files.typed import typed
 from quantplug.core.graph.constants import written_buffers
@@ -154,13 +154,13 @@ class Run:
         skipped: batches that were left out.
     """
 
-    def __init__(self, model: fx.GraphModule, sites: list[Site], options: Options) -> None:
+    def __init__(self, model: fx.GraphModule, sites: list[ObserverPlace], options: Options) -> None:
         self.model, self.sites, self.options = model, sites, options
         self.batches = self.samples = self.resumed_at = self._position = 0
         self.converged = False
         self.skipped: list[SkippedBatch] = []
         self._ours = [(site, site.observer) for site in sites if isinstance(site.observer, DataObserver)]
-        self._foreign = foreign_sites(sites)
+        self._foreign = places_of_others(sites)
         self._twins = twins(sites)
         self._session = Session(
             {observer: site.repeats for site, observer in self._ours if not all(site.repeats)},
@@ -168,7 +168,7 @@ class Run:
         )
         self._buffers = {name: attribute(model, name) for name in sorted(written_buffers(model.graph))}
         self._reader = BatchReader(model, options.place)
-        self._settling = Settling(options.tolerance or 0.0)
+        self._settling = Convergence(options.tolerance or 0.0)
         self._taken_up: dict[str, Any] = {}
 
     @property
@@ -211,7 +211,7 @@ class Run:
         for observer, twin in self._twins.items():
             observer.data = twin.data
 
-    def _stand_in(self, site: Site, observer: DataObserver) -> Callable[[Tensor], Tensor]:
+    def _stand_in(self, site: ObserverPlace, observer: DataObserver) -> Callable[[Tensor], Tensor]:
         if observer in self._twins:
             return unchanged
         if not site.of_constants:
@@ -271,7 +271,7 @@ class Run:
 
     def _run_batch(self, named: dict[str, Any], index: int) -> None:
         skips = self.options.nonfinite == "skip"
-        foreign = foreign_states(self._foreign) if skips else {}
+        foreign = states_of_others(self._foreign) if skips else {}
         model_state = self._model_state()
         try:
             self._check_finite(named, index)
@@ -283,7 +283,7 @@ class Run:
             self._session.rollback()
             if not skips:
                 raise NonFiniteError(f"Batch {index}: {error}") from error
-            restore_foreign(self._foreign, foreign)
+            restore_others(self._foreign, foreign)
             self._restore_model(model_state)
             self.skipped.append(SkippedBatch(index, str(error)))
         else:
@@ -324,7 +324,7 @@ class Run:
         content = {
             "fingerprint": self._fingerprint,
             "states": self.states(),
-            "foreign": foreign_states(self._foreign),
+            "foreign": states_of_others(self._foreign),
             "model": self._model_state(),
             "activity": {s.name: activity[s.observer].saved() for s in self.sites if s.observer in activity},
             "widened": {s.name: widened.get(s.observer) for s in self.sites},
@@ -349,7 +349,7 @@ class Run:
         typed(content, _Saved, "it")
         self._taken_up = content
         self._restore_observers(content)
-        restore_foreign(self._foreign, content["foreign"])
+        restore_others(self._foreign, content["foreign"])
         self._restore_model(content["model"])
         self.batches, self.samples, self._position = content["counts"]
         self._session.batch, self.resumed_at = self._position, self.batches

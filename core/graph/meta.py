@@ -4,7 +4,7 @@ from torch import fx
 
 from quantplug.core.graph.facts import is_observer
 
-STAGE_KEY = "quantplug_stage"
+PHASE_KEY = "quantplug_stage"
 FOLDINGS_KEY = "quantplug_foldings"
 CONFLICTS_KEY = "quantplug_conflicts"
 FOLDS_KEY = "quantplug_folds_batch_norm"
@@ -19,14 +19,14 @@ PREPARED = "prepared"
 CONVERTED = "converted"
 
 
-def stage_of(model: fx.GraphModule) -> str:
+def phase_of(model: fx.GraphModule) -> str:
     """Returns "prepared", "converted" or "" for a float model.
 
     A model with observers is prepared, whoever prepared it (torchao leaves no mark of its own).
     """
     if any(is_observer(module) for module in model.children()):
         return PREPARED
-    stage = model.meta.get(STAGE_KEY, "")
+    stage = model.meta.get(PHASE_KEY, "")
     return str(stage)
 
 

@@ -22,7 +22,7 @@ _HIGHER = torch.ops.higher_order
 _PASSED_ON = {_HIGHER.cond: 3, _HIGHER.map_impl: 2, _HIGHER.scan: 3, _HIGHER.while_loop: 3}
 
 
-def region_targets(model: fx.GraphModule) -> list[str]:
+def submodel_targets(model: fx.GraphModule) -> list[str]:
     """Returns the attributes of the submodels that a graph's higher-order operators call, in graph order.
 
     The condition of a `while_loop` is left out: its result is a decision and must not be rounded.

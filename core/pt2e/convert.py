@@ -24,8 +24,8 @@ from quantplug.core.graph.constants import constant_nodes, evaluate_constants
 from quantplug.core.graph.control import run_as_operators
 from quantplug.core.graph.editing import erase_dead_code, replace_inputs
 from quantplug.core.graph.facts import attribute, observer_of, require_graph_module
-from quantplug.core.graph.meta import CONVERTED, PREPARED, STAGE_KEY, stage_of
-from quantplug.core.graph.submodels import lift_constants, region_targets
+from quantplug.core.graph.meta import CONVERTED, PHASE_KEY, PREPARED, phase_of
+from quantplug.core.graph.submodels import lift_constants, submodel_targets
 from quantplug.core.graph.working_copy import collection_paused, rebuilt, working_copy
 from quantplug.core.observers import DataObserver
 from quantplug.core.observers.from_specs import is_deferred, needs_data, observe_constant
@@ -35,7 +35,7 @@ from quantplug.core.observers.torchao_histogram import calculate_qparams_togethe
 from quantplug.core.pt2e.quantization import Quantization, add_dynamic, kind_of, output_dtype, static_quantization
 from quantplug.core.pt2e.storage import Storage
 from quantplug.core.qdq.arithmetic import integer_representation
-from quantplug.core.qdq.integer_io import apply_boundary_dtypes
+from quantplug.core.qdq.integer_io import apply_io_dtypes
 from quantplug.core.qdq.limits import enforce_limits
 from quantplug.core.qdq.nodes import CAST_OP, CHOOSE_OPS, CHOOSE_ROWS, DEQUANTIZE_OPS, QUANTIZE_OPS, stored_dtype
 
@@ -74,14 +74,14 @@ def convert_pt2e(
     with collection_paused():
         converted = _convert(model, fold_quantize).eval()
     enforce_limits(converted)
-    apply_boundary_dtypes(converted)
+    apply_io_dtypes(converted)
     if use_reference_representation:
         integer_representation(converted)
     return converted
 
 
 def _require_prepared(model: fx.GraphModule) -> None:
-    found = stage_of(require_graph_module(model, "convert_pt2e"))
+    found = phase_of(require_graph_module(model, "convert_pt2e"))
     if found == CONVERTED:
         raise ConvertError("convert_pt2e found a model that is converted already; use it as it is.")
     if found != PREPARED:
@@ -95,12 +95,12 @@ def _convert(prepared: fx.GraphModule, fold: bool) -> fx.GraphModule:
     model = working_copy(prepared)
     run_as_operators(model.graph)
     fold_batch_norms_qat(model)
-    regions = {target: _convert(attribute(model, target), fold) for target in region_targets(model)}
+    regions = {target: _convert(attribute(model, target), fold) for target in submodel_targets(model)}
     _Conversion(model, fold).run()
     regions = lift_constants(model, regions)
     erase_dead_code(model.graph)
     converted = rebuilt({**_used_attributes(model), **regions}, model.graph, prepared)
-    converted.meta[STAGE_KEY] = CONVERTED
+    converted.meta[PHASE_KEY] = CONVERTED
     return converted
 
 

@@ -36,14 +36,14 @@ from quantplug.core.graph.meta import (
     CONFLICTS_KEY,
     FOLDINGS_KEY,
     FOLDS_KEY,
+    PHASE_KEY,
     PREPARED,
     REGION_KEY,
-    STAGE_KEY,
     TRAINING_KEY,
-    stage_of,
+    phase_of,
 )
 from quantplug.core.graph.sources import SOURCE_KEY, add_sources
-from quantplug.core.graph.submodels import bind_constants, region_targets
+from quantplug.core.graph.submodels import bind_constants, submodel_targets
 from quantplug.core.graph.working_copy import collection_paused, rebuilt, working_copy
 from quantplug.core.graph.written_inputs import leave_inputs_as_they_are
 from quantplug.core.observers.from_specs import create_observers, defer
@@ -112,7 +112,7 @@ def _require_float_model(model: fx.GraphModule, quantizer: Quantizer, stage: str
             f"{stage} takes a quantizer, found {shown(repr(quantizer))}; pass one of torchao's interface, such as "
             "`quantplug.get_quantizer('xnnpack')`."
         )
-    found = stage_of(require_graph_module(model, stage))
+    found = phase_of(require_graph_module(model, stage))
     if found:
         raise ModelError(f"{stage} takes an exported float model, found one that is {found} already; export it again.")
 
@@ -139,7 +139,7 @@ def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.Gr
     observers = create_observers(sharing, is_qat, constant_nodes(model.graph) if is_qat else frozenset())
     quantizer.prepare_obs_or_fq_callback(model, observers)
     meta[CONFLICTS_KEY] = tuple(group.conflict for group in sharing.groups if group.conflict)
-    meta[STAGE_KEY] = PREPARED
+    meta[PHASE_KEY] = PREPARED
     prepared = _insert(model, observers, is_qat, _prepared_regions(model, quantizer, is_qat))
     prepared.meta |= meta
     if not is_qat:
@@ -195,7 +195,7 @@ def _permission(quantizer: Quantizer) -> Permission | None:
 
 
 def _prepared_regions(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> dict[str, fx.GraphModule]:
-    regions = {target: attribute(model, target) for target in region_targets(model)}
+    regions = {target: attribute(model, target) for target in submodel_targets(model)}
     for region in regions.values():
         region.meta[REGION_KEY] = True
     return {target: _prepare(region, quantizer, is_qat) for target, region in regions.items()}

@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 
 from quantplug.core.graph.editing import erase_dead_code
 from quantplug.core.graph.facts import attribute, constant_value, operands, rank, tensor_value, written_argument
-from quantplug.core.graph.submodels import region_targets
+from quantplug.core.graph.submodels import submodel_targets
 from quantplug.core.patterns.language import op
 from quantplug.core.qdq.nodes import AFFINE_OPS, DEQUANTIZE_OPS, DEQUANTIZE_ROWS
 
@@ -48,7 +48,7 @@ _META = ("nn_module_stack", "stack_trace", "from_node", "custom")
 
 def integer_representation(model: fx.GraphModule) -> None:
     """Replaces float operators between q/dq by integer arithmetic, in place, submodels of control flow included."""
-    for target in region_targets(model):
+    for target in submodel_targets(model):
         integer_representation(attribute(model, target))
     # The list itself and no copy of it: it leaves out what was erased on the way.
     for node in model.graph.nodes:

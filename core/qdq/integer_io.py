@@ -16,28 +16,28 @@ from quantplug.core.errors import ConvertError
 from quantplug.core.graph.editing import erase_dead_code
 from quantplug.core.graph.facts import describe, operands, tensor_value
 
-BOUNDARY_KEY = "quantplug_boundary_dtypes"
+IO_DTYPES_KEY = "quantplug_boundary_dtypes"
 _OPS = torch.ops.quantized_decomposed
 _QUANTIZE, _DEQUANTIZE = _OPS.quantize_per_tensor.default, _OPS.dequantize_per_tensor.default
 QArgs: TypeAlias = tuple[float, int, int, int, torch.dtype]
 
 
 @dataclass(frozen=True)
-class BoundaryDTypes:
+class IODTypes:
     """The dtypes of a graph's float inputs and outputs; None leaves them float."""
 
     input: torch.dtype | None = None
     output: torch.dtype | None = None
 
 
-def apply_boundary_dtypes(model: fx.GraphModule) -> None:
+def apply_io_dtypes(model: fx.GraphModule) -> None:
     """Removes the conversions at the ends of a converted graph, in place, as its quantizer asked for.
 
     Raises:
         ConvertError: an input or output is read or computed in float, or in integers of another dtype; no input is
             float.
     """
-    asked = model.meta.get(BOUNDARY_KEY, BoundaryDTypes())
+    asked = model.meta.get(IO_DTYPES_KEY, IODTypes())
     if asked.input is not None:
         inputs = list(_float_inputs(model.graph))
         if not inputs:
@@ -49,7 +49,7 @@ def apply_boundary_dtypes(model: fx.GraphModule) -> None:
             _integer_input(node, asked.input)
     if asked.output is not None:
         _integer_outputs(model.graph, asked.output)
-    if asked != BoundaryDTypes():
+    if asked != IODTypes():
         model.graph.lint()
         model.recompile()
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from quantplug.core.errors import CalibrationError
 from quantplug.core.graph.facts import attribute, constant_value
-from quantplug.core.graph.submodels import region_targets
+from quantplug.core.graph.submodels import submodel_targets
 from quantplug.core.qdq.nodes import DEQUANTIZE_OPS, QUANTIZE_OPS
 from quantplug.core.specs.decision import decision
 from quantplug.core.specs.dtypes import Refusal
@@ -43,7 +43,7 @@ def enforce_limits(converted: fx.GraphModule) -> None:
 
 def qparam_violations(converted: fx.GraphModule) -> Iterator[tuple[Violation, Limits]]:
     """Yields what the numbers of a converted graph and its control flow break, each with the limits it breaks."""
-    for target in region_targets(converted):
+    for target in submodel_targets(converted):
         yield from qparam_violations(attribute(converted, target))
     limited = {node.name: node for node in converted.graph.nodes if LIMITS_KEY in node.meta}
     for node in limited.values():

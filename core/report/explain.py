@@ -34,7 +34,7 @@ from quantplug.core.graph.facts import (
     tensor_value,
 )
 from quantplug.core.graph.meta import CONFLICTS_KEY, FOLDINGS_KEY, NOTES_KEY
-from quantplug.core.graph.submodels import region_targets
+from quantplug.core.graph.submodels import submodel_targets
 from quantplug.core.graph.union_find import UnionFind
 from quantplug.core.observers.rowwise import granularity_of, granularity_text
 from quantplug.core.qdq.nodes import (
@@ -213,7 +213,7 @@ def explain(model: fx.GraphModule) -> Report:
 def _with_regions(model: fx.GraphModule) -> Iterator[fx.GraphModule]:
     """Yields a model, then those of its control flow."""
     yield model
-    for target in region_targets(model):
+    for target in submodel_targets(model):
         yield from _with_regions(attribute(model, target))
 
 

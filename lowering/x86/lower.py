@@ -28,7 +28,7 @@ from quantplug.lowering.x86.kernels.epilogues import fuse
 from quantplug.lowering.x86.kernels.pooling import AVERAGES
 from quantplug.lowering.x86.kernels.products import PAIR, products
 from quantplug.lowering.x86.kernels.weight_only import WEIGHT_ONLY
-from quantplug.lowering.x86.rows import spell_out_rows
+from quantplug.lowering.x86.row_scales import spell_out_rows
 from quantplug.lowering.x86.running.autotune import always_integer, measured, measured_half
 from quantplug.lowering.x86.running.program import X86Program
 

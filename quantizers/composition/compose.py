@@ -17,8 +17,8 @@ from quantplug.core.graph.meta import NOTES_KEY, REGION_KEY
 from quantplug.core.observers.sharing import annotation_of
 from quantplug.core.specs.decision import DECISION_KEY, Decision, decision
 from quantplug.core.specs.limits import LIMITS_KEY, VIOLATIONS_KEY
-from quantplug.quantizers.composition.confinement import Annotations, Claim, Outcome, annotate_inside
 from quantplug.quantizers.composition.precedence import Member, Place
+from quantplug.quantizers.composition.territory import Annotations, Claim, Outcome, annotate_inside
 
 
 def compose(model: fx.GraphModule, places: Iterable[Place], strict: bool, notes: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ from quantplug.core.batch_norms.inference import Permission
 from quantplug.core.errors import ConfigError
 from quantplug.core.graph.facts import describe, is_constant, require_graph_module
 from quantplug.core.graph.meta import REGION_KEY, TRAINING_KEY, TRANSFORMS_KEY
-from quantplug.core.qdq.integer_io import BOUNDARY_KEY, BoundaryDTypes
+from quantplug.core.qdq.integer_io import IO_DTYPES_KEY, IODTypes
 from quantplug.core.specs.decision import decision
 from quantplug.core.specs.dtypes import integer_range
 from quantplug.quantizers.framework.backend import Backend, WeightBits
@@ -46,7 +46,7 @@ class BackendQuantizer(Quantizer):
         super().__init__()
         self.strict = strict
         self.scopes = Scopes()
-        self._boundaries = BoundaryDTypes()
+        self._boundaries = IODTypes()
 
     @property
     def folds_batch_norm(self) -> bool | Permission:
@@ -133,7 +133,7 @@ class BackendQuantizer(Quantizer):
         for name, dtype in (("input", input), ("output", output)):
             if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype.is_floating_point):
                 raise ConfigError(f"set_io was given {name}={dtype!r}; pass an integer dtype or None for float.")
-        self._boundaries = BoundaryDTypes(input, output)
+        self._boundaries = IODTypes(input, output)
         return self
 
     def _config(self, found: Any) -> QuantizationConfig | None:
@@ -170,7 +170,7 @@ class BackendQuantizer(Quantizer):
         for transform in self.backend.transforms:
             model = transform(model)
         if not model.meta.get(REGION_KEY):
-            model.meta[BOUNDARY_KEY] = self._boundaries
+            model.meta[IO_DTYPES_KEY] = self._boundaries
         functions = tuple(map(function_name, self.backend.transforms))
         model.meta[TRANSFORMS_KEY] = (Transforms(functions),) if functions else ()
         return model

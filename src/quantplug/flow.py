@@ -18,7 +18,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantizer
 
 from quantplug.core.calibration.bias_correction import SAMPLES, correct_biases
 from quantplug.core.calibration.calibrate import calibrate
-from quantplug.core.calibration.sites import observer_sites
+from quantplug.core.calibration.observer_places import observer_places
 from quantplug.core.errors import ConfigError, ModelError, first_line
 from quantplug.core.files.whole import write_whole
 from quantplug.core.graph.calling import in_order, input_names
@@ -172,7 +172,7 @@ def _require_samples(number: Any) -> None:
 
 
 def _waits_for_data(prepared: fx.GraphModule) -> bool:
-    return any(needs_data(site.observer) and not site.of_constants for site in observer_sites(prepared))
+    return any(needs_data(site.observer) and not site.of_constants for site in observer_places(prepared))
 
 
 def _require_batches(calibration: Iterable[Any] | None) -> None:

@@ -6,7 +6,7 @@ from torch import nn
 
 import quantplug
 from quantplug.core.calibration.calibrate import calibrate
-from quantplug.core.calibration.sites import observer_sites
+from quantplug.core.calibration.observer_places import observer_places
 from quantplug.core.errors import CalibrationError
 from quantplug.core.observers import NonFiniteError
 
@@ -38,7 +38,7 @@ def prepared():
 
 def ranges(model):
     """Returns the ends that each observer of activations found, by its name."""
-    sites = [site for site in observer_sites(model) if not site.of_constants]
+    sites = [site for site in observer_places(model) if not site.of_constants]
     return {site.name: [end.tolist() for end in site.observer.ranges()] for site in sites}
 
 
@@ -81,7 +81,7 @@ def test_what_a_branch_saw_of_a_bad_batch_is_undone():
     model = prepared()
     with pytest.raises(NonFiniteError, match="in 'false_graph_0'"):
         calibrate(model, [*mixed(), overflowing])
-    assert not any(site.observer.has_data for site in observer_sites(model))
+    assert not any(site.observer.has_data for site in observer_places(model))
     assert len(calibrate(model, [*mixed(), overflowing], nonfinite="skip").skipped) == 1
     assert ranges(model) == ranges(by_plain_forward())
 

@@ -7,7 +7,7 @@ from torch import nn
 
 import quantplug
 from quantplug.core.calibration.calibrate import calibrate
-from quantplug.core.calibration.sites import observer_sites
+from quantplug.core.calibration.observer_places import observer_places
 from quantplug.core.observers import NonFiniteError, observer
 
 
@@ -38,7 +38,7 @@ def batches(count=6):
 
 
 def ranges(model):
-    return [[end.tolist() for end in s.observer.ranges()] for s in observer_sites(model) if not s.of_constants]
+    return [[end.tolist() for end in s.observer.ranges()] for s in observer_places(model) if not s.of_constants]
 
 
 def by_plain_forward():

@@ -29,7 +29,7 @@ from quantplug.lowering.starting import starting, state_of
 from quantplug.lowering.x86.running.compiled import compiled, package
 from quantplug.lowering.x86.running.inductor import for_compilers
 from quantplug.lowering.x86.running.packing import pack, register_fakes
-from quantplug.lowering.x86.running.straight import straight
+from quantplug.lowering.x86.running.straight_line import straight
 
 OPS_FILE = "quantplug_x86.json"
 

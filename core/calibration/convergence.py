@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quantplug.core.calibration.coverage import summarize
-from quantplug.core.calibration.sites import Site
+from quantplug.core.calibration.observer_places import ObserverPlace
 from quantplug.core.observers import DataObserver
 from quantplug.core.observers.session import find_ranges
 
@@ -16,7 +16,7 @@ SETTLED_CHECKS = 2
 Saved = tuple[int, Tensor | None]
 
 
-class Settling:
+class Convergence:
     """Compares ranges from check to check.
 
     Args:
@@ -33,7 +33,7 @@ class Settling:
         """Tells whether enough checks in a row have agreed."""
         return self._agreed >= SETTLED_CHECKS
 
-    def check(self, sites: Sequence[Site]) -> None:
+    def check(self, sites: Sequence[ObserverPlace]) -> None:
         """Compares the ranges of observers of activations with those of the last check."""
         now, last = _ends([site for site in sites if not site.of_constants]), self._ends
         self._ends = now
@@ -51,7 +51,7 @@ class Settling:
         self._agreed, self._ends = saved
 
 
-def _ends(sites: Sequence[Site]) -> Tensor:
+def _ends(sites: Sequence[ObserverPlace]) -> Tensor:
     """Returns low and high ends, float64 [2, ranges]; of other libraries' observers the extremes that they saw."""
     ours = [s.observer for s in sites if isinstance(s.observer, DataObserver) and s.observer.has_data]
     find_ranges(ours)

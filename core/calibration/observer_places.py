@@ -20,7 +20,7 @@ _WALK = 16
 
 
 @dataclass(frozen=True)
-class Site:
+class ObserverPlace:
     """One observer of a prepared graph.
 
     Attributes:
@@ -55,7 +55,7 @@ class Site:
         return tuple(node not in self.producers[:i] for i, node in enumerate(self.producers))
 
 
-def observer_sites(prepared: fx.GraphModule) -> list[Site]:
+def observer_places(prepared: fx.GraphModule) -> list[ObserverPlace]:
     """Returns the observers and fake quantizers that the graph and the bodies of its control flow call.
 
     They come in the order of their first calls, those of bodies last.
@@ -74,7 +74,9 @@ def observer_sites(prepared: fx.GraphModule) -> list[Site]:
                     slot = (body.get_submodule(owner), attribute)
                     slots.setdefault(module, {}).setdefault(slot, f"{path}.{node.target}".lstrip("."))
     return [
-        Site(next(iter(slots[module].values())), module, tuple(nodes), constant.issuperset(nodes), tuple(slots[module]))
+        ObserverPlace(
+            next(iter(slots[module].values())), module, tuple(nodes), constant.issuperset(nodes), tuple(slots[module])
+        )
         for module, nodes in calls.items()
     ]
 
@@ -94,7 +96,7 @@ def require_prepared(model: Any, stage: str) -> fx.GraphModule:
     return graph_module
 
 
-def twins(sites: list[Site]) -> dict[DataObserver, DataObserver]:
+def twins(sites: list[ObserverPlace]) -> dict[DataObserver, DataObserver]:
     """Returns observers that would see and find just what another one does, each with that other one.
 
     They stand behind the same tensors, are of one class and have equal options, so that one of them
@@ -114,7 +116,7 @@ def twins(sites: list[Site]) -> dict[DataObserver, DataObserver]:
     return found
 
 
-def fingerprint(prepared: fx.GraphModule, sites: list[Site]) -> list[str]:
+def fingerprint(prepared: fx.GraphModule, sites: list[ObserverPlace]) -> list[str]:
     """Returns lines that differ where a model's weights, observers or their options do."""
     lines = [f"weights {digest(prepared.parameters())}"]
     for site in sites:
