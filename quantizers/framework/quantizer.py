@@ -61,9 +61,12 @@ class BackendQuantizer(Quantizer):
 
     def _may_fold(self, producer: fx.Node, batch_norm: fx.Node) -> str | None:
         declared = self.backend.folds_batch_norm
-        if callable(declared):
-            return self.leaves_float(producer) or declared(producer, batch_norm)
-        return self.leaves_float(producer)
+        reason = self.leaves_float(producer) or self._leaves_by_name(batch_norm)
+        return reason or (declared(producer, batch_norm) if callable(declared) else None)
+
+    def _leaves_by_name(self, batch_norm: fx.Node) -> str | None:
+        """Returns which scope leaves a batch norm float, one that names it; others are about what it follows."""
+        return self.leaves_float(batch_norm) if self._effective_scopes().choose(batch_norm).is_named else None
 
     @property
     def leaves_all_float(self) -> bool:

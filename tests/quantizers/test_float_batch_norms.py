@@ -69,6 +69,26 @@ def test_a_float_convolution_keeps_its_batch_norm(name: str, strict: bool) -> No
     assert "conv1.weight" in dict(converted.named_parameters())
 
 
+NORM: dict[str, Callable[[], Quantizer]] = {
+    "module name": lambda: get_quantizer("xnnpack").set_module_name("bn1", None),
+    "module type": lambda: get_quantizer("x86").set_global("int8").set_module_type("BatchNorm2d", None),
+    "operator type": lambda: get_quantizer("xnnpack").set_operator_type("batch_norm", None),
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", NORM)
+def test_a_batch_norm_that_a_scope_names_stays_behind_its_quantized_convolution(name: str, training: bool) -> None:
+    prepare = quantplug.prepare_qat_pt2e if training else quantplug.prepare_pt2e
+    prepared = prepare(exported(training=training), NORM[name]())
+    first, *_ = prepared.meta[FOLDINGS_KEY]
+    assert not first.folded
+    prepared(X)
+    converted = quantplug.convert_pt2e(prepared)
+    assert norms(converted)
+    assert "conv1.weight" not in dict(converted.named_parameters()), "the convolution is quantized"
+
+
 # A region without the batch norm holds no whole piece of training.
 @pytest.mark.parametrize("name", [name for name in FIRST if name != "region"])
 def test_in_training_too(name: str) -> None:
