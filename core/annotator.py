@@ -19,7 +19,7 @@ from quantplug.core.levels import Level
 from quantplug.core.limits import (
     Rescale,
 )
-from quantplug.core.pattern import Match, Op, Pattern
+from quantplug.core.pattern import AnyOp, Match, Op, Pattern
 
 Annotations: TypeAlias = dict[fx.Node, QuantizationAnnotation]
 Decide: TypeAlias = Callable[[Match, QuantizationConfig], Annotations]
@@ -183,5 +183,5 @@ class Annotator:
 
 
 def _bound_names(pattern: Pattern) -> set[str]:
-    own = {pattern.name} if isinstance(pattern, Op) and pattern.name else set()
+    own = {pattern.name} if isinstance(pattern, AnyOp | Op) and pattern.name else set()
     return own.union(*(_bound_names(part) for part in pattern.parts))

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from quantplug.core.pattern import Each, Either, Literal, Maybe, Op, Pattern, SingleUse, Target, Value
+from quantplug.core.pattern import AnyOp, Each, Either, Literal, Maybe, Op, Pattern, SingleUse, Target, Value
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,8 @@ def spellings(pattern: Pattern) -> list[Spelling | None]:
         return list(_calls(pattern))
     if isinstance(pattern, Value):
         return [Operand(pattern.kind, pattern.name)]
+    if isinstance(pattern, AnyOp):
+        return []  # an author shows what it is about
     if isinstance(pattern, Literal):
         return [None if value is None else Given(value) for value in pattern.values]
     if isinstance(pattern, Maybe):
