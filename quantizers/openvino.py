@@ -12,7 +12,7 @@ from quantplug.core.pattern import Match
 from quantplug.lowering.x86.processor import kernels_saturate
 from quantplug.quantizers.backend import derive
 from quantplug.quantizers.quantizer import BackendQuantizer
-from quantplug.quantizers.x86 import FLOAT_WEIGHTS, X86
+from quantplug.quantizers.x86 import NO_INTEGERS, X86
 
 # OpenVINO's front end reads no quantization parameters of run time.
 STATIC = ("int8", "int8_per_tensor", "int8_weight_only", "float16")
@@ -55,7 +55,7 @@ OPENVINO = derive(
     configs={name: X86.configs[name] for name in STATIC},
     lowering="quantplug.lowering.openvino:lower",
     weight_bits=8,
-    without={**dict.fromkeys(("bmm", "matmul", "scaled_dot_product_attention"), _PRODUCTS), **FLOAT_WEIGHTS},
+    without={**dict.fromkeys(("bmm", "matmul", "scaled_dot_product_attention"), _PRODUCTS), **NO_INTEGERS},
 )
 
 
