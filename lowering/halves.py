@@ -28,6 +28,12 @@ def is_half_constant(node: object) -> bool:
 def spell_out_halves(graph: fx.Graph) -> dict[str, str]:
     """Writes the casts as `aten.to`, in place; returns by name what the report says of the operators that read them."""
     casts = widening_casts(graph)
+    told = {user.name: STORED for node in casts for user in node.users}
+    first: dict[str, fx.Node] = {}
     for node in casts:
         node.target = torch.ops.aten.to.dtype
-    return {user.name: STORED for node in casts for user in node.users}
+        once = first.setdefault(str(node.all_input_nodes[0].target), node)
+        if once is not node:  # widened once for all steps of a loop
+            node.replace_all_uses_with(once)
+            graph.erase_node(node)
+    return told

@@ -11,7 +11,7 @@ from quantplug.core.annotation.annotator import Annotations, Annotator
 from quantplug.core.patterns.language import Match
 from quantplug.quantizers.framework.backend import derive
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
-from quantplug.quantizers.x86 import FLOAT_WEIGHTS, X86
+from quantplug.quantizers.x86 import NO_INTEGERS, X86
 
 # OpenVINO's front end reads no quantization parameters of run time.
 STATIC = ("int8", "int8_per_tensor", "int8_weight_only", "float16")
@@ -56,7 +56,7 @@ OPENVINO = derive(
     configs={name: X86.configs[name] for name in STATIC},
     lowering="quantplug.lowering.openvino:lower",
     weight_bits=8,
-    without={**dict.fromkeys(("bmm", "matmul", "scaled_dot_product_attention"), _PRODUCTS), **FLOAT_WEIGHTS},
+    without={**dict.fromkeys(("bmm", "matmul", "scaled_dot_product_attention"), _PRODUCTS), **NO_INTEGERS},
 )
 
 

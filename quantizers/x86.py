@@ -39,13 +39,13 @@ from quantplug.quantizers.x86_config import get_x86_quantization_config
 __all__ = ["X86", "X86Quantizer", "get_x86_quantization_config"]
 
 _PRODUCTS = "torch has no oneDNN operator for two int8 activations"
-# Operators whose weights stay float32 in the file too, whatever the config.
-FLOAT_WEIGHTS = {
+# Operators with weights that have no kernel of integers; half precision has them all.
+NO_INTEGERS = {
     **dict.fromkeys(
         ("gru", "lstm", "rnn_tanh", "rnn_relu", "gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"),
-        "its weights stay float32, in the file too; backend 'xnnpack' takes recurrent layers as linear ones",
+        "it has no kernel of integers; backend 'xnnpack' takes recurrent layers as linear ones",
     ),
-    "einsum": "a weight that it reads stays float32, in the file too; `F.linear` reads the same in fewer bits",
+    "einsum": "it has no kernel of integers; `F.linear` reads a weight in fewer bits",
 }
 
 # A vision transformer's patches and head gain it 1.4 dB in float, for 0.7 % of its multiplications.
@@ -107,7 +107,7 @@ X86 = Backend(
     transforms=(named("quantplug.lowering.rewrites.movement:split_is_slices"),),
     kernels="x86",
     weight_bits=named("quantplug.lowering.x86.kernels.four_bits:stored_bits"),
-    without={**dict.fromkeys(("bmm", "matmul", "scaled_dot_product_attention"), _PRODUCTS), **FLOAT_WEIGHTS},
+    without={**dict.fromkeys(("bmm", "matmul", "scaled_dot_product_attention"), _PRODUCTS), **NO_INTEGERS},
 )
 
 

@@ -14,7 +14,7 @@ from torchao.quantization.pt2e.quantizer import (
 )
 
 from quantplug.core.errors import ConfigError, PatternError
-from quantplug.core.patterns.language import Match, Op, Pattern
+from quantplug.core.patterns.language import AnyOp, Match, Op, Pattern
 from quantplug.core.specs.dtypes import DTypeConfig
 from quantplug.core.specs.levels import Level
 from quantplug.core.specs.limits import (
@@ -185,5 +185,5 @@ class Annotator:
 
 
 def _bound_names(pattern: Pattern) -> set[str]:
-    own = {pattern.name} if isinstance(pattern, Op) and pattern.name else set()
+    own = {pattern.name} if isinstance(pattern, AnyOp | Op) and pattern.name else set()
     return own.union(*(_bound_names(part) for part in pattern.parts))

@@ -142,7 +142,7 @@ class _Decisions:
         return (
             self._disagreement(found.match, choice)
             or self._mutation(found.match)
-            or (None if choice.is_named else self._position(found.match))
+            or (None if choice.is_named else self._position(found))
             or next(filter(None, checks), None)
             or self._select_dtypes(found, config)
         )
@@ -224,13 +224,14 @@ class _Decisions:
                     )
         return None
 
-    def _position(self, match: Match) -> str | None:
+    def _position(self, found: Found[Annotator]) -> str | None:
         """Positions and angles stay float, unless layers with weights take them for ordinary inputs or outputs."""
+        match, is_weighted = found.match, "w" in found.match or found.owner.output == "float"
         reads = next((n for node in match.nodes for n in node.all_input_nodes if n in self._positions), None)
         turns = next((node for node in match.nodes if node in self._angles), None)
-        if turns is not None and ("w" not in match or reads is not None):
+        if turns is not None and (not is_weighted or reads is not None):
             return f"{describe(turns)} is an angle of sin or cos, which 8 bits do not hold"
-        if reads is not None and "w" not in match:
+        if reads is not None and not is_weighted:
             return f"operand {describe(reads)} counts positions, which 8 bits do not hold"
         return None
 

@@ -115,6 +115,11 @@ class Pattern(ABC):
         return frozenset()
 
     @property
+    def is_open(self) -> bool:
+        """Whether a root matched by this pattern can have any operator at all."""
+        return False
+
+    @property
     def parts(self) -> tuple["Pattern", ...]:
         """The patterns directly inside this one."""
         return ()
@@ -361,6 +366,39 @@ class Op(Pattern):
         return next(filter(None, (check(so_far) for check in self.conditions)), None)
 
 
+@dataclass(frozen=True)
+class AnyOp(Pattern):
+    """A call of any operator; made by `any_op`.
+
+    Attributes:
+        name: what the operator node is bound to, or None.
+        conditions: predicates over the node, each None or the reason against it.
+    """
+
+    name: str | None
+    conditions: tuple[Condition, ...]
+
+    @property
+    def text(self) -> str:
+        """What it asks for, in words."""
+        return "any operator"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a root matched by it can have any operator at all."""
+        return True
+
+    def _solve(self, found: Any, state: _State, trace: _Trace, where: str) -> Iterator[_State]:
+        is_call = isinstance(found, fx.Node) and isinstance(found.target, torch._ops.OpOverload)
+        reason = None if is_call else f"{where} is {_show(found)}, not {self.text}"
+        reason = reason or next(filter(None, (check(found) for check in self.conditions)), None)
+        bound = state.bind(self.name, found) if reason is None else None
+        if bound is not None:
+            yield _State(bound.bindings, (*bound.nodes, found))
+        else:
+            trace.miss(state, reason or f"{where} is {_show(found)}, but '{self.name}' is already another node")
+
+
 def _solve_all(
     inputs: tuple[tuple[str, Pattern], ...], given: Mapping[str, Any], node: fx.Node, state: _State, trace: _Trace
 ) -> Iterator[_State]:
@@ -459,6 +497,15 @@ def op(
     overloads = frozenset().union(*(_resolve(target, wanted) for target in targets))
     label = "|".join(dict.fromkeys(_label(target) for target in targets))
     return Op(label, overloads, patterns, name, commutative, where)
+
+
+def any_op(name: str | None = None, *conditions: Condition) -> Pattern:
+    """Returns a pattern for a call of any operator; each condition gets the node and returns None or a reason.
+
+    It is tried at every operator of a graph, so that its conditions have to be cheap, and comes nearest to none: where
+    it fails, reports say what failed of the rules that are about the operator.
+    """
+    return AnyOp(name, conditions)
 
 
 def _resolve(target: str | torch._ops.OpOverload | torch._ops.OpOverloadPacket, wanted: frozenset[str]) -> set[Target]:

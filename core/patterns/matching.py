@@ -81,9 +81,12 @@ class PatternIndex(Generic[Owner]):
         """
         self._without = without
         self._by_root: dict[Target, list[tuple[int, Owner, str, Pattern]]] = {}
+        self._open: list[tuple[int, Owner, str, Pattern]] = []
         self._inside: dict[Target, list[str]] = {}
         for order, (owner, label, pattern) in enumerate(declared):
-            if not pattern.targets:
+            if pattern.is_open:
+                self._open.append((order, owner, label, pattern))
+            elif not pattern.targets:
                 raise PatternError(
                     f"Pattern '{label}' ({pattern.text}) ends in no operator, so it would never be tried; "
                     "make an operator its root."
@@ -100,7 +103,7 @@ class PatternIndex(Generic[Owner]):
             graph: the graph to walk; it is not changed.
             accept: the last word on a match: None, or the reason against it.
         """
-        candidates: list[_Candidate[Owner]] = []
+        candidates, aside = self._find_open(graph, accept)
         misses: dict[fx.Node, NearMiss] = {}
         # All nodes, not only operators: `getitem` can be a root, it picks one of several results.
         for position, node in enumerate(graph.nodes):
@@ -117,14 +120,33 @@ class PatternIndex(Generic[Owner]):
         accepted, claimed = _claim(candidates, misses)
         left = (node for node in compute_nodes(graph) if node not in claimed)
         also = {node: miss for node, miss in misses.items() if node in claimed}
-        return Findings(accepted, {node: misses.get(node) or self._never(node) for node in left}, also)
+        return Findings(accepted, {n: misses.get(n) or self._never(n, aside.get(n, "")) for n in left}, also)
 
-    def _never(self, node: fx.Node) -> NearMiss:
+    def _find_open(
+        self, graph: fx.Graph, accept: Callable[[Found[Owner]], str | None]
+    ) -> tuple[list[_Candidate[Owner]], dict[fx.Node, str]]:
+        """Finds what patterns of any operator match; returns also why what they matched was refused."""
+        candidates: list[_Candidate[Owner]] = []
+        refused: dict[fx.Node, str] = {}
+        compute = set(compute_nodes(graph)) if self._open else set()
+        for position, node in enumerate(graph.nodes):
+            for rank, owner, label, pattern in self._open if node in compute else ():
+                outcome = pattern.match(node)
+                found = Found(outcome, owner, label) if isinstance(outcome, Match) else None
+                reason = accept(found) if found else None
+                if found and reason is None:
+                    candidates.append((-len(found.match.nodes), rank, position, found))
+                elif found:
+                    refused[node] = f"; rule '{label}': {reason}"
+        return candidates, refused
+
+    def _never(self, node: fx.Node, aside: str) -> NearMiss:
         inside = self._inside.get(node.target, [])  # type: ignore[arg-type]
         if inside:
-            return NearMiss(inside[0], f"{node.target} is quantized only as part of {', '.join(sorted(set(inside)))}")
+            whole = ", ".join(sorted(set(inside)))
+            return NearMiss(inside[0], f"{node.target} is quantized only as part of {whole}{aside}")
         reason = self._without.get(str(getattr(node.target, "__name__", "")).partition(".")[0])
-        return NearMiss("", f"no rule ends in {node.target}" + (f": {reason}" if reason else ""))
+        return NearMiss("", f"no rule ends in {node.target}" + (f": {reason}" if reason else "") + aside)
 
 
 def _claim(

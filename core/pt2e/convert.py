@@ -259,6 +259,8 @@ class _Conversion:
             half = self._graph.call_function(CAST_OP, (self._read(call), observer.dtype))
         value = call.meta.get("val")
         back = value.dtype if isinstance(value, Tensor) else torch.float32
+        if isinstance(value, Tensor):  # a submodel's halves become its inputs, which hold nothing
+            half.meta["val"] = self._integer_value(value, observer.dtype)
         result = self._graph.call_function(CAST_OP, (half, back))
         self._describe(call, half, result)
         return result

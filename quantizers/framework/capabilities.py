@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from quantplug.annotators.constraints import OF_CONFIG
 from quantplug.annotators.groupwise import no_groups, whole_bytes
+from quantplug.annotators.half import half_weight
 from quantplug.core.annotation.annotator import Annotator
 from quantplug.core.graph.operators import Target
 from quantplug.core.patterns.language import Pattern
@@ -76,7 +77,7 @@ def _extends(row: Capability, other: Capability) -> bool:
 
 def configs_of(backend: Backend, annotator: Annotator) -> tuple[str, ...]:
     """Returns the names of the configs that no constraint of an annotator rules out as a whole."""
-    checks = [check for check in annotator.constraints if check in (*OF_CONFIG, whole_bytes, no_groups)]
+    checks = [check for check in annotator.constraints if check in (*OF_CONFIG, whole_bytes, no_groups, half_weight)]
     return tuple(n for n in backend.configs if not any(check(None, backend.config(n)) for check in checks))
 
 

@@ -108,7 +108,8 @@ def test_e13_grouped_convolutions_of_xnnpack_stay_float_and_say_why():
 
 @pytest.mark.parametrize("backend", ["x86", "openvino"])
 @pytest.mark.parametrize("layer", [nn.GRU, nn.LSTM, nn.RNN])
-def test_e13_recurrent_layers_say_that_their_weights_stay_float32(layer, backend):
+@pytest.mark.parametrize("config", ["float16", "int8_weight_only"])
+def test_e13_recurrent_layers_say_what_their_weights_are_stored_in(layer, config, backend):
     """The report said "no rule ends in aten.gru.input" beside a file as large as float's."""
 
     class Net(nn.Module):
@@ -120,10 +121,13 @@ def test_e13_recurrent_layers_say_that_their_weights_stay_float32(layer, backend
             return self.head(self.turns(x)[0])
 
     exported = torch.export.export(Net().eval(), (torch.randn(2, 5, 16),)).module()
-    report = quantplug.explain(quantplug.prepare_pt2e(exported, quantplug.get_quantizer(backend).set_global("float16")))
-    told = [row.reason for row in report.rows if row.module_path == "turns" and "zeros" not in row.operator]
-    assert len(told) == 1
-    assert "its weights stay float32, in the file too" in told[0]
+    report = quantplug.explain(quantplug.prepare_pt2e(exported, quantplug.get_quantizer(backend).set_global(config)))
+    (row,) = [row for row in report.rows if row.module_path == "turns" and "zeros" not in row.operator]
+    if config == "float16":
+        assert row.how == "float16, float16 -> float"
+    else:
+        assert "it has no kernel of integers; backend 'xnnpack' takes recurrent layers as linear ones" in row.reason
+        assert "its weight can be stored in torch.float16 alone, not in torch.int8" in row.reason
 
 
 def test_e13_numbers_that_float16_does_not_hold_are_told():

@@ -13,6 +13,8 @@ from torch import Tensor, fx
 
 from quantplug.core.graph.editing import erase_unused, finish, fresh_name
 from quantplug.core.graph.facts import constant_value, is_constant
+from quantplug.lowering.halves import is_half_constant
+from quantplug.lowering.rewrites.folding import all_constant_expressions_are_folded
 from quantplug.lowering.starting import starting
 from quantplug.lowering.x86.kernels.epilogues import fuse_sums
 from quantplug.lowering.x86.kernels.few_rows import read_faster
@@ -20,12 +22,14 @@ from quantplug.lowering.x86.kernels.four_bits import UNPACK as UNPACK_FOUR_BITS
 from quantplug.lowering.x86.running.eager_conversions import spell_out
 
 onednn = torch.ops.onednn
+WIDEN = torch.ops.aten.to.dtype
+_CALL = "call_function"
 PREPACK = (onednn.qconv_prepack.default, onednn.qlinear_prepack.default)
 # the weights of layers that stay float, and those of four bits: made once here, not at every call
 UNPACK = (
     torch.ops.quantized_decomposed.dequantize_per_channel.default,
     torch.ops.quantized_decomposed.dequantize_per_tensor.default,
-    torch.ops.aten.to.dtype,
+    WIDEN,
     *UNPACK_FOUR_BITS,
 )
 
@@ -35,7 +39,10 @@ def pack(portable: fx.GraphModule) -> fx.GraphModule:
     module = starting(portable)
     read_faster(module.graph)
     fuse_sums(module.graph)
+    has_halves = any(is_half_constant(node.args[0]) for node in module.graph.find_nodes(op=_CALL, target=WIDEN))
     fold(module, PREPACK + UNPACK)
+    if has_halves:  # what is computed from them alone, which the graph had folded if they were floats
+        all_constant_expressions_are_folded(module)
     spell_out(module.graph)
     finish(module)
     return module

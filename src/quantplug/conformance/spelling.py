@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from quantplug.core.graph.operators import Target
-from quantplug.core.patterns.language import Each, Either, Literal, Maybe, Op, Pattern, SingleUse, Value
+from quantplug.core.patterns.language import AnyOp, Each, Either, Literal, Maybe, Op, Pattern, SingleUse, Value
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ def spellings(pattern: Pattern) -> list[Spelling | None]:
         return list(_calls(pattern))
     if isinstance(pattern, Value):
         return [Operand(pattern.kind, pattern.name)]
+    if isinstance(pattern, AnyOp):
+        return []  # an author shows what it is about
     if isinstance(pattern, Literal):
         return [None if value is None else Given(value) for value in pattern.values]
     if isinstance(pattern, Maybe):
