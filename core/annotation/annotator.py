@@ -5,7 +5,7 @@ An annotator is pure: it says what it would do with a match. `quantplug.core.ann
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias
 
 from torch import fx, nn
 from torchao.quantization.pt2e.quantizer import (
@@ -152,36 +152,22 @@ class Annotator:
         """Returns the same annotator with examples of what it matches, each a function to (module, inputs)."""
         return replace(self, examples=self.examples + examples)
 
-    @overload
-    def __call__(self, target: Match, config: QuantizationConfig) -> Annotations: ...
-
-    @overload
-    def __call__(
-        self, target: fx.GraphModule, config: QuantizationConfig, filter_fn: Filter | None = None
-    ) -> list[list[fx.Node]]: ...
-
-    def __call__(
-        self, target: Match | fx.GraphModule, config: QuantizationConfig, filter_fn: Filter | None = None
-    ) -> Annotations | list[list[fx.Node]]:
-        """Decides about one match, or annotates a graph on its own inside anybody's Quantizer.
+    def __call__(self, match: Match, config: QuantizationConfig) -> Annotations:
+        """Decides about one match; nothing is written. `annotate_with` annotates a graph.
 
         Args:
-            target: a match, for which nothing is written; or a graph module, which is annotated.
+            match: of one of the patterns.
             config: what to quantize to.
-            filter_fn: for a graph module, the nodes that may be quantized; all of them by default.
 
-        Returns:
-            The annotations of the match; or for a graph module the matched pieces, the last node first.
+        Raises:
+            ConfigError: it is given a graph.
         """
-        if isinstance(target, Match):
-            return self.decide(target, config)
-        from quantplug.core.annotation.engine import (
-            annotate,  # the engine knows annotators; only this call knows it back
-        )
-
-        choice, outside = Choice(config, f"annotator '{self.name}'", 1), Choice(None, "the filter", 1)
-        outcome = annotate(target, (self,), lambda n: choice if not filter_fn or filter_fn(n) else outside, self.name)
-        return [list(found.match.nodes) for found in outcome]
+        if not isinstance(match, Match):
+            raise ConfigError(
+                f"Annotator '{self.name}' decides about a match, found {type(match).__name__}; annotate a graph with "
+                "`quantplug.plugin.annotate_with(model, [annotator], config)`."
+            )
+        return self.decide(match, config)
 
 
 def _bound_names(pattern: Pattern) -> set[str]:

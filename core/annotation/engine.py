@@ -6,7 +6,7 @@ every compute node. Annotators are pure: only `annotate` writes to the graph, an
 decision has been made, so an error leaves the graph as it was.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -23,13 +23,13 @@ from torchao.quantization.pt2e.quantizer import (
 )
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
-from quantplug.core.annotation.annotator import Annotations, Annotator, Choice
+from quantplug.core.annotation.annotator import Annotations, Annotator, Choice, Filter
 from quantplug.core.annotation.positions import angles, positions
 from quantplug.core.annotation.worth import better_float, small_ends
 from quantplug.core.errors import AnnotationError
 from quantplug.core.graph.aliases import changed_under_other_names
 from quantplug.core.graph.constants import constant_nodes
-from quantplug.core.graph.facts import describe, is_constant, tensor_value
+from quantplug.core.graph.facts import describe, is_constant, require_graph_module, tensor_value
 from quantplug.core.graph.meta import CLAIM_KEY
 from quantplug.core.graph.multiplications import shares
 from quantplug.core.patterns.language import Match
@@ -49,6 +49,35 @@ from quantplug.core.specs.limits import (
 )
 from quantplug.core.specs.scaling import finds_range
 from quantplug.core.specs.written import spec_value
+
+
+def annotate_with(
+    model: fx.GraphModule,
+    annotators: Iterable[Annotator],
+    config: QuantizationConfig,
+    filter_fn: Filter | None = None,
+) -> list[list[fx.Node]]:
+    """Annotates a graph with some annotators, inside anybody's Quantizer.
+
+    Args:
+        model: an exported graph; what is annotated already stays as it is.
+        annotators: the largest matched piece wins, then their order.
+        config: what to quantize to.
+        filter_fn: the nodes that may be quantized; all of them by default.
+
+    Returns:
+        The pieces that were annotated, each with its last node first.
+
+    Raises:
+        ModelError: the model is no exported graph module.
+        AnnotationError: an annotator decided about a node outside of its piece; the graph is unchanged.
+    """
+    rows = tuple(annotators)
+    owner = ", ".join(row.name for row in rows)
+    choice, outside = Choice(config, f"annotator '{owner}'", 1), Choice(None, "the filter", 1)
+    graph = require_graph_module(model, "annotate_with")
+    found = annotate(graph, rows, lambda node: choice if not filter_fn or filter_fn(node) else outside, owner)
+    return [list(piece.match.nodes) for piece in found]
 
 
 def annotate(

@@ -59,6 +59,7 @@ from quantplug.annotators.qspecs import on_axis as qspec_on_axis
 from quantplug.annotators.residual import residual
 from quantplug.annotators.shape import concatenation, movement
 from quantplug.core.annotation.annotator import Annotations, Annotator, Constraint
+from quantplug.core.annotation.engine import annotate_with
 from quantplug.core.errors import (
     AnnotationError,
     ArtefactError,
@@ -156,6 +157,7 @@ __all__ = [  # noqa: RUF022 - in the groups of the docstring
     "Annotations",
     "Annotator",
     "annotate_piece",
+    "annotate_with",
     "pattern_annotator",
     "with_activations",
     # Patterns

@@ -15,7 +15,7 @@ from quantplug.annotators.elementwise import binary
 from quantplug.annotators.linear import linear
 from quantplug.annotators.presets import get_symmetric_quantization_config
 from quantplug.core.annotation.annotator import Choice
-from quantplug.core.annotation.engine import annotate
+from quantplug.core.annotation.engine import annotate, annotate_with
 from quantplug.core.observers import HistogramObserver
 from quantplug.core.specs.levels import sqnr
 from quantplug.quantizers.xnnpack import XNNPACK
@@ -235,7 +235,7 @@ class Styled(Quantizer):
     def annotate(self, model):
         rule = linear(activations=())
         if self.style == "matcher":
-            rule(model, CONFIG)
+            annotate_with(model, [rule], CONFIG)
         elif self.style == "node walk":
             for n in model.graph.nodes:
                 for _, pattern in rule.patterns:
@@ -247,7 +247,7 @@ class Styled(Quantizer):
         else:
             partitions = get_source_partitions(model.graph, [nn.Linear]).get(nn.Linear, [])
             members = {n for partition in partitions for n in partition.nodes}
-            rule(model, CONFIG, lambda n: n in members)
+            annotate_with(model, [rule], CONFIG, lambda n: n in members)
         return model
 
     def validate(self, model):
@@ -288,10 +288,10 @@ def test_an_annotator_alone_annotates_what_a_filter_allows():
     model = exported(
         Function(lambda m, x: m.two(torch.relu(m.one(x))), one=nn.Conv2d(3, 3, 1), two=nn.Conv2d(3, 3, 1)), X
     )  # fmt: skip
-    pieces = convolution()(model, CONFIG, lambda n: n.name in ("conv2d", "relu"))
+    pieces = annotate_with(model, [convolution()], CONFIG, lambda n: n.name in ("conv2d", "relu"))
     assert [[n.name for n in piece] for piece in pieces] == [["relu", "conv2d"]]
     assert KEY not in node(model, "conv2d_1").meta
-    assert convolution()(model, CONFIG) != []
+    assert annotate_with(model, [convolution()], CONFIG) != []
 
 
 MOVES = {

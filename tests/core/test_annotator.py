@@ -28,8 +28,8 @@ from quantplug.annotators.elementwise import binary
 from quantplug.annotators.linear import linear
 from quantplug.annotators.presets import get_symmetric_quantization_config
 from quantplug.core.annotation.annotator import Annotator, Choice
-from quantplug.core.annotation.engine import annotate
-from quantplug.core.errors import AnnotationError, ModelError, PatternError
+from quantplug.core.annotation.engine import annotate, annotate_with
+from quantplug.core.errors import AnnotationError, ConfigError, ModelError, PatternError
 from quantplug.core.patterns.language import op, value
 from quantplug.core.specs.decision import decision
 from quantplug.core.specs.dtypes import DTypeConfig
@@ -304,5 +304,13 @@ def test_a_rule_is_asked_once_about_a_match_even_if_dtypes_are_chosen_by_its_spe
         return row.decide(match, config)
 
     model = torch.export.export(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(2, 4),)).module()
-    replace(row, decide=decide)(model, get_symmetric_quantization_config())
+    annotate_with(model, [replace(row, decide=decide)], get_symmetric_quantization_config())
     assert asked == ["linear", "linear_1"]
+
+
+def test_an_annotator_that_is_given_a_graph_says_what_annotates_one():
+    model = torch.export.export(nn.Linear(4, 4), (torch.randn(2, 4),)).module()
+    with pytest.raises(ConfigError, match="found GraphModule; annotate a graph with .*annotate_with"):
+        linear()(model, get_symmetric_quantization_config())
+    with pytest.raises(ModelError, match="annotate_with takes an exported graph module, found Linear"):
+        annotate_with(nn.Linear(4, 4), [linear()], get_symmetric_quantization_config())
