@@ -29,7 +29,7 @@ def record(graph: fx.Graph) -> tuple[LoweredOp, ...]:
     """Marks every compute operator with its own name and returns them all as not yet placed."""
     found = [node for node in compute_nodes(graph) if not is_quantization(node)]
     for node in found:
-        node.meta[ORIGINS] = frozenset({node.name})
+        ORIGINS.put(node, frozenset({node.name}))
     return tuple(LoweredOp(node.name, str(node.target), module_path(node), "float") for node in found)
 
 
@@ -60,7 +60,7 @@ def _reasons(graph: fx.Graph, library: str) -> Iterator[tuple[str, str]]:
     for node in graph.nodes:
         if not _is_integer(node, library):
             for name in origins(node):
-                yield name, node.meta.get(REASON) or _no_rule(node)
+                yield name, REASON.get(node) or _no_rule(node)
 
 
 def _is_integer(node: fx.Node, library: str) -> bool:

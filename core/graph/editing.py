@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.graph.facts import attribute, has_effect, operands, tensor_value
-from quantplug.core.graph.meta import ORIGINS, REASON
+from quantplug.core.graph.meta import ORIGINS, REASON, SOURCE
 
 
 def erase_dead_code(graph: fx.Graph) -> None:
@@ -109,7 +109,7 @@ def add_constant(owner: fx.GraphModule, graph: fx.Graph, value: Tensor, name: st
 
 
 # Metadata that names an operator or a layer class, which another operator in its place is not.
-_OF_ONE_OPERATOR = (REASON, "source_fn_stack", "torch_fn")
+_OF_ONE_OPERATOR = (REASON.key, SOURCE.key, "torch_fn")
 
 
 def is_erased(node: fx.Node) -> bool:
@@ -130,7 +130,7 @@ def call(before: fx.Node, target: Any, args: Sequence[Any], like: fx.Node, dtype
     with before.graph.inserting_before(before):
         node = before.graph.call_function(target, tuple(args))
     node.meta.update({k: v for k, v in like.meta.items() if k not in _OF_ONE_OPERATOR})
-    node.meta[ORIGINS] = frozenset()
+    ORIGINS.put(node, frozenset())
     value = tensor_value(like)
     if value is not None:
         node.meta["val"] = value.to(dtype) if dtype else value

@@ -16,9 +16,7 @@ from torch.utils import _pytree as pytree
 from torchao.quantization.pt2e import AffineQuantizedObserverBase, FakeQuantizeBase, ObserverBase
 
 from quantplug.core.errors import ModelError
-
-LIFTED_KEY = "quantplug_lifted"
-"""In the meta of a submodel's input that is given the same constant at every call."""
+from quantplug.core.graph.meta import LIFTED
 
 
 @cache
@@ -93,7 +91,7 @@ def is_constant(node: Any) -> TypeGuard[fx.Node]:
     """
     if not isinstance(node, fx.Node) or node.op not in ("get_attr", "placeholder"):
         return False
-    return bool(node.meta.get(LIFTED_KEY)) if node.op == "placeholder" else not is_written(node)
+    return LIFTED.get(node, False) if node.op == "placeholder" else not is_written(node)
 
 
 def is_written(node: fx.Node) -> bool:

@@ -16,6 +16,7 @@ from quantplug.core.errors import ModelError
 from quantplug.core.graph.editing import set_operand
 from quantplug.core.graph.facts import describe, is_batch_counter, operands
 from quantplug.core.graph.lazy import LazyGraphModule
+from quantplug.core.graph.meta import DROPOUT
 from quantplug.core.graph.operators import operator_overloads
 
 # How ATen's schemas call the operand that says "this is training".
@@ -23,7 +24,6 @@ _MODE_OPERANDS = ("train", "training", "use_input_stats")
 _INFERENCE_ONLY = operator_overloads("_native_batch_norm_legit_no_training")
 _BATCH_ONLY = torch.ops.aten._native_batch_norm_legit.no_stats
 _ATTENTION = operator_overloads("scaled_dot_product_attention")
-_ATTENTION_RATE = "quantplug_dropout_p"
 
 Self = TypeVar("Self", bound="SwitchableGraphModule")
 
@@ -98,7 +98,8 @@ def _mode_operand(target: torch._ops.OpOverload) -> str | None:
 
 def _attention_rate(node: fx.Node) -> float:
     """Returns the dropout rate that attention was exported with; it is remembered while it is off."""
-    rate: float = node.meta.setdefault(_ATTENTION_RATE, operands(node)["dropout_p"])
+    rate = DROPOUT.get(node, operands(node)["dropout_p"])
+    DROPOUT.put(node, rate)
     return rate
 
 

@@ -14,8 +14,8 @@ from torch import fx, nn
 from torch.overrides import get_ignored_functions
 
 from quantplug.core.graph.facts import module_stack
+from quantplug.core.graph.meta import SOURCE
 
-SOURCE_KEY = "source_fn_stack"
 _LEAVES = "torch.nn.modules."
 _CONTAINERS = "torch.nn.modules.container."
 # Operators of Python whose method on tensors has another name.
@@ -42,9 +42,9 @@ def add_sources(model: fx.GraphModule) -> list[fx.Node]:
     for node in model.graph.nodes:
         # A constant belongs to the operator that reads it first, as one of its parameters.
         reader = next(iter(node.users), node) if node.op == "get_attr" else node
-        source = _source(reader) if reader.op == "call_function" and SOURCE_KEY not in node.meta else None
+        source = _source(reader) if reader.op == "call_function" and not SOURCE.on(node) else None
         if source is not None:
-            node.meta[SOURCE_KEY] = [source]
+            SOURCE.put(node, [source])
             written.append(node)
     return written
 

@@ -24,7 +24,8 @@ from quantplug.core.graph.constants import constant_nodes, evaluate_constants
 from quantplug.core.graph.control import run_as_operators
 from quantplug.core.graph.editing import erase_dead_code, replace_inputs
 from quantplug.core.graph.facts import attribute, observer_of, require_graph_module
-from quantplug.core.graph.meta import CONVERTED, PHASE_KEY, PREPARED, phase_of
+from quantplug.core.graph.meta import PHASE
+from quantplug.core.graph.phases import CONVERTED, PREPARED, phase_of
 from quantplug.core.graph.submodels import lift_constants, submodel_targets
 from quantplug.core.graph.working_copy import collection_paused, rebuilt, working_copy
 from quantplug.core.observers import DataObserver
@@ -100,7 +101,7 @@ def _convert(prepared: fx.GraphModule, fold: bool) -> fx.GraphModule:
     regions = lift_constants(model, regions)
     erase_dead_code(model.graph)
     converted = rebuilt({**_used_attributes(model), **regions}, model.graph, prepared)
-    converted.meta[PHASE_KEY] = CONVERTED
+    PHASE.put(converted, CONVERTED)
     return converted
 
 

@@ -33,7 +33,7 @@ from quantplug.core.graph.facts import (
     require_graph_module,
     tensor_value,
 )
-from quantplug.core.graph.meta import CONFLICTS_KEY, FOLDINGS_KEY, NOTES_KEY
+from quantplug.core.graph.meta import CONFLICTS, FOLDINGS, NOTES, VIOLATIONS
 from quantplug.core.graph.submodels import submodel_targets
 from quantplug.core.graph.union_find import UnionFind
 from quantplug.core.observers.rowwise import granularity_of, granularity_text
@@ -49,7 +49,7 @@ from quantplug.core.qdq.nodes import (
 )
 from quantplug.core.report.boundaries import Boundary, boundaries
 from quantplug.core.specs.decision import decision
-from quantplug.core.specs.limits import VIOLATIONS_KEY, Violation
+from quantplug.core.specs.limits import Violation
 from quantplug.core.specs.stored_dtypes import HALF_DTYPES
 
 
@@ -204,9 +204,9 @@ def explain(model: fx.GraphModule) -> Report:
         rows=tuple(row for part in parts for row in part.rows),
         islands=tuple(island for part in parts for island in part.islands),
         boundaries=tuple(boundary for part in parts for boundary in part.boundaries),
-        violations=tuple(violation for each in models for violation in each.meta.get(VIOLATIONS_KEY, ())),
-        foldings=tuple(folding for each in models for folding in each.meta.get(FOLDINGS_KEY, ())),
-        notes=tuple(note for each in models for key in (NOTES_KEY, CONFLICTS_KEY) for note in each.meta.get(key, ())),
+        violations=tuple(violation for each in models for violation in VIOLATIONS.get(each, ())),
+        foldings=tuple(folding for each in models for folding in FOLDINGS.get(each, ())),
+        notes=tuple(note for each in models for told in (NOTES, CONFLICTS) for note in told.get(each, ())),
     )
 
 

@@ -22,13 +22,14 @@ from quantplug.core.annotation.plan import plan_of
 from quantplug.core.errors import AnnotationError
 from quantplug.core.graph.constants import constant_nodes
 from quantplug.core.graph.facts import module_path
+from quantplug.core.graph.meta import VIOLATIONS
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
 from quantplug.core.qdq.format import differences
 from quantplug.core.qdq.limits import qparam_violations
 from quantplug.core.qdq.nodes import DEQUANTIZE_OPS, QUANTIZE_OPS, is_qdq
 from quantplug.core.specs.decision import Decision, decision
-from quantplug.core.specs.limits import VIOLATIONS_KEY, Violation
+from quantplug.core.specs.limits import Violation
 from quantplug.lowering.emulation import EmulatedProgram
 from quantplug.lowering.program import Program
 from quantplug.quantizers.framework.backend import Backend
@@ -196,7 +197,7 @@ class Flow:
     @stage
     def violations(self) -> tuple[Violation, ...]:
         """The declared limits that the config and the calibrated numbers break."""
-        early = self.annotated.meta.get(VIOLATIONS_KEY, ())
+        early = VIOLATIONS.get(self.annotated, ())
         with contextlib.suppress(AnnotationError):  # what cannot be carried out has no numbers
             return (*early, *(broken for broken, _ in qparam_violations(self.converted)))
         return tuple(early)
