@@ -34,6 +34,7 @@ from quantplug.core.graph.meta import CLAIM, IO_DTYPES, LIMITS, VIOLATIONS
 from quantplug.core.graph.multiplications import shares
 from quantplug.core.patterns.language import Match
 from quantplug.core.patterns.matching import Findings, Found, NearMiss, PatternIndex
+from quantplug.core.peers.torchao_names import mark
 from quantplug.core.qdq.integer_io import IODTypes
 from quantplug.core.specs.decision import Decision, record
 from quantplug.core.specs.dtypes import DTypeConfig, integer_range, smallest_scale
@@ -280,7 +281,7 @@ class _Decisions:
         dtypes = self.dtypes_of(found)
         for node in found.match.nodes:
             self.annotations[node] = decided.get(node) or QuantizationAnnotation()
-            self.annotations[node]._annotated = True
+            mark(self.annotations[node])
             if dtypes is not None:
                 self.taken_by[node] = dtypes
 

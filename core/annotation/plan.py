@@ -23,6 +23,7 @@ from quantplug.core.graph.facts import module_path, require_graph_module
 from quantplug.core.graph.hidden_nodes import transform_without
 from quantplug.core.graph.meta import FOLDINGS, FOLDS, LIMITS, TRANSFORMS
 from quantplug.core.observers.sharing import annotated_specs, annotation_of, sharing_groups
+from quantplug.core.peers.torchao_names import is_marked
 from quantplug.core.specs.decision import Decision, decision, record
 from quantplug.core.specs.limits import Limits
 from quantplug.core.specs.written import (
@@ -235,7 +236,7 @@ def _plan_node(node: fx.Node, names: Names) -> PlannedNode:
         decided=_without_node_names(decided, node, names) if decided else None,
         inputs=inputs,
         output=spec_value(output, names.point) if output is not None else None,
-        annotated=bool(annotation and annotation._annotated),
+        annotated=annotation is not None and is_marked(annotation),
         allow_implicit_sharing=annotation.allow_implicit_sharing if annotation else True,
         limits=plain_value(LIMITS.get(node)),
     )

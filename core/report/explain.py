@@ -37,6 +37,7 @@ from quantplug.core.graph.meta import CONFLICTS, FOLDINGS, NOTES, VIOLATIONS
 from quantplug.core.graph.submodels import submodel_targets
 from quantplug.core.graph.union_find import UnionFind
 from quantplug.core.observers.rowwise import granularity_of, granularity_text
+from quantplug.core.peers.torchao_names import is_marked
 from quantplug.core.qdq.nodes import (
     CAST_OP,
     is_dequantize,
@@ -237,7 +238,7 @@ def _annotated(node: fx.Node) -> bool:
     if found is not None and found.quantized:
         return True
     annotation = node.meta.get(Q_ANNOTATION_KEY)
-    return isinstance(annotation, QuantizationAnnotation) and annotation._annotated
+    return isinstance(annotation, QuantizationAnnotation) and is_marked(annotation)
 
 
 def _in_integers(node: fx.Node) -> bool:

@@ -24,6 +24,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from quantplug.core.graph.facts import describe, is_constant
 from quantplug.core.graph.meta import CLAIM, DECISION, LIMITS
 from quantplug.core.graph.union_find import UnionFind
+from quantplug.core.peers.torchao_names import is_marked
 from quantplug.core.specs.decision import Decision, decision
 from quantplug.core.specs.limits import Limits
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
@@ -104,7 +105,7 @@ def _stand_in(kind: Callable[..., QuantizationAnnotation], claim: Claim | None, 
 def _contents(annotation: QuantizationAnnotation) -> tuple[Any, ...]:
     """What an annotation says; specs cannot change, so their identity stands for them."""
     inputs = tuple((node, id(spec)) for node, spec in (annotation.input_qspec_map or {}).items())
-    return inputs, id(annotation.output_qspec), annotation.allow_implicit_sharing, annotation._annotated
+    return inputs, id(annotation.output_qspec), annotation.allow_implicit_sharing, is_marked(annotation)
 
 
 @dataclass(frozen=True)
