@@ -10,6 +10,7 @@ from torch import fx
 
 from quantplug.core.graph.facts import compute_nodes, module_path
 from quantplug.core.graph.meta import ORIGINS, REASON, origins
+from quantplug.core.peers.torch_names import OpOverload, schema_of
 from quantplug.lowering.program import LoweredOp
 
 INTEGERS = (torch.uint8, torch.int8)
@@ -19,9 +20,9 @@ NOTHING = "no kernel of it is left: at inference it computes nothing"
 
 def is_quantization(node: fx.Node) -> bool:
     """Tells whether a node only converts between integers and floats, or chooses by what numbers."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
-    library, _, name = node.target._schema.name.partition("::")
+    library, _, name = schema_of(node.target).name.partition("::")
     return library == "quantized_decomposed" or (library == "torchao" and name.endswith("_affine"))
 
 

@@ -38,6 +38,7 @@ TARGETS = {"xnnpack", "x86", "openvino", "cortex_m"}
 FILES = [(room, path) for room in MAY_IMPORT for path in sorted((ROOT / room).rglob("*.py"))]
 # The one file that has a peer's private names, each with the reason why there is no public way.
 NAMES = {
+    "torch": ROOT / "core" / "peers" / "torch_names.py",
     "torchao": ROOT / "core" / "peers" / "torchao_names.py",
     "executorch": ROOT / "lowering" / "executorch_names.py",
     "openvino": None,
@@ -45,6 +46,8 @@ NAMES = {
 PACKAGE = ROOT / "src" / "quantplug"
 SOURCES = [path for _, path in FILES]
 SOURCES += [path for path in sorted(PACKAGE.rglob("*.py")) if path.resolve().is_relative_to(PACKAGE)]
+# What named tuples call their public ones.
+PUBLIC_UNDERSCORES = {"_replace", "_fields"}
 FORBIDDEN_PEERS = (
     "torchao.quantization.pt2e.prepare",
     "torchao.quantization.pt2e.convert",
@@ -159,11 +162,38 @@ def _peers_private_names(tree):
                 yield node.lineno, ".".join(names)
 
 
+def _private_attributes(tree):
+    """Yields attributes with an underscore that nothing in the file defines, so that they are another's."""
+    own, operators = set(PUBLIC_UNDERSCORES), set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            own.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _dotted(node)[:1] == ["self"]:
+            own.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        if isinstance(node, ast.Assign) and _dotted(node.value)[:2] == ["torch", "ops"]:
+            operators.update(target.id for target in node.targets if isinstance(target, ast.Name))
+    for node in ast.walk(tree):
+        is_read = isinstance(node, ast.Call) and _dotted(node.func) in (["getattr"], ["hasattr"], ["setattr"])
+        if is_read and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+            name, holder = str(node.args[1].value), []
+        elif isinstance(node, ast.Attribute):
+            name, holder = node.attr, _dotted(node)
+        else:
+            continue
+        is_operator = (holder[:1] and holder[0] in operators) or holder[:2] == ["torch", "ops"]
+        if _is_private(name) and name not in own and not is_operator:
+            yield node.lineno, name
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=_name)
 def test_private_names_of_peers_stand_in_one_file_each(path):
     tree = ast.parse(path.read_text())
     for line, name in _peers_private_names(tree):
         assert path == NAMES[name.partition(".")[0]], f"{path}:{line} has {name}; see the files of NAMES in this test"
+    for line, name in _private_attributes(tree) if path not in NAMES.values() else ():
+        raise AssertionError(f"{path}:{line} reads {name}, which is private to another; see the files of NAMES")
 
 
 @pytest.mark.parametrize("peer", [peer for peer, path in NAMES.items() if path])

@@ -11,6 +11,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.graph.facts import attribute, has_effect, operands, tensor_value
 from quantplug.core.graph.meta import ORIGINS, REASON, SOURCE
+from quantplug.core.peers.torch_names import OpOverload, schema_of
 
 
 def erase_dead_code(graph: fx.Graph) -> None:
@@ -35,10 +36,10 @@ OWN_META = frozenset({"val", "tensor_meta", Q_ANNOTATION_KEY})
 
 def set_operand(node: fx.Node, name: str, value: Any) -> None:
     """Sets one operand of an operator call by its schema name; operands before it are written out."""
-    if not isinstance(node.target, torch._ops.OpOverload) or name in node.kwargs:
+    if not isinstance(node.target, OpOverload) or name in node.kwargs:
         node.update_kwarg(name, value)
         return
-    names = [argument.name for argument in node.target._schema.arguments]
+    names = [argument.name for argument in schema_of(node.target).arguments]
     position, given = names.index(name), operands(node)
     missing = tuple(given[n] for n in names[len(node.args) : position + 1])
     node.args = (*node.args, *missing)
@@ -110,11 +111,6 @@ def add_constant(owner: fx.GraphModule, graph: fx.Graph, value: Tensor, name: st
 
 # Metadata that names an operator or a layer class, which another operator in its place is not.
 _OF_ONE_OPERATOR = (REASON.key, SOURCE.key, "torch_fn")
-
-
-def is_erased(node: fx.Node) -> bool:
-    """Tells whether a graph has lost a node."""
-    return node._erased  # fx keeps no public record of what a graph has lost
 
 
 def call(before: fx.Node, target: Any, args: Sequence[Any], like: fx.Node, dtype: torch.dtype | None = None) -> fx.Node:

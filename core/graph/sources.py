@@ -15,14 +15,12 @@ from torch.overrides import get_ignored_functions
 
 from quantplug.core.graph.facts import module_stack
 from quantplug.core.graph.meta import SOURCE
+from quantplug.core.peers.torch_names import BUILT_IN
 
 _LEAVES = "torch.nn.modules."
 _CONTAINERS = "torch.nn.modules.container."
 # Operators of Python whose method on tensors has another name.
 _PYTHONS = {"div": "truediv", "floor_divide": "floordiv", "remainder": "mod"}
-
-# Where torch has what `F`, `torch.special`, `torch.linalg` and `torch.fft` show under other names.
-_BUILT_IN = tuple(getattr(torch._C, room) for room in ("_nn", "_special", "_linalg", "_fft"))
 
 
 def add_sources(model: fx.GraphModule) -> list[fx.Node]:
@@ -73,7 +71,7 @@ def _function(recorded: str) -> Any:
             return getattr(F, name)
         in_place = f"i{_PYTHONS.get(name[:-1], name[:-1])}" if name.endswith("_") else ""
         return getattr(operator, in_place or _PYTHONS.get(name, name), name)
-    rooms = (F, torch) if kind == "function" else (torch, F, *_BUILT_IN)
+    rooms = (F, torch) if kind == "function" else (torch, F, *BUILT_IN)
     return next((getattr(room, name) for room in rooms if hasattr(room, name)), name)
 
 

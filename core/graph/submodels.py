@@ -17,6 +17,7 @@ from quantplug.core.graph.control import operator_of
 from quantplug.core.graph.facts import attribute, held_tensor, is_constant
 from quantplug.core.graph.meta import LIFTED
 from quantplug.core.graph.working_copy import rebuilt
+from quantplug.core.peers.torch_names import HigherOrderOperator
 
 _HIGHER = torch.ops.higher_order
 # Where an operator has the operands that it passes on as they are, after all others of its submodels.
@@ -54,7 +55,7 @@ def bind_constants(model: fx.GraphModule) -> None:
 
 
 def _higher_order(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in graph.nodes if isinstance(operator_of(n), torch._ops.HigherOrderOperator)]
+    return [n for n in graph.nodes if isinstance(operator_of(n), HigherOrderOperator)]
 
 
 def _submodels(model: fx.GraphModule, node: fx.Node) -> list[fx.Node]:

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import fx
 
-from quantplug.core.graph.editing import is_erased
 from quantplug.core.graph.meta import REASON
 from quantplug.core.patterns.language import Match, Miss, Op
+from quantplug.core.peers.torch_names import is_erased
 
 Rewrite = Callable[[Match], str | None]
 

@@ -33,6 +33,7 @@ from quantplug.core.observers.from_specs import is_deferred, needs_data, observe
 from quantplug.core.observers.session import find_ranges
 from quantplug.core.observers.sharing import annotation_of
 from quantplug.core.observers.torchao_histogram import calculate_qparams_together
+from quantplug.core.peers.torch_names import OpOverload, schema_of
 from quantplug.core.pt2e.quantization import Quantization, add_dynamic, kind_of, output_dtype, static_quantization
 from quantplug.core.pt2e.storage import Storage
 from quantplug.core.qdq.arithmetic import integer_representation
@@ -394,7 +395,7 @@ def _dynamic_chain(dequantize: fx.Node) -> Iterator[fx.Node]:
 
 
 def _asks_for_size(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in (
+    return isinstance(node.target, OpOverload) and schema_of(node.target).name in (
         "aten::sym_size",
         "aten::sym_numel",
     )

@@ -14,7 +14,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 from quantplug.core.annotation.verify import verify_annotations
@@ -40,6 +39,7 @@ from quantplug.core.graph.working_copy import collection_paused, rebuilt, workin
 from quantplug.core.graph.written_inputs import leave_inputs_as_they_are
 from quantplug.core.observers.from_specs import create_observers, defer
 from quantplug.core.observers.sharing import Point, sharing_groups
+from quantplug.core.peers.torch_names import OpOverload, pytree, schema_of
 from quantplug.core.specs.decision import decision
 
 # An output's observer stands for the output: it carries the handles by which debuggers find it.
@@ -295,6 +295,6 @@ def yields_tensor(node: fx.Node) -> bool:
     """Tells whether a node yields one tensor: as export recorded it, else as its operator's schema says."""
     if "val" in node.meta or node.op == "get_attr":
         return tensor_value(node) is not None
-    if isinstance(node.target, torch._ops.OpOverload):
-        return [str(r.type) for r in node.target._schema.returns] == ["Tensor"]
+    if isinstance(node.target, OpOverload):
+        return [str(r.type) for r in schema_of(node.target).returns] == ["Tensor"]
     return node.op == "placeholder"

@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import ConvertError
 from quantplug.core.graph.editing import erase_dead_code
 from quantplug.core.graph.facts import describe, operands, tensor_value
 from quantplug.core.graph.meta import IO_DTYPES
+from quantplug.core.peers.torch_names import pytree
 
 _OPS = torch.ops.quantized_decomposed
 _QUANTIZE, _DEQUANTIZE = _OPS.quantize_per_tensor.default, _OPS.dequantize_per_tensor.default

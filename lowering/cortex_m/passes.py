@@ -12,8 +12,8 @@ from executorch.backends.cortex_m.passes.replace_quant_nodes_pass import Replace
 from executorch.backends.transforms.replace_scalar_with_tensor import ReplaceScalarWithTensorArgPass
 from executorch.exir.pass_base import NodeMetadata, ProxyValue
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from quantplug.core.peers.torch_names import pytree
 from quantplug.lowering.executorch_names import folding_pass
 
 _ARMS_FOLDING_PASS: Any = folding_pass()

@@ -14,7 +14,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.conformance.pieces import Batch, Piece, Placed
@@ -23,6 +22,7 @@ from quantplug.core.errors import AnnotationError
 from quantplug.core.graph.constants import constant_nodes
 from quantplug.core.graph.facts import module_path
 from quantplug.core.graph.meta import VIOLATIONS
+from quantplug.core.peers.torch_names import OpOverload, pytree
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
 from quantplug.core.qdq.format import differences
@@ -273,4 +273,4 @@ def _upstream(root: fx.Node, constants: Set[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _computes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and not is_qdq(node)
+    return isinstance(node.target, OpOverload) and not is_qdq(node)
