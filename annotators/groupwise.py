@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torchao.quantization.pt2e import MappingType, PerGroup
-from torchao.quantization.pt2e._affine_quantization import AffineQuantizedMinMaxObserver  # torchao has no public path
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
 
 from quantplug.core.errors import ConfigError
 from quantplug.core.graph.facts import tensor_value
 from quantplug.core.graph.operators import operator_overloads
 from quantplug.core.patterns.language import Match
+from quantplug.core.peers.torchao_names import AffineQuantizedMinMaxObserver
 from quantplug.core.specs.dtypes import group_size, integer_range
 
 FOUR_BITS = (-8, 7)

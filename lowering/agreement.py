@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import LoweringError
+from quantplug.core.peers.torch_names import pytree
 from quantplug.core.qdq.nodes import is_quantize
 from quantplug.core.qdq.qparams import DEQUANTIZE_PER_TENSOR, qparams
 from quantplug.core.specs.levels import STEP_ROUNDING, Deviation, sqnr

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils import _pytree as pytree
+
+from quantplug.core.peers.torch_names import pytree
 
 
 def open_sizes(graph: fx.Graph, example_inputs: tuple[Any, ...]) -> Any:

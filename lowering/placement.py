@@ -10,6 +10,7 @@ from torch import fx
 
 from quantplug.core.graph.facts import compute_nodes, module_path
 from quantplug.core.graph.meta import ORIGINS, REASON, origins
+from quantplug.core.peers.torch_names import OpOverload, schema_of
 from quantplug.lowering.program import LoweredOp
 
 INTEGERS = (torch.uint8, torch.int8)
@@ -19,9 +20,9 @@ NOTHING = "no kernel of it is left: at inference it computes nothing"
 
 def is_quantization(node: fx.Node) -> bool:
     """Tells whether a node only converts between integers and floats, or chooses by what numbers."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
-    library, _, name = node.target._schema.name.partition("::")
+    library, _, name = schema_of(node.target).name.partition("::")
     return library == "quantized_decomposed" or (library == "torchao" and name.endswith("_affine"))
 
 
@@ -29,7 +30,7 @@ def record(graph: fx.Graph) -> tuple[LoweredOp, ...]:
     """Marks every compute operator with its own name and returns them all as not yet placed."""
     found = [node for node in compute_nodes(graph) if not is_quantization(node)]
     for node in found:
-        node.meta[ORIGINS] = frozenset({node.name})
+        ORIGINS.put(node, frozenset({node.name}))
     return tuple(LoweredOp(node.name, str(node.target), module_path(node), "float") for node in found)
 
 
@@ -60,7 +61,7 @@ def _reasons(graph: fx.Graph, library: str) -> Iterator[tuple[str, str]]:
     for node in graph.nodes:
         if not _is_integer(node, library):
             for name in origins(node):
-                yield name, node.meta.get(REASON) or _no_rule(node)
+                yield name, REASON.get(node) or _no_rule(node)
 
 
 def _is_integer(node: fx.Node, library: str) -> bool:

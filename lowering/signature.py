@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import LoweringError, shown
 from quantplug.core.files.structures import structure_of, structure_text
 from quantplug.core.files.typed import typed
 from quantplug.core.graph.calling import in_order, input_names
+from quantplug.core.peers.torch_names import FakeTensor, pytree
 
 
 @dataclass(frozen=True)

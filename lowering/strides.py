@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from quantplug.core.errors import LoweringError
 from quantplug.core.graph.facts import describe, is_written, tensor_value
+from quantplug.core.peers.torch_names import OpOverload
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _END = sys.maxsize
@@ -68,7 +69,7 @@ def _order(value: Tensor) -> list[int] | None:
     return order if value.permute(order).is_contiguous() else None
 
 
-def _call(graph: fx.Graph, target: torch._ops.OpOverload, source: fx.Node, *rest: Any) -> fx.Node:
+def _call(graph: fx.Graph, target: OpOverload, source: fx.Node, *rest: Any) -> fx.Node:
     node = graph.call_function(target, (source, *rest))
     node.meta["val"] = target(source.meta["val"], *rest)
     return node

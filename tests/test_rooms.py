@@ -1,8 +1,10 @@
 """The rooms: imports run one way, down the floors; nobody takes another room's private names or a peer's."""
 
 import ast
+import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ MAY_IMPORT = {
 FLOORS = (
     "errors",
     "named",
+    "peers",
     "files",
     "graph",
     "patterns",
@@ -33,7 +36,18 @@ FLOORS = (
 # Each target knows what belongs to none, and that knows no target.
 TARGETS = {"xnnpack", "x86", "openvino", "cortex_m"}
 FILES = [(room, path) for room in MAY_IMPORT for path in sorted((ROOT / room).rglob("*.py"))]
-# Peers' private names that have no public counterpart, each with its reason at the place of use.
+# The one file that has a peer's private names, each with the reason why there is no public way.
+NAMES = {
+    "torch": ROOT / "core" / "peers" / "torch_names.py",
+    "torchao": ROOT / "core" / "peers" / "torchao_names.py",
+    "executorch": ROOT / "lowering" / "executorch_names.py",
+    "openvino": None,
+}
+PACKAGE = ROOT / "src" / "quantplug"
+SOURCES = [path for _, path in FILES]
+SOURCES += [path for path in sorted(PACKAGE.rglob("*.py")) if path.resolve().is_relative_to(PACKAGE)]
+# What named tuples call their public ones.
+PUBLIC_UNDERSCORES = {"_replace", "_fields"}
 FORBIDDEN_PEERS = (
     "torchao.quantization.pt2e.prepare",
     "torchao.quantization.pt2e.convert",
@@ -44,10 +58,14 @@ FORBIDDEN_PEERS = (
 )
 
 
+# It owns the keys of what every floor notes on graphs, and takes only the types of the values from above.
+TYPES_FROM_ABOVE = ROOT / "core" / "graph" / "meta.py"
+
+
 def _imports(path, anywhere=True):
     """Yields what a file imports; or what it imports when it is imported itself."""
     tree = ast.parse(path.read_text())
-    for node in ast.walk(tree) if anywhere else tree.body:
+    for node in ast.walk(tree) if anywhere and path != TYPES_FROM_ABOVE else tree.body:
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -111,6 +129,85 @@ def test_no_room_imports_itself_through_another_one():
                 reached.add(found)
                 pending += below[found]
         assert name not in reached, f"{name} imports itself through others"
+
+
+def _is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _dotted(node):
+    """Returns the names of a chain of attributes, the outermost first; none where it begins with an expression."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return [*reversed([*parts, node.id])] if isinstance(node, ast.Name) else []
+
+
+def _peers_private_names(tree):
+    """Yields what a file imports of a peer's private modules and names, or names in words or as attributes."""
+    for node in ast.walk(tree):
+        found = []
+        if isinstance(node, ast.Import):
+            found = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found = [[*(node.module or "").split("."), alias.name] for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            found = [_dotted(node)]
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"\w+(\.\w+)+", str(node.value)):
+            found = [str(node.value).split(".")]
+        for names in found:
+            # Operators are named by their schemas, some with an underscore.
+            if names and names[0] in NAMES and names[:2] != ["torch", "ops"] and any(map(_is_private, names)):
+                yield node.lineno, ".".join(names)
+
+
+def _private_attributes(tree):
+    """Yields attributes with an underscore that nothing in the file defines, so that they are another's."""
+    own, operators = set(PUBLIC_UNDERSCORES), set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            own.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _dotted(node)[:1] == ["self"]:
+            own.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        if isinstance(node, ast.Assign) and _dotted(node.value)[:2] == ["torch", "ops"]:
+            operators.update(target.id for target in node.targets if isinstance(target, ast.Name))
+    for node in ast.walk(tree):
+        is_read = isinstance(node, ast.Call) and _dotted(node.func) in (["getattr"], ["hasattr"], ["setattr"])
+        if is_read and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+            name, holder = str(node.args[1].value), []
+        elif isinstance(node, ast.Attribute):
+            name, holder = node.attr, _dotted(node)
+        else:
+            continue
+        is_operator = (holder[:1] and holder[0] in operators) or holder[:2] == ["torch", "ops"]
+        if _is_private(name) and name not in own and not is_operator:
+            yield node.lineno, name
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_private_names_of_peers_stand_in_one_file_each(path):
+    tree = ast.parse(path.read_text())
+    for line, name in _peers_private_names(tree):
+        assert path == NAMES[name.partition(".")[0]], f"{path}:{line} has {name}; see the files of NAMES in this test"
+    for line, name in _private_attributes(tree) if path not in NAMES.values() else ():
+        raise AssertionError(f"{path}:{line} reads {name}, which is private to another; see the files of NAMES")
+
+
+@pytest.mark.parametrize("peer", [peer for peer, path in NAMES.items() if path])
+def test_private_names_are_those_of_the_installed_version(peer):
+    (written_for,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(NAMES[peer].read_text()).body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "WRITTEN_FOR"
+    )
+    installed = tuple(map(int, metadata.version(peer).split(".")[:2]))
+    assert installed == written_for, (
+        f"{peer} is {installed}, {NAMES[peer]} was written for {written_for}: see whether each name is still what it "
+        "was, whether a public one came, and whether the defects that comments name with that version are mended."
+    )
 
 
 def _module(path):

@@ -30,16 +30,15 @@ from quantplug.core.errors import AnnotationError
 from quantplug.core.graph.aliases import changed_under_other_names
 from quantplug.core.graph.constants import constant_nodes
 from quantplug.core.graph.facts import describe, is_constant, require_graph_module, tensor_value
-from quantplug.core.graph.meta import CLAIM_KEY
+from quantplug.core.graph.meta import CLAIM, IO_DTYPES, LIMITS, VIOLATIONS
 from quantplug.core.graph.multiplications import shares
 from quantplug.core.patterns.language import Match
 from quantplug.core.patterns.matching import Findings, Found, NearMiss, PatternIndex
-from quantplug.core.qdq.integer_io import IO_DTYPES_KEY, IODTypes
+from quantplug.core.peers.torchao_names import mark
+from quantplug.core.qdq.integer_io import IODTypes
 from quantplug.core.specs.decision import Decision, record
 from quantplug.core.specs.dtypes import DTypeConfig, integer_range, smallest_scale
 from quantplug.core.specs.limits import (
-    LIMITS_KEY,
-    VIOLATIONS_KEY,
     Limits,
     Selection,
     Violation,
@@ -107,7 +106,7 @@ def annotate(
         AnnotationError: an annotator decided about a node outside of its piece, or, if strict, a config
             breaks a limit; the graph is unchanged.
     """
-    ends = model.meta.get(IO_DTYPES_KEY, IODTypes())
+    ends = IO_DTYPES.get(model, IODTypes())
     work = _Decisions(model.graph, owner, choose, changed_under_other_names(model.graph), ends)
     index = PatternIndex(((a, label, pattern) for a in annotators for label, pattern in a.patterns), without)
     findings = index.find(model.graph, work.accept)
@@ -134,7 +133,7 @@ def annotate(
     for found in carried_out:
         work.leave_limits(found, strict)
     if violations:
-        model.meta[VIOLATIONS_KEY] = (*model.meta.get(VIOLATIONS_KEY, ()), *violations)
+        VIOLATIONS.put(model, (*VIOLATIONS.get(model, ()), *violations))
     return carried_out
 
 
@@ -162,7 +161,7 @@ class _Decisions:
         """Returns the first reason against a match, or None."""
         taken = next((n for n in found.match.nodes if Q_ANNOTATION_KEY in n.meta), None)
         if taken is not None:
-            return f"{describe(taken)} {taken.meta.get(CLAIM_KEY, 'is already annotated by another quantizer')}"
+            return f"{describe(taken)} {CLAIM.get(taken, 'is already annotated by another quantizer')}"
         choice = self._choice(found.match["op"])
         if choice.config is None:
             return stays_float(choice)
@@ -224,7 +223,7 @@ class _Decisions:
             return
         for node in found.match.nodes:
             own = rescale if node is found.match["op"] else None
-            node.meta[LIMITS_KEY] = Limits(self.owner, dtypes, own, strict)
+            LIMITS.put(node, Limits(self.owner, dtypes, own, strict))
 
     def _choice(self, node: fx.Node) -> Choice:
         if node not in self.chosen:
@@ -312,7 +311,7 @@ class _Decisions:
         dtypes = self.dtypes_of(found)
         for node in found.match.nodes:
             self.annotations[node] = decided.get(node) or QuantizationAnnotation()
-            self.annotations[node]._annotated = True
+            mark(self.annotations[node])
             if dtypes is not None:
                 self.taken_by[node] = dtypes
 

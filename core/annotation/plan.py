@@ -21,10 +21,11 @@ from quantplug.core.errors import AnnotationError, ArtefactError, QuantplugError
 from quantplug.core.files.typed import typed
 from quantplug.core.graph.facts import module_path, require_graph_module
 from quantplug.core.graph.hidden_nodes import transform_without
-from quantplug.core.graph.meta import FOLDINGS_KEY, FOLDS_KEY, TRANSFORMS_KEY
+from quantplug.core.graph.meta import FOLDINGS, FOLDS, LIMITS, TRANSFORMS
 from quantplug.core.observers.sharing import annotated_specs, annotation_of, sharing_groups
+from quantplug.core.peers.torchao_names import is_marked
 from quantplug.core.specs.decision import Decision, decision, record
-from quantplug.core.specs.limits import LIMITS_KEY, Limits
+from quantplug.core.specs.limits import Limits
 from quantplug.core.specs.written import (
     SpecValue,
     known_function,
@@ -206,9 +207,9 @@ def plan_of(model: fx.GraphModule) -> Plan:
         for point, spec in annotated_specs(graph).items()
         if isinstance(spec, DerivedQuantizationSpec)
     }
-    transforms = tuple(model.meta.get(TRANSFORMS_KEY, ()))
-    folds = bool(model.meta.get(FOLDS_KEY, True))
-    return Plan(nodes, groups, derived, transforms, folds, _unfolded(model.meta.get(FOLDINGS_KEY, ())) if folds else ())
+    transforms = TRANSFORMS.get(model, ())
+    folds = FOLDS.get(model, True)
+    return Plan(nodes, groups, derived, transforms, folds, _unfolded(FOLDINGS.get(model, ())) if folds else ())
 
 
 def _unfolded(foldings: Iterable[Folding]) -> tuple[str, ...]:
@@ -235,9 +236,9 @@ def _plan_node(node: fx.Node, names: Names) -> PlannedNode:
         decided=_without_node_names(decided, node, names) if decided else None,
         inputs=inputs,
         output=spec_value(output, names.point) if output is not None else None,
-        annotated=bool(annotation and annotation._annotated),
+        annotated=annotation is not None and is_marked(annotation),
         allow_implicit_sharing=annotation.allow_implicit_sharing if annotation else True,
-        limits=plain_value(node.meta.get(LIMITS_KEY)),
+        limits=plain_value(LIMITS.get(node)),
     )
 
 
@@ -261,7 +262,7 @@ class _Replay(Quantizer):
             names = Names(model.graph)
             outside = [node for name in asked.outside if (node := names.find_node(name)) is not None]
             model = transform_without(model, outside, partial(_one_by_one, asked.functions))
-        model.meta[TRANSFORMS_KEY] = self.plan.transforms
+        TRANSFORMS.put(model, self.plan.transforms)
         return model
 
     def annotate(self, model: fx.GraphModule) -> fx.GraphModule:
@@ -278,7 +279,7 @@ class _Replay(Quantizer):
             if annotation is not None:
                 node.meta[Q_ANNOTATION_KEY] = annotation
             if planned.limits is not None:
-                node.meta[LIMITS_KEY] = named_value(planned.limits)
+                LIMITS.put(node, named_value(planned.limits))
             if planned.decided is not None:
                 root = names.find_node(planned.decided.root)
                 record(node, replace(planned.decided, root=root.name if root else node.name))

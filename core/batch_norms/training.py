@@ -46,6 +46,7 @@ from quantplug.core.graph.constants import written_buffers
 from quantplug.core.graph.editing import OWN_META, erase_unused, new_parameter, set_operand
 from quantplug.core.graph.facts import describe, operands, tensor_value
 from quantplug.core.patterns.language import Match, Op, constant, either, op, optional, value
+from quantplug.core.peers.torch_names import OpOverload
 
 Point: TypeAlias = fx.Node | tuple[fx.Node, fx.Node]
 Moves: TypeAlias = dict[Point, Point]
@@ -188,7 +189,7 @@ def _reshape(node: fx.Node, shape: list[int], like: fx.Node) -> fx.Node:
     return _call(_aten.reshape.default, node, shape, like=like)
 
 
-def _call(target: torch._ops.OpOverload, *args: Any, like: fx.Node, name: str | None = None, **kwargs: Any) -> fx.Node:
+def _call(target: OpOverload, *args: Any, like: fx.Node, name: str | None = None, **kwargs: Any) -> fx.Node:
     """Inserts an operator call with the metadata of another node and the value that it would record."""
     node = like.graph.create_node("call_function", target, args, kwargs, name)
     node.meta = {key: found for key, found in like.meta.items() if key not in OWN_META}

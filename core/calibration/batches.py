@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from quantplug.core.errors import CalibrationError, QuantplugError, first_line, shown
 from quantplug.core.graph.calling import input_names, keyword_names
 from quantplug.core.graph.facts import tensor_value
+from quantplug.core.peers.torch_names import FakeTensor
 
 Pick: TypeAlias = Callable[[Any], Any]
 """Makes the model's inputs of what a loader yields."""

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 from torchao.quantization.pt2e import FakeQuantizeBase
 
 from quantplug.core.calibration.batches import BatchReader, loader_iterator, picked, sample_count
@@ -34,6 +33,7 @@ from quantplug.core.graph.constants import written_buffers
 from quantplug.core.graph.facts import attribute, is_observer, operands, tensor_value
 from quantplug.core.graph.operators import operator_overloads
 from quantplug.core.observers.from_specs import is_derived
+from quantplug.core.peers.torch_names import pytree
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.specs.levels import sqnr
 

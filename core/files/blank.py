@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+
+from quantplug.core.peers.torch_names import pytree
 
 
 def blank(inputs: tuple[Any, ...]) -> tuple[Any, ...]:

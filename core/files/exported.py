@@ -22,12 +22,12 @@ from typing import Any, TypeGuard
 
 import torch
 import torchao.quantization.pt2e.quantizer  # noqa: F401 (registers the operators of q/dq graphs)
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.export.pt2_archive import PT2ArchiveWriter
 
 from quantplug.core.errors import ArtefactError, shown
 from quantplug.core.files.structures import is_plain_structure
 from quantplug.core.files.whole import kind_at
+from quantplug.core.peers.torch_names import EXPORT_LOGGERS, HigherOrderOperator, OpOverload
 
 _REMEDY = "read it with trust (`--trust`, `trust=True`) if you know who wrote it"
 _WRITE_ONE = "write one of the model itself with torch.export.save(torch.export.export(model, inputs), path)"
@@ -43,12 +43,7 @@ _PAYLOADS = {
     "data/constants/": ("data/constants/model_constants_config.json", r"tensor_\d+"),
 }
 _EXTRA = "extra/"
-_LOGGERS = (
-    "torch.export",
-    "torch.export.pt2_archive._package",
-    "torch._export.serde.serialize",
-    "torch.fx.experimental.symbolic_shapes",
-)
+_LOGGERS = (*EXPORT_LOGGERS, "torch.fx.experimental.symbolic_shapes")
 
 _OPERATORS = frozenset(
     [

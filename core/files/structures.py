@@ -7,9 +7,8 @@ of unknown origin has to be read by somebody who imports nothing first.
 import json
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
 from quantplug.core.errors import ArtefactError
+from quantplug.core.peers.torch_names import pytree
 
 _FACTORIES = frozenset(["bool", "dict", "float", "int", "list", "set", "str", "tuple"])
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import LoweringError, did_you_mean
+from quantplug.core.peers.torch_names import calling_structure, pytree, with_structures
 
 
 def input_names(model: fx.GraphModule) -> tuple[str, ...]:
@@ -36,22 +36,23 @@ def by_position(model: fx.GraphModule) -> fx.GraphModule:
         return model
     duplicate = fx.GraphModule(model, copy.deepcopy(model.graph))
     duplicate.meta = dict(model.meta)
-    given = _described(duplicate.graph)
+    given = calling_structure(duplicate.graph)
     args, kwargs = given.in_spec.children()
     positional = pytree.TreeSpec(tuple, None, [*args.children(), *kwargs.children()])
     nothing = pytree.tree_structure({})
-    duplicate.graph.set_codegen(_with(duplicate.graph, in_spec=pytree.TreeSpec(tuple, None, [positional, nothing])))
+    inputs = pytree.TreeSpec(tuple, None, [positional, nothing])
+    duplicate.graph.set_codegen(with_structures(duplicate.graph, in_spec=inputs))
     duplicate.recompile()
     return duplicate
 
 
 def return_flat(model: fx.GraphModule, leaves: Sequence[Any]) -> pytree.TreeSpec:
     """Lets a graph module return a tuple of these nodes; returns the structure of what it returned before."""
-    output, given = model.graph.output_node(), _described(model.graph)
+    output, given = model.graph.output_node(), calling_structure(model.graph)
     structure = pytree.tree_structure(output.args[0]) if given is None else given.out_spec
     output.args = (tuple(leaves),)
     if given is not None:
-        model.graph.set_codegen(_with(model.graph, out_spec=pytree.tree_structure(tuple(leaves))))
+        model.graph.set_codegen(with_structures(model.graph, out_spec=pytree.tree_structure(tuple(leaves))))
     model.recompile()
     return structure
 
@@ -82,17 +83,6 @@ def in_order(names: Sequence[str], inputs: Sequence[Any], keywords: Mapping[str,
     return (*inputs, *(keywords[name] for name in left))
 
 
-# How a graph flattens its inputs and outputs stands only in its code generator, which has no public name.
-def _described(graph: fx.Graph) -> Any:
-    return getattr(graph._codegen, "pytree_info", None)
-
-
 def _structure(model: fx.GraphModule) -> pytree.TreeSpec | None:
-    found = _described(model.graph)
+    found = calling_structure(model.graph)
     return None if found is None else found.in_spec
-
-
-def _with(graph: fx.Graph, **structures: pytree.TreeSpec) -> Any:
-    codegen = copy.copy(graph._codegen)
-    codegen.pytree_info = codegen.pytree_info._replace(**structures)  # type: ignore[attr-defined]
-    return codegen

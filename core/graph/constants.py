@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.graph.facts import constant_value, is_written, observer_of, viewed_node, written_argument
+from quantplug.core.peers.torch_names import OpOverload, schema_of
 
 
 def constant_nodes(graph: fx.Graph) -> set[fx.Node]:
@@ -33,9 +34,9 @@ def _is_pure(node: fx.Node) -> bool:
     if node.op == "call_module":
         return observer_of(node) is not None
     target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(target, OpOverload):
         return False
-    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+    return not schema_of(target).is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def written_buffers(graph: fx.Graph) -> set[str]:

@@ -10,7 +10,8 @@ from torch.fx.node import map_arg
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.graph.facts import attribute, has_effect, operands, tensor_value
-from quantplug.core.graph.meta import ORIGINS, REASON
+from quantplug.core.graph.meta import ORIGINS, REASON, SOURCE
+from quantplug.core.peers.torch_names import OpOverload, schema_of
 
 
 def erase_dead_code(graph: fx.Graph) -> None:
@@ -35,10 +36,10 @@ OWN_META = frozenset({"val", "tensor_meta", Q_ANNOTATION_KEY})
 
 def set_operand(node: fx.Node, name: str, value: Any) -> None:
     """Sets one operand of an operator call by its schema name; operands before it are written out."""
-    if not isinstance(node.target, torch._ops.OpOverload) or name in node.kwargs:
+    if not isinstance(node.target, OpOverload) or name in node.kwargs:
         node.update_kwarg(name, value)
         return
-    names = [argument.name for argument in node.target._schema.arguments]
+    names = [argument.name for argument in schema_of(node.target).arguments]
     position, given = names.index(name), operands(node)
     missing = tuple(given[n] for n in names[len(node.args) : position + 1])
     node.args = (*node.args, *missing)
@@ -109,12 +110,7 @@ def add_constant(owner: fx.GraphModule, graph: fx.Graph, value: Tensor, name: st
 
 
 # Metadata that names an operator or a layer class, which another operator in its place is not.
-_OF_ONE_OPERATOR = (REASON, "source_fn_stack", "torch_fn")
-
-
-def is_erased(node: fx.Node) -> bool:
-    """Tells whether a graph has lost a node."""
-    return node._erased  # fx keeps no public record of what a graph has lost
+_OF_ONE_OPERATOR = (REASON.key, SOURCE.key, "torch_fn")
 
 
 def call(before: fx.Node, target: Any, args: Sequence[Any], like: fx.Node, dtype: torch.dtype | None = None) -> fx.Node:
@@ -130,7 +126,7 @@ def call(before: fx.Node, target: Any, args: Sequence[Any], like: fx.Node, dtype
     with before.graph.inserting_before(before):
         node = before.graph.call_function(target, tuple(args))
     node.meta.update({k: v for k, v in like.meta.items() if k not in _OF_ONE_OPERATOR})
-    node.meta[ORIGINS] = frozenset()
+    ORIGINS.put(node, frozenset())
     value = tensor_value(like)
     if value is not None:
         node.meta["val"] = value.to(dtype) if dtype else value

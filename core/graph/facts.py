@@ -12,18 +12,23 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import optimization_hint
-from torch.utils import _pytree as pytree
 from torchao.quantization.pt2e import AffineQuantizedObserverBase, FakeQuantizeBase, ObserverBase
 
 from quantplug.core.errors import ModelError
-
-LIFTED_KEY = "quantplug_lifted"
-"""In the meta of a submodel's input that is given the same constant at every call."""
+from quantplug.core.graph.meta import LIFTED
+from quantplug.core.peers.torch_names import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    pytree,
+    schema_of,
+    schema_or_none,
+)
 
 
 @cache
-def _schema_defaults(target: torch._ops.OpOverload) -> tuple[tuple[str, bool, Any], ...]:
-    return tuple((a.name, a.has_default_value(), a.default_value) for a in target._schema.arguments)
+def _schema_defaults(target: OpOverload) -> tuple[tuple[str, bool, Any], ...]:
+    return tuple((a.name, a.has_default_value(), a.default_value) for a in schema_of(target).arguments)
 
 
 def operands(node: fx.Node) -> dict[str, Any]:
@@ -33,9 +38,9 @@ def operands(node: fx.Node) -> dict[str, Any]:
     operator overload (a placeholder, `getitem`) has its positional arguments under "0", "1", ...
     """
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverloadPacket):  # as torchao's convert writes its operators of blocks
+    if isinstance(target, OpOverloadPacket):  # as torchao's convert writes its operators of blocks
         target = target.default
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return {str(i): a for i, a in enumerate(node.args)} | dict(node.kwargs)
     found: dict[str, Any] = {}
     for position, (name, has_default, default) in enumerate(_schema_defaults(target)):
@@ -93,7 +98,7 @@ def is_constant(node: Any) -> TypeGuard[fx.Node]:
     """
     if not isinstance(node, fx.Node) or node.op not in ("get_attr", "placeholder"):
         return False
-    return bool(node.meta.get(LIFTED_KEY)) if node.op == "placeholder" else not is_written(node)
+    return LIFTED.get(node, False) if node.op == "placeholder" else not is_written(node)
 
 
 def is_written(node: fx.Node) -> bool:
@@ -112,7 +117,7 @@ def is_written(node: fx.Node) -> bool:
 
 def _inside(user: fx.Node, operand: fx.Node) -> Iterator[fx.Node]:
     """Yields what an operand is called in the submodels of a higher-order operator, whose last inputs are operands."""
-    if not isinstance(user.target, torch._ops.HigherOrderOperator) or user.graph.owning_module is None:
+    if not isinstance(user.target, HigherOrderOperator) or user.graph.owning_module is None:
         return
     held = [found for found in user.all_input_nodes if is_held(found)]
     submodels = [attribute(user.graph.owning_module, str(found.target)) for found in held]
@@ -127,9 +132,9 @@ def _inside(user: fx.Node, operand: fx.Node) -> Iterator[fx.Node]:
 def written_argument(node: fx.Node) -> fx.Node | None:
     """Returns the node that an in-place operator writes into, or None if it writes into none."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable or not node.args:
+    if not isinstance(target, OpOverload) or not schema_of(target).is_mutable or not node.args:
         return None
-    alias = target._schema.arguments[0].alias_info
+    alias = schema_of(target).arguments[0].alias_info
     first = node.args[0]
     return first if alias is not None and alias.is_write and isinstance(first, fx.Node) else None
 
@@ -142,11 +147,11 @@ def viewed_node(node: fx.Node) -> fx.Node | None:
         return None
     if node.target is operator.getitem:
         return node.args[0]
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return None
-    returns = node.target._schema.returns
+    returns = schema_of(node.target).returns
     shares = bool(returns) and returns[0].alias_info is not None
-    return node.args[0] if shares or node.target._schema.name in MAY_SHARE else None
+    return node.args[0] if shares or schema_of(node.target).name in MAY_SHARE else None
 
 
 # composite operators whose schema does not say that they may return a view
@@ -251,15 +256,15 @@ _BOOKKEEPING = ("aten::_assert", "aten::sym_", "aten::_guard")
 def compute_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
     """Yields the nodes that compute: operator calls, without guards, assertions and the counting of batches."""
     for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
-        if not node.target._schema.name.startswith(_BOOKKEEPING) and not any(map(is_batch_counter, node.args[:1])):
+        if not schema_of(node.target).name.startswith(_BOOKKEEPING) and not any(map(is_batch_counter, node.args[:1])):
             yield node
 
 
 def _is_traced_only(graph: fx.Graph) -> bool:
     """Export records a value for every input and yields ATen operators; symbolic tracing does neither."""
-    if any(isinstance(node.target, torch._ops.OpOverload) for node in graph.nodes):
+    if any(isinstance(node.target, OpOverload) for node in graph.nodes):
         return False
     return any(node.op == "placeholder" and "val" not in node.meta for node in graph.nodes)
 
@@ -300,7 +305,7 @@ def observer_of(node: Any) -> nn.Module | None:
 
 def operator_name(node: Any) -> str:
     """Returns "namespace::name" of an operator call, "" for anything else."""
-    schema = getattr(node.target, "_schema", None) if isinstance(node, fx.Node) else None
+    schema = schema_or_none(node.target) if isinstance(node, fx.Node) else None
     return str(schema.name) if schema is not None else ""
 
 

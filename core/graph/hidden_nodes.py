@@ -9,11 +9,11 @@ having side effects, or a rewrite that removes dead code would remove operators 
 
 from collections.abc import Callable, Iterable
 
-import torch
 from torch import fx
 from torch.fx.node import has_side_effect
 
 from quantplug.core.graph.facts import require_graph_module
+from quantplug.core.peers.torch_names import OpOverload
 
 
 @has_side_effect
@@ -36,7 +36,7 @@ def transform_without(
         ModelError: the rewrite returns no graph module.
     """
     for node in outside:
-        if isinstance(node.target, torch._ops.OpOverload):
+        if isinstance(node.target, OpOverload):
             node.args, node.target = (node.target, *node.args), out_of_sight
     try:
         found = require_graph_module(transform(model), "annotate, after the transform,")
@@ -50,7 +50,7 @@ def _reveal(model: fx.GraphModule) -> None:
     hidden = [node for node in model.graph.nodes if node.target is out_of_sight]
     for node in hidden:
         operator, *args = node.args
-        assert isinstance(operator, torch._ops.OpOverload)
+        assert isinstance(operator, OpOverload)
         node.target, node.args = operator, tuple(args)
     if hidden:
         model.recompile()

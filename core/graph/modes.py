@@ -16,14 +16,15 @@ from quantplug.core.errors import ModelError
 from quantplug.core.graph.editing import set_operand
 from quantplug.core.graph.facts import describe, is_batch_counter, operands
 from quantplug.core.graph.lazy import LazyGraphModule
+from quantplug.core.graph.meta import DROPOUT
 from quantplug.core.graph.operators import operator_overloads
+from quantplug.core.peers.torch_names import OpOverload, schema_of
 
 # How ATen's schemas call the operand that says "this is training".
 _MODE_OPERANDS = ("train", "training", "use_input_stats")
 _INFERENCE_ONLY = operator_overloads("_native_batch_norm_legit_no_training")
 _BATCH_ONLY = torch.ops.aten._native_batch_norm_legit.no_stats
 _ATTENTION = operator_overloads("scaled_dot_product_attention")
-_ATTENTION_RATE = "quantplug_dropout_p"
 
 Self = TypeVar("Self", bound="SwitchableGraphModule")
 
@@ -77,7 +78,7 @@ def _require_trainable(models: list[fx.GraphModule]) -> None:
 
 def _switch(node: fx.Node, training: bool) -> bool:
     """Sets the mode of one operator; returns whether that changed anything."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     if node.target in _ATTENTION:
         rate = _attention_rate(node)
@@ -90,22 +91,23 @@ def _switch(node: fx.Node, training: bool) -> bool:
 
 
 @cache
-def _mode_operand(target: torch._ops.OpOverload) -> str | None:
+def _mode_operand(target: OpOverload) -> str | None:
     """Returns the name of an operator's operand that says "this is training", or None if it has none."""
-    names = {argument.name for argument in target._schema.arguments}
+    names = {argument.name for argument in schema_of(target).arguments}
     return next((n for n in _MODE_OPERANDS if n in names), None)
 
 
 def _attention_rate(node: fx.Node) -> float:
     """Returns the dropout rate that attention was exported with; it is remembered while it is off."""
-    rate: float = node.meta.setdefault(_ATTENTION_RATE, operands(node)["dropout_p"])
+    rate = DROPOUT.get(node, operands(node)["dropout_p"])
+    DROPOUT.put(node, rate)
     return rate
 
 
 def _lives_on_batches(node: fx.Node) -> bool:
     """Tells whether a norm has no running statistics, so that it uses the batch's in either mode."""
     given = operands(node)
-    # torch crashes on this overload outside of training: it has no statistics to fall back on
+    # torch 2.13 crashes on this overload outside of training: it has no statistics to fall back on
     return node.target is _BATCH_ONLY or ("running_mean" in given and given["running_mean"] is None)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.export import AdditionalInputs, ShapesCollection
-from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import ConfigError, shown
+from quantplug.core.peers.torch_names import pytree
 
 _OTHER_WAYS = (ShapesCollection, AdditionalInputs)
 

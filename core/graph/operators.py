@@ -7,19 +7,20 @@ from typing import Any, TypeAlias
 import torch
 
 from quantplug.core.errors import PatternError
+from quantplug.core.peers.torch_names import OpOverload, OpOverloadPacket, registered_operators, schema_of
 
 Target: TypeAlias = Callable[..., Any]
 
 
-def operator_overloads(target: str | torch._ops.OpOverload | torch._ops.OpOverloadPacket) -> frozenset[Target]:
+def operator_overloads(target: str | OpOverload | OpOverloadPacket) -> frozenset[Target]:
     """Returns the overloads that a name, packet or overload stands for in a pattern.
 
     Raises:
         PatternError: there is no such operator; the sentence lists the nearest names.
     """
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return frozenset({target})
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         return frozenset(_functional(target))
     library, _, name = target.rpartition("::")
     name, _, overload = name.partition(".")
@@ -34,25 +35,24 @@ def operator_overloads(target: str | torch._ops.OpOverload | torch._ops.OpOverlo
     return frozenset(_functional(packet)).union(_functional(inplace) if inplace is not None else ())
 
 
-def _packet(library: str, name: str) -> torch._ops.OpOverloadPacket:
+def _packet(library: str, name: str) -> OpOverloadPacket:
     namespace = getattr(torch.ops, library)
     packet = getattr(namespace, name, None)
-    if isinstance(packet, torch._ops.OpOverloadPacket):
+    if isinstance(packet, OpOverloadPacket):
         return packet
-    # The one list of all registered operators is behind this name; torch.ops fills itself lazily.
-    known = sorted({schema.name for schema in torch._C._jit_get_all_schemas()})
+    known = sorted(set(registered_operators()))
     nearest = difflib.get_close_matches(f"{library}::{name}", known, 3)
     raise PatternError(f"There is no operator '{name}' in '{library}'; the nearest names are {nearest}.")
 
 
-def _overload_names(packet: torch._ops.OpOverloadPacket) -> list[str]:
+def _overload_names(packet: OpOverloadPacket) -> list[str]:
     return list(packet.overloads())  # type: ignore[no-untyped-call]
 
 
-def _functional(packet: torch._ops.OpOverloadPacket) -> Iterator[torch._ops.OpOverload]:
+def _functional(packet: OpOverloadPacket) -> Iterator[OpOverload]:
     for overload in _overload_names(packet):
-        found: torch._ops.OpOverload = getattr(packet, overload)
-        if not any(argument.is_out for argument in found._schema.arguments):
+        found: OpOverload = getattr(packet, overload)
+        if not any(argument.is_out for argument in schema_of(found).arguments):
             yield found
 
 

@@ -14,15 +14,13 @@ from torch import fx, nn
 from torch.overrides import get_ignored_functions
 
 from quantplug.core.graph.facts import module_stack
+from quantplug.core.graph.meta import SOURCE
+from quantplug.core.peers.torch_names import BUILT_IN
 
-SOURCE_KEY = "source_fn_stack"
 _LEAVES = "torch.nn.modules."
 _CONTAINERS = "torch.nn.modules.container."
 # Operators of Python whose method on tensors has another name.
 _PYTHONS = {"div": "truediv", "floor_divide": "floordiv", "remainder": "mod"}
-
-# Where torch has what `F`, `torch.special`, `torch.linalg` and `torch.fft` show under other names.
-_BUILT_IN = tuple(getattr(torch._C, room) for room in ("_nn", "_special", "_linalg", "_fft"))
 
 
 def add_sources(model: fx.GraphModule) -> list[fx.Node]:
@@ -42,9 +40,9 @@ def add_sources(model: fx.GraphModule) -> list[fx.Node]:
     for node in model.graph.nodes:
         # A constant belongs to the operator that reads it first, as one of its parameters.
         reader = next(iter(node.users), node) if node.op == "get_attr" else node
-        source = _source(reader) if reader.op == "call_function" and SOURCE_KEY not in node.meta else None
+        source = _source(reader) if reader.op == "call_function" and not SOURCE.on(node) else None
         if source is not None:
-            node.meta[SOURCE_KEY] = [source]
+            SOURCE.put(node, [source])
             written.append(node)
     return written
 
@@ -73,7 +71,7 @@ def _function(recorded: str) -> Any:
             return getattr(F, name)
         in_place = f"i{_PYTHONS.get(name[:-1], name[:-1])}" if name.endswith("_") else ""
         return getattr(operator, in_place or _PYTHONS.get(name, name), name)
-    rooms = (F, torch) if kind == "function" else (torch, F, *_BUILT_IN)
+    rooms = (F, torch) if kind == "function" else (torch, F, *BUILT_IN)
     return next((getattr(room, name) for room in rooms if hasattr(room, name)), name)
 
 

@@ -14,8 +14,10 @@ from torch import fx
 
 from quantplug.core.graph.constants import written_buffers
 from quantplug.core.graph.control import operator_of
-from quantplug.core.graph.facts import LIFTED_KEY, attribute, held_tensor, is_constant
+from quantplug.core.graph.facts import attribute, held_tensor, is_constant
+from quantplug.core.graph.meta import LIFTED
 from quantplug.core.graph.working_copy import rebuilt
+from quantplug.core.peers.torch_names import HigherOrderOperator
 
 _HIGHER = torch.ops.higher_order
 # Where an operator has the operands that it passes on as they are, after all others of its submodels.
@@ -53,7 +55,7 @@ def bind_constants(model: fx.GraphModule) -> None:
 
 
 def _higher_order(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in graph.nodes if isinstance(operator_of(n), torch._ops.HigherOrderOperator)]
+    return [n for n in graph.nodes if isinstance(operator_of(n), HigherOrderOperator)]
 
 
 def _submodels(model: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
@@ -144,7 +146,8 @@ def _lift(model: fx.GraphModule, node: fx.Node, submodels: dict[str, fx.GraphMod
             for path, other in submodels.items():
                 ends[path] = _add_input(other.graph, ends[path], name)
             given = ends[owner]
-            given.meta = {**held.meta, LIFTED_KEY: is_same}
+            given.meta = dict(held.meta)
+            LIFTED.put(given, is_same)
             held.replace_all_uses_with(given)
             submodel.graph.erase_node(held)
     _keep_operands(node, operands)

@@ -19,6 +19,7 @@ from torchao.quantization.pt2e import UniformQuantizationObserverBase
 
 from quantplug.core.errors import CalibrationError, ConfigError
 from quantplug.core.observers.scheme import Scheme, integer_range, symmetric_zero
+from quantplug.core.peers.torch_names import version_of
 
 State = tuple[Tensor, ...]
 
@@ -309,7 +310,7 @@ class DataObserver(UniformQuantizationObserverBase):
 
     def _seen(self) -> tuple[Any, int]:
         # States are replaced, never changed; a parameter that an optimizer changed in place has a new version.
-        return (self._state, 0) if self.constant is None else (self.constant, self.constant._version)
+        return (self._state, 0) if self.constant is None else (self.constant, version_of(self.constant))
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
         """Returns scale (float32) and zero point (int64), each [channels] or [1].

@@ -2,7 +2,7 @@
 
 Before: an observer with statistics. After: its scale and zero point.
 
-torchao's `HistogramObserver` looks for the range with the least L2 error by a walk over the quantiles of
+torchao 0.18's `HistogramObserver` looks for the range with the least L2 error by a walk over the quantiles of
 its histogram (the norm minimization of Caffe2's quantization server), one tensor comparison for each of
 up to 200,000 steps. Which ranges the walk visits depends on the cumulative histogram alone, the error
 only says where to stop. So the visited ranges are found by scalar arithmetic and their errors in batches.
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchao.quantization.pt2e import HistogramObserver, MinMaxObserver, PerChannelMinMaxObserver
 
 from quantplug.core.observers.walk import visited_ranges
+from quantplug.core.peers.torchao_names import qparams_arithmetic, qparams_of_range
 
 # Ranges whose errors are computed at once; most searches stop early, and 32 x 2048 floats stay in cache.
 _FIRST_BATCH, _LARGEST_BATCH = 4, 32
@@ -32,11 +33,7 @@ _OF_MIN_AND_MAX = (MinMaxObserver.calculate_qparams, PerChannelMinMaxObserver.ca
 def calculate_qparams(observer: nn.Module) -> tuple[Tensor, Tensor]:
     """Returns an observer's scale and zero point."""
     if type(observer) is HistogramObserver:
-        low, high = histogram_range(observer)
-        # torchao has no public way from a range to qparams; the alternative is a second copy of its rounding.
-        from_range: Any = observer._calculate_qparams
-        scale, zero_point = from_range(low, high)
-        return scale, zero_point
+        return qparams_of_range(observer, *histogram_range(observer))
     calculate: Any = observer.calculate_qparams
     scale, zero_point = calculate()
     return scale, zero_point
@@ -59,7 +56,7 @@ def calculate_qparams_together(observers: Iterable[nn.Module]) -> dict[nn.Module
         low, high = (torch.cat([getattr(o, name).reshape(-1) for o in group]) for name in ("min_val", "max_val"))
         if bool((low <= high).all()):
             sizes = [observer.min_val.numel() for observer in group]
-            scale, zero_point = (_parts(every, sizes) for every in group[0]._calculate_qparams(low, high))
+            scale, zero_point = (_parts(every, sizes) for every in qparams_of_range(group[0], low, high))
             found |= zip(group, zip(scale, zero_point, strict=True), strict=True)
     return found
 
@@ -71,7 +68,7 @@ def _parts(every: Tensor, sizes: list[int]) -> list[Tensor]:
 
 def _configuration(observer: Any) -> Hashable:
     names = ("qscheme", "dtype", "quant_min", "quant_max", "has_customized_qrange")
-    own = (type(observer)._calculate_qparams, observer.min_val.device, observer.min_val.dtype, float(observer.eps))
+    own = (qparams_arithmetic(type(observer)), observer.min_val.device, observer.min_val.dtype, float(observer.eps))
     return (*own, *(getattr(observer, name) for name in names))
 
 

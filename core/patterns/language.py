@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-import torch
 from torch import fx
 
 from quantplug.core.errors import PatternError
 from quantplug.core.graph.facts import describe, is_constant, is_held, operands
 from quantplug.core.graph.operators import Target, operator_overloads
+from quantplug.core.peers.torch_names import OpOverload, OpOverloadPacket, schema_of
 
 Condition: TypeAlias = Callable[[Any], str | None]
 
@@ -389,7 +389,7 @@ class AnyOp(Pattern):
         return True
 
     def _solve(self, found: Any, state: _State, trace: _Trace, where: str) -> Iterator[_State]:
-        is_call = isinstance(found, fx.Node) and isinstance(found.target, torch._ops.OpOverload)
+        is_call = isinstance(found, fx.Node) and isinstance(found.target, OpOverload)
         reason = None if is_call else f"{where} is {_show(found)}, not {self.text}"
         reason = reason or next(filter(None, (check(found) for check in self.conditions)), None)
         bound = state.bind(self.name, found) if reason is None else None
@@ -470,7 +470,7 @@ def item(source: Pattern, index: int, name: str | None = None) -> Op:
 
 
 def op(
-    *targets: str | torch._ops.OpOverload | torch._ops.OpOverloadPacket,
+    *targets: str | OpOverload | OpOverloadPacket,
     name: str | None = None,
     commutative: tuple[str, str] | None = None,
     where: tuple[Callable[[Match], str | None], ...] = (),
@@ -508,16 +508,16 @@ def any_op(name: str | None = None, *conditions: Condition) -> Pattern:
     return AnyOp(name, conditions)
 
 
-def _resolve(target: str | torch._ops.OpOverload | torch._ops.OpOverloadPacket, wanted: frozenset[str]) -> set[Target]:
+def _resolve(target: str | OpOverload | OpOverloadPacket, wanted: frozenset[str]) -> set[Target]:
     candidates = operator_overloads(target)
-    fitting = {o for o in candidates if wanted <= {a.name for a in o._schema.arguments}}  # type: ignore[attr-defined]
+    fitting = {o for o in candidates if wanted <= {a.name for a in schema_of(o).arguments}}
     if fitting:
         return fitting
-    offered = sorted({str(o._schema) for o in candidates})  # type: ignore[attr-defined]
-    have = {a.name for o in candidates for a in o._schema.arguments}  # type: ignore[attr-defined]
+    offered = sorted({str(schema_of(o)) for o in candidates})
+    have = {a.name for o in candidates for a in schema_of(o).arguments}
     wrong = sorted(wanted - have) or sorted(wanted)
     raise PatternError(f"Operator '{_label(target)}' has no operand {wrong}; its schema offers {'; '.join(offered)}.")
 
 
-def _label(target: str | torch._ops.OpOverload | torch._ops.OpOverloadPacket) -> str:
+def _label(target: str | OpOverload | OpOverloadPacket) -> str:
     return target if isinstance(target, str) else str(target)

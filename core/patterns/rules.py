@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import fx
 
-from quantplug.core.graph.editing import is_erased
 from quantplug.core.graph.meta import REASON
 from quantplug.core.patterns.language import Match, Miss, Op
+from quantplug.core.peers.torch_names import is_erased
 
 Rewrite = Callable[[Match], str | None]
 
@@ -56,5 +56,5 @@ def _apply_at(node: fx.Node, rules: Sequence[Rule]) -> bool:
             outcome = Miss(reason, len(outcome.nodes) + 1)  # the whole pattern was there: it came further than any miss
         furthest = max(furthest, outcome, key=lambda miss: miss.matched)
     if furthest.reason:
-        node.meta[REASON] = furthest.reason
+        REASON.put(node, furthest.reason)
     return False

@@ -24,7 +24,8 @@ from quantplug.core.graph.constants import constant_nodes, evaluate_constants
 from quantplug.core.graph.control import run_as_operators
 from quantplug.core.graph.editing import erase_dead_code, replace_inputs
 from quantplug.core.graph.facts import attribute, observer_of, require_graph_module
-from quantplug.core.graph.meta import CONVERTED, PHASE_KEY, PREPARED, phase_of
+from quantplug.core.graph.meta import PHASE
+from quantplug.core.graph.phases import CONVERTED, PREPARED, phase_of
 from quantplug.core.graph.submodels import lift_constants, submodel_targets
 from quantplug.core.graph.working_copy import collection_paused, rebuilt, working_copy
 from quantplug.core.observers import DataObserver
@@ -32,6 +33,7 @@ from quantplug.core.observers.from_specs import is_deferred, needs_data, observe
 from quantplug.core.observers.session import find_ranges
 from quantplug.core.observers.sharing import annotation_of
 from quantplug.core.observers.torchao_histogram import calculate_qparams_together
+from quantplug.core.peers.torch_names import OpOverload, schema_of
 from quantplug.core.pt2e.quantization import Quantization, add_dynamic, kind_of, output_dtype, static_quantization
 from quantplug.core.pt2e.storage import Storage
 from quantplug.core.qdq.arithmetic import integer_representation
@@ -100,7 +102,7 @@ def _convert(prepared: fx.GraphModule, fold: bool) -> fx.GraphModule:
     regions = lift_constants(model, regions)
     erase_dead_code(model.graph)
     converted = rebuilt({**_used_attributes(model), **regions}, model.graph, prepared)
-    converted.meta[PHASE_KEY] = CONVERTED
+    PHASE.put(converted, CONVERTED)
     return converted
 
 
@@ -395,7 +397,7 @@ def _dynamic_chain(dequantize: fx.Node) -> Iterator[fx.Node]:
 
 
 def _asks_for_size(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in (
+    return isinstance(node.target, OpOverload) and schema_of(node.target).name in (
         "aten::sym_size",
         "aten::sym_numel",
     )

@@ -14,7 +14,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 from quantplug.core.annotation.verify import verify_annotations
@@ -32,22 +31,15 @@ from quantplug.core.graph.facts import (
     require_graph_module,
     tensor_value,
 )
-from quantplug.core.graph.meta import (
-    CONFLICTS_KEY,
-    FOLDINGS_KEY,
-    FOLDS_KEY,
-    PHASE_KEY,
-    PREPARED,
-    REGION_KEY,
-    TRAINING_KEY,
-    phase_of,
-)
-from quantplug.core.graph.sources import SOURCE_KEY, add_sources
+from quantplug.core.graph.meta import CONFLICTS, FOLDINGS, FOLDS, PHASE, REGION, SOURCE, TRAINING
+from quantplug.core.graph.phases import PREPARED, phase_of
+from quantplug.core.graph.sources import add_sources
 from quantplug.core.graph.submodels import bind_constants, submodel_targets
 from quantplug.core.graph.working_copy import collection_paused, rebuilt, working_copy
 from quantplug.core.graph.written_inputs import leave_inputs_as_they_are
 from quantplug.core.observers.from_specs import create_observers, defer
 from quantplug.core.observers.sharing import Point, sharing_groups
+from quantplug.core.peers.torch_names import OpOverload, pytree, schema_of
 from quantplug.core.specs.decision import decision
 
 # An output's observer stands for the output: it carries the handles by which debuggers find it.
@@ -119,29 +111,30 @@ def _require_float_model(model: fx.GraphModule, quantizer: Quantizer, stage: str
 
 def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.GraphModule:
     """Prepares a graph module that is ours to change."""
-    meta = {**model.meta, FOLDS_KEY: bool(getattr(quantizer, "folds_batch_norm", True))}
+    meta, folds = dict(model.meta), bool(getattr(quantizer, "folds_batch_norm", True))
     bind_constants(model)
-    if not is_qat:
-        meta[FOLDINGS_KEY] = tuple(fold_batch_norms(model, _permission(quantizer)))
+    foldings = () if is_qat else tuple(fold_batch_norms(model, _permission(quantizer)))
     erase_dead_code(model.graph)
     # So that a quantizer with one declaration for both takes the pieces of training, with their batch norms.
-    model.meta[TRAINING_KEY] = is_qat
+    TRAINING.put(model, is_qat)
     named = add_sources(model)
     model = require_graph_module(quantizer.transform_for_annotation(model), "annotate, after the transform,")
     quantizer.annotate(model)
     quantizer.validate(model)
     for node in named:
-        node.meta.pop(SOURCE_KEY, None)
+        SOURCE.drop(node)
     sharing = verify_annotations(model)
     if is_qat:
-        meta[FOLDINGS_KEY] = tuple(fuse_batch_norms_qat(model, _permission(quantizer)))
+        foldings = tuple(fuse_batch_norms_qat(model, _permission(quantizer)))
         sharing = sharing_groups(model.graph)
     observers = create_observers(sharing, is_qat, constant_nodes(model.graph) if is_qat else frozenset())
     quantizer.prepare_obs_or_fq_callback(model, observers)
-    meta[CONFLICTS_KEY] = tuple(group.conflict for group in sharing.groups if group.conflict)
-    meta[PHASE_KEY] = PREPARED
     prepared = _insert(model, observers, is_qat, _prepared_regions(model, quantizer, is_qat))
     prepared.meta |= meta
+    FOLDS.put(prepared, folds)
+    FOLDINGS.put(prepared, foldings)
+    CONFLICTS.put(prepared, tuple(group.conflict for group in sharing.groups if group.conflict))
+    PHASE.put(prepared, PREPARED)
     if not is_qat:
         return prepared
     run_in_python(prepared)
@@ -197,7 +190,7 @@ def _permission(quantizer: Quantizer) -> Permission | None:
 def _prepared_regions(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> dict[str, fx.GraphModule]:
     regions = {target: attribute(model, target) for target in submodel_targets(model)}
     for region in regions.values():
-        region.meta[REGION_KEY] = True
+        REGION.put(region, True)
     return {target: _prepare(region, quantizer, is_qat) for target, region in regions.items()}
 
 
@@ -302,6 +295,6 @@ def yields_tensor(node: fx.Node) -> bool:
     """Tells whether a node yields one tensor: as export recorded it, else as its operator's schema says."""
     if "val" in node.meta or node.op == "get_attr":
         return tensor_value(node) is not None
-    if isinstance(node.target, torch._ops.OpOverload):
-        return [str(r.type) for r in node.target._schema.returns] == ["Tensor"]
+    if isinstance(node.target, OpOverload):
+        return [str(r.type) for r in schema_of(node.target).returns] == ["Tensor"]
     return node.op == "placeholder"

@@ -10,13 +10,13 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import ConvertError
 from quantplug.core.graph.editing import erase_dead_code
 from quantplug.core.graph.facts import describe, operands, tensor_value
+from quantplug.core.graph.meta import IO_DTYPES
+from quantplug.core.peers.torch_names import pytree
 
-IO_DTYPES_KEY = "quantplug_boundary_dtypes"
 _OPS = torch.ops.quantized_decomposed
 _QUANTIZE, _DEQUANTIZE = _OPS.quantize_per_tensor.default, _OPS.dequantize_per_tensor.default
 QArgs: TypeAlias = tuple[float, int, int, int, torch.dtype]
@@ -37,7 +37,7 @@ def apply_io_dtypes(model: fx.GraphModule) -> None:
         ConvertError: an input or output is read or computed in float, or in integers of another dtype; no input is
             float.
     """
-    asked = model.meta.get(IO_DTYPES_KEY, IODTypes())
+    asked = IO_DTYPES.get(model, IODTypes())
     if asked.input is not None:
         inputs = list(_float_inputs(model.graph))
         if not inputs:

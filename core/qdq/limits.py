@@ -12,11 +12,12 @@ from torch import Tensor, fx
 
 from quantplug.core.errors import CalibrationError
 from quantplug.core.graph.facts import attribute, constant_value
+from quantplug.core.graph.meta import LIMITS, VIOLATIONS
 from quantplug.core.graph.submodels import submodel_targets
 from quantplug.core.qdq.nodes import DEQUANTIZE_OPS, QUANTIZE_OPS
 from quantplug.core.specs.decision import decision
 from quantplug.core.specs.dtypes import Refusal
-from quantplug.core.specs.limits import LIMITS_KEY, VIOLATIONS_KEY, Limits, Rescale, Violation, violation
+from quantplug.core.specs.limits import Limits, Rescale, Violation, violation
 
 # Port, scale, zero point, and the stored integers where the tensor is a constant.
 _Numbers: TypeAlias = tuple[str, Any, Any, Tensor | None]
@@ -37,19 +38,17 @@ def enforce_limits(converted: fx.GraphModule) -> None:
         more = f" ({len(strict) - 1} more like it.)" if len(strict) > 1 else ""
         raise CalibrationError(f"{strict[0]}{more}")
     if found:
-        known = tuple(converted.meta.get(VIOLATIONS_KEY, ()))
-        converted.meta[VIOLATIONS_KEY] = known + tuple(broken for broken, _ in found)
+        VIOLATIONS.put(converted, VIOLATIONS.get(converted, ()) + tuple(broken for broken, _ in found))
 
 
 def qparam_violations(converted: fx.GraphModule) -> Iterator[tuple[Violation, Limits]]:
     """Yields what the numbers of a converted graph and its control flow break, each with the limits it breaks."""
     for target in submodel_targets(converted):
         yield from qparam_violations(attribute(converted, target))
-    limited = {node.name: node for node in converted.graph.nodes if LIMITS_KEY in node.meta}
-    for node in limited.values():
-        limits: Limits = node.meta[LIMITS_KEY]
+    limited = {node.name: (node, limits) for node in converted.graph.nodes if (limits := LIMITS.get(node)) is not None}
+    for node, limits in limited.values():
         decided = decision(node)
-        root = limited.get(decided.root, node) if decided else node
+        root = limited.get(decided.root, (node, limits))[0] if decided else node
         numbers = list(_numbers(converted, node))
         output = _output_numbers(converted, root)
         own = [*numbers, *(output if root is node else ())]

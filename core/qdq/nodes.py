@@ -7,6 +7,7 @@ import torchao.quantization.pt2e  # noqa: F401  (registers the operators of quan
 from torch import fx
 
 from quantplug.core.graph.facts import is_constant, operands, operator_name, tensor_value
+from quantplug.core.peers.torch_names import OpOverload, OpOverloadPacket
 
 _QDQ_LIBRARIES = ("quantized_decomposed", "torchao")
 _OPS = torch.ops.quantized_decomposed
@@ -42,7 +43,7 @@ CAST_OP = _OPS.convert_element_type.no_fuse
 
 def is_qdq(node: fx.Node) -> bool:
     """Tells whether a node quantizes, dequantizes or chooses qparams."""
-    is_operator = isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+    is_operator = isinstance(node.target, OpOverload | OpOverloadPacket)
     return is_operator and str(node.target).partition(".")[0] in _QDQ_LIBRARIES
 
 

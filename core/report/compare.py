@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.graph.facts import compute_nodes
-from quantplug.core.graph.meta import FOLDINGS_KEY
+from quantplug.core.graph.meta import FOLDINGS
 from quantplug.core.specs.decision import decision
 
 
@@ -60,7 +60,7 @@ def compare_layers(
         inputs: positional inputs of both.
     """
     # A folded batch norm lives on in its producer, which now yields what the batch norm yielded.
-    norms = {f.producer: f.batch_norm for f in quantized.meta.get(FOLDINGS_KEY, ()) if f.folded}
+    norms = {f.producer: f.batch_norm for f in FOLDINGS.get(quantized, ()) if f.folded}
     float_names = {n.name: norms.get(n.name, n.name) for n in compute_nodes(quantized.graph) if _ends_a_piece(n)}
     expected = node_values(float_model, inputs, set(float_names.values()))
     found = node_values(quantized, inputs, set(float_names))

@@ -33,10 +33,11 @@ from quantplug.core.graph.facts import (
     require_graph_module,
     tensor_value,
 )
-from quantplug.core.graph.meta import CONFLICTS_KEY, FOLDINGS_KEY, NOTES_KEY
+from quantplug.core.graph.meta import CONFLICTS, FOLDINGS, NOTES, VIOLATIONS
 from quantplug.core.graph.submodels import submodel_targets
 from quantplug.core.graph.union_find import UnionFind
 from quantplug.core.observers.rowwise import granularity_of, granularity_text
+from quantplug.core.peers.torchao_names import is_marked
 from quantplug.core.qdq.nodes import (
     CAST_OP,
     is_dequantize,
@@ -49,7 +50,7 @@ from quantplug.core.qdq.nodes import (
 )
 from quantplug.core.report.boundaries import Boundary, boundaries
 from quantplug.core.specs.decision import decision
-from quantplug.core.specs.limits import VIOLATIONS_KEY, Violation
+from quantplug.core.specs.limits import Violation
 from quantplug.core.specs.stored_dtypes import HALF_DTYPES
 
 
@@ -204,9 +205,9 @@ def explain(model: fx.GraphModule) -> Report:
         rows=tuple(row for part in parts for row in part.rows),
         islands=tuple(island for part in parts for island in part.islands),
         boundaries=tuple(boundary for part in parts for boundary in part.boundaries),
-        violations=tuple(violation for each in models for violation in each.meta.get(VIOLATIONS_KEY, ())),
-        foldings=tuple(folding for each in models for folding in each.meta.get(FOLDINGS_KEY, ())),
-        notes=tuple(note for each in models for key in (NOTES_KEY, CONFLICTS_KEY) for note in each.meta.get(key, ())),
+        violations=tuple(violation for each in models for violation in VIOLATIONS.get(each, ())),
+        foldings=tuple(folding for each in models for folding in FOLDINGS.get(each, ())),
+        notes=tuple(note for each in models for told in (NOTES, CONFLICTS) for note in told.get(each, ())),
     )
 
 
@@ -237,7 +238,7 @@ def _annotated(node: fx.Node) -> bool:
     if found is not None and found.quantized:
         return True
     annotation = node.meta.get(Q_ANNOTATION_KEY)
-    return isinstance(annotation, QuantizationAnnotation) and annotation._annotated
+    return isinstance(annotation, QuantizationAnnotation) and is_marked(annotation)
 
 
 def _in_integers(node: fx.Node) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-DECISION_KEY = "quantplug_decision"
+from quantplug.core.graph.meta import DECISION
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,11 @@ class Decision:
 
 def decision(node: fx.Node) -> Decision | None:
     """Returns what was decided about a node, or None if no engine of ours looked at it."""
-    found = node.meta.get(DECISION_KEY)
-    return found if isinstance(found, Decision) else None
+    return DECISION.get(node)
 
 
 def record(node: fx.Node, decided: Decision) -> None:
     """Leaves a decision on a node; a node that another backend quantized keeps that backend's decision."""
     before = decision(node)
     if before is None or not before.quantized:
-        node.meta[DECISION_KEY] = replace(decided, root=decided.root or node.name)
+        DECISION.put(node, replace(decided, root=decided.root or node.name))

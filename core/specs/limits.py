@@ -22,9 +22,6 @@ from quantplug.core.specs.dtypes import DTypeConfig, Refusal, mode_of
 PortSpec: TypeAlias = tuple[str, QuantizationSpecBase | None]
 Resolve: TypeAlias = Callable[[QuantizationSpecBase], QuantizationSpecBase | None]
 
-LIMITS_KEY = "quantplug_limits"
-VIOLATIONS_KEY = "quantplug_violations"
-
 
 @dataclass(frozen=True)
 class Rescale:

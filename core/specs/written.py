@@ -35,6 +35,7 @@ from torchao.quantization.pt2e.quantizer import (
 
 from quantplug.core.errors import AnnotationError, first_line, shown
 from quantplug.core.files.typed import typed
+from quantplug.core.peers.torchao_names import AFFINE_OBSERVERS
 
 SpecValue: TypeAlias = dict[str, Any]
 
@@ -226,7 +227,7 @@ _LIBRARIES = frozenset(
         "quantplug.core.observers.minmax",
         "quantplug.core.observers.rowwise",
         "torchao.quantization.granularity",
-        "torchao.quantization.pt2e._affine_quantization",
+        AFFINE_OBSERVERS,
         "torchao.quantization.pt2e.fake_quantize",
         "torchao.quantization.pt2e.learnable_fake_quantize",
         "torchao.quantization.pt2e.observer",

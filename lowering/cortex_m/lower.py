@@ -32,6 +32,7 @@ from quantplug.lowering.agreement import agreement
 from quantplug.lowering.clamps import clamp_rules
 from quantplug.lowering.cortex_m.biases import quantize_biases
 from quantplug.lowering.cortex_m.program import CortexMProgram, channels_last
+from quantplug.lowering.executorch_names import unchecked
 from quantplug.lowering.placement import is_quantization
 from quantplug.lowering.program import LoweredOp, refusal
 from quantplug.lowering.sizes import write_sizes_out
@@ -149,16 +150,16 @@ def _through_passes(
     model: fx.GraphModule, inputs: tuple[Any, ...], target: Any
 ) -> tuple[torch.export.ExportedProgram, bytes]:
     from executorch.backends.cortex_m.passes.cortex_m_pass_manager import CortexMPassManager
-    from executorch.exir import EdgeCompileConfig, EdgeProgramManager, to_edge
+    from executorch.exir import EdgeProgramManager, to_edge
 
     from quantplug.lowering.cortex_m.passes import passes
 
     # The dialect's operators on int8 are none of the edge dialect's.
-    unchecked = EdgeCompileConfig(_check_ir_validity=False, preserve_ops=list(_PRESERVED))
-    edge = to_edge(torch.export.export(model, inputs), compile_config=unchecked)
+    settings = unchecked(_PRESERVED)
+    edge = to_edge(torch.export.export(model, inputs), compile_config=settings)
     exported = CortexMPassManager(edge.exported_program(), passes(), target).transform()
     # Emission plans the memory of the program that it is given, which then does not run in Python any more.
-    emitted = EdgeProgramManager(copy.deepcopy(exported), compile_config=unchecked)
+    emitted = EdgeProgramManager(copy.deepcopy(exported), compile_config=settings)
     return exported, emitted.to_executorch(starting_from_state(exported)).buffer
 
 

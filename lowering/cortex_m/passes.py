@@ -7,20 +7,23 @@ as the passes take seconds to import.
 from typing import Any
 
 import torch
-from executorch.backends.arm._passes import FoldAndAnnotateQParamsPass
 from executorch.backends.cortex_m.passes.cortex_m_pass_manager import CortexMPassManager
 from executorch.backends.cortex_m.passes.replace_quant_nodes_pass import ReplaceQuantNodesPass
 from executorch.backends.transforms.replace_scalar_with_tensor import ReplaceScalarWithTensorArgPass
 from executorch.exir.pass_base import NodeMetadata, ProxyValue
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from quantplug.core.peers.torch_names import pytree
+from quantplug.lowering.executorch_names import folding_pass
+
+_ARMS_FOLDING_PASS: Any = folding_pass()
 
 
-class _FoldingPass(FoldAndAnnotateQParamsPass):
+class _FoldingPass(_ARMS_FOLDING_PASS):
     """The pass that takes q/dq nodes into operators, and then traces operators of float on integers.
 
-    Some take none, others yield float from them, which the next one does not multiply with its weight of integers. So
-    they are traced on floats, and their result is noted as integers.
+    In ExecuTorch 1.4 some take none, others yield float from them, which the next one does not multiply with its weight
+    of integers. So they are traced on floats, and their result is noted as integers.
     """
 
     def call_operator(
@@ -44,7 +47,7 @@ def _in_float(value: ProxyValue) -> ProxyValue:
 
 def passes() -> list[Any]:
     """Returns the passes; those that trace all operators come before the folding and after the last rewriting."""
-    instead = {FoldAndAnnotateQParamsPass: _FoldingPass}
+    instead = {_ARMS_FOLDING_PASS: _FoldingPass}
     tracing = (ReplaceScalarWithTensorArgPass, ReplaceQuantNodesPass)
     inner = [instead.get(each, each) for each in CortexMPassManager.pass_list if each not in tracing]
     return [tracing[0], *inner, tracing[1]]

@@ -232,8 +232,8 @@ def _reasons(graph: fx.Graph) -> dict[str, str]:
     """Returns why operators were not taken; a rule's reason stands at the quantize node behind the operator."""
     found: dict[str, str] = {}
     for node in graph.nodes:
-        behind = (user.meta.get(REASON) for user in node.users)
-        reason = node.meta.get(REASON) or next(filter(None, behind), None)
+        behind = (REASON.get(user) for user in node.users)
+        reason = REASON.get(node) or next(filter(None, behind), None)
         found.update(dict.fromkeys(origins(node), reason) if reason else {})
     return found
 

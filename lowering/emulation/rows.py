@@ -17,6 +17,7 @@ from quantplug.core.graph.meta import absorb
 from quantplug.core.graph.operators import DROPOUTS, MOVES, REPEATS
 from quantplug.core.patterns.language import Match, Op, Pattern, anything, each, either, op, optional, single_use, value
 from quantplug.core.patterns.rules import Rule
+from quantplug.core.peers.torch_names import schema_of
 from quantplug.core.qdq.qparams import IntegerWeight, QParams, dequantize, folded, integer_weight, qparams, quantize
 from quantplug.core.specs.levels import Level
 from quantplug.lowering.emulation.kernels import (
@@ -93,7 +94,7 @@ def _bounds(match: Match, out: QParams) -> tuple[int, int] | str:
     """Returns the integers between which a fused clamp keeps the output."""
     if "clamp" not in match:
         return out.quant_min, out.quant_max
-    given, name = operands(match["clamp"]), match["clamp"].target._schema.name
+    given, name = operands(match["clamp"]), schema_of(match["clamp"].target).name
     low, high = given.get("min_val", given.get("min")), given.get("max_val", given.get("max"))
     low, high = (0.0, 6.0 if "relu6" in name else None) if "relu" in name else (low, high)
     if isinstance(low, fx.Node) or isinstance(high, fx.Node):
@@ -151,7 +152,7 @@ def products(numerics: Numerics, *operators: str) -> tuple[Rule, ...]:
 
 def _layer(match: Match, entered: QParams) -> Layer | str:
     node: fx.Node = match["layer"]
-    given, name = operands(node), str(node.target._schema.name)  # type: ignore[union-attr]
+    given, name = operands(node), str(schema_of(node.target).name)
     transposed = "transpose" in name
     weight = integer_weight(match["weight"], 1 if transposed else 0)
     if isinstance(weight, str):

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import LoweringError
 from quantplug.core.graph.facts import describe, held_tensor, is_written, written_argument
+from quantplug.core.peers.torch_names import pytree
 
 _COPY = torch.ops.aten.copy_.default
 

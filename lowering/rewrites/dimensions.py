@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from quantplug.core.graph.facts import operator_name, tensor_value
+from quantplug.core.peers.torch_names import OpOverload
 from quantplug.lowering.rewrites.writing import Writer, constant_operand, done, matching
 
 _ATEN = torch.ops.aten
@@ -25,7 +26,7 @@ def sample_is_batch(model: fx.GraphModule) -> fx.GraphModule:
         source = tensor_value(values[name])
         if source is None or source.dim() != _OVER[operator_name(node).removeprefix("aten::")] + 1:
             continue
-        write, target = Writer(model, node), cast(torch._ops.OpOverload, node.target)
+        write, target = Writer(model, node), cast(OpOverload, node.target)
         batch = write.call(_ATEN.unsqueeze.default, values[name], 0)
         made = write.call(target, *{**values, name: batch}.values())
         write.replace(write.call(_ATEN.squeeze.dim, made, 0))

@@ -18,6 +18,7 @@ from quantplug.core.graph.facts import (
     viewed_node,
     written_argument,
 )
+from quantplug.core.peers.torch_names import OpOverload, schema_of
 from quantplug.core.qdq.nodes import CAST_OP, is_conversion
 from quantplug.lowering.rewrites.writing import Writer, done
 
@@ -90,7 +91,7 @@ def _known_without(graph: fx.Graph, parameters: bool, lost: set[fx.Node]) -> tup
 def _evaluated(node: fx.Node, known: dict[fx.Node, Tensor]) -> Tensor | None:
     """Returns the value of an operator over known values, None if it has none or is not to be stored."""
     target, result = node.target, tensor_value(node)
-    if not isinstance(target, torch._ops.OpOverload) or result is None or not _is_stored(result) or is_conversion(node):
+    if not isinstance(target, OpOverload) or result is None or not _is_stored(result) or is_conversion(node):
         return None
     if target is CAST_OP:
         return None  # a weight that is to be stored in half precision
@@ -98,7 +99,7 @@ def _evaluated(node: fx.Node, known: dict[fx.Node, Tensor]) -> Tensor | None:
     if name in _LIKE:
         number: Any = operands(node)["fill_value"] if _LIKE[name] is None else _LIKE[name]
         return None if isinstance(number, fx.Node) else torch.full(tuple(result.shape), number, dtype=result.dtype)
-    elsewhere = target._schema.is_mutable and written_argument(node) is None
+    elsewhere = schema_of(target).is_mutable and written_argument(node) is None
     if elsewhere or torch.Tag.nondeterministic_seeded in target.tags:
         return None
     if not all(source in known for source in node.all_input_nodes):

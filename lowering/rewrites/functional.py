@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from quantplug.core.graph.facts import compute_nodes, viewed_node
+from quantplug.core.peers.torch_names import FunctionSchema, OpOverload, OpOverloadPacket, schema_of
 
 
 def make_functional(graph: fx.Graph) -> None:
@@ -27,26 +28,26 @@ def make_functional(graph: fx.Graph) -> None:
         node.target = target
 
 
-def _functional_form(node: fx.Node) -> torch._ops.OpOverload | None:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    schema = node.target._schema
+def _functional_form(node: fx.Node) -> OpOverload | None:
+    assert isinstance(node.target, OpOverload)
+    schema = schema_of(node.target)
     library, _, name = schema.name.partition("::")
     if not schema.is_mutable or not name.endswith("_") or not node.args:
         return None
     packet = getattr(getattr(torch.ops, library), name[:-1], None)
     if packet is None:
         return None
-    found: torch._ops.OpOverload | None = getattr(packet, schema.overload_name or "default", None)
+    found: OpOverload | None = getattr(packet, schema.overload_name or "default", None)
     return found or _with_arguments(packet, _arguments(schema))
 
 
-def _with_arguments(packet: torch._ops.OpOverloadPacket, wanted: list[tuple[str, str]]) -> torch._ops.OpOverload | None:
+def _with_arguments(packet: OpOverloadPacket, wanted: list[tuple[str, str]]) -> OpOverload | None:
     """Returns the overload that takes certain arguments: `transpose_` has one without name, `transpose` has "int"."""
     overloads = (getattr(packet, name) for name in packet.overloads())  # type: ignore[no-untyped-call]
-    return next((found for found in overloads if _arguments(found._schema) == wanted), None)
+    return next((found for found in overloads if _arguments(schema_of(found)) == wanted), None)
 
 
-def _arguments(schema: torch._C.FunctionSchema) -> list[tuple[str, str]]:
+def _arguments(schema: FunctionSchema) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.type)) for argument in schema.arguments]
 
 
@@ -71,4 +72,4 @@ def _owns_memory(mutator: fx.Node, order: dict[fx.Node, int]) -> bool:
 
 def is_view(node: fx.Node) -> bool:
     """Tells whether an operator's result may share memory with an input: a view, or what wrote in place."""
-    return not isinstance(node.target, torch._ops.OpOverload) or viewed_node(node) is not None
+    return not isinstance(node.target, OpOverload) or viewed_node(node) is not None

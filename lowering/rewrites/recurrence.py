@@ -8,11 +8,11 @@ from torch import Tensor, fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.core.graph.facts import operator_name, tensor_value
+from quantplug.core.graph.meta import STATE
 from quantplug.core.patterns.language import Match
 from quantplug.lowering.rewrites.writing import Writer, done, index_of, is_getitem, matching, value_of
 
 _ATEN = torch.ops.aten
-_STATE_KEY = "quantplug_state"
 
 
 def outside_of_states(match: Match, config: QuantizationConfig | None) -> str | None:
@@ -20,7 +20,7 @@ def outside_of_states(match: Match, config: QuantizationConfig | None) -> str | 
 
     The others carry the state from step to step, so that the roundings of all steps add up in them.
     """
-    is_state = bool(match["op"].meta.get(_STATE_KEY))
+    is_state = STATE.get(match["op"], False)
     return "it carries the state of a recurrence, where roundings add up" if is_state else None
 
 
@@ -30,7 +30,7 @@ class _StateWriter(Writer):
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Creates an operator call before the node."""
         created = super().call(target, *args, **kwargs)
-        created.meta[_STATE_KEY] = target is not _ATEN.linear.default
+        STATE.put(created, target is not _ATEN.linear.default)
         return created
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, fx
 
 from quantplug.core.graph.editing import add_constant, erase_dead_code, like
 from quantplug.core.graph.facts import constant_value, operands, operator_name, tensor_value
+from quantplug.core.peers.torch_names import schema_or_none
 
 
 class Writer:
@@ -75,11 +76,11 @@ def _is_pure(node: fx.Node) -> bool:
 
     An in-place operator also changes its operand for everybody who uses that, or what it is a view of.
     """
-    schema: Any = getattr(node.target, "_schema", None)
+    schema: Any = schema_or_none(node.target)
     if schema is None or not schema.is_mutable:
         return True
     operand: Any = node.args[0]
-    producer: Any = getattr(operand.target, "_schema", None)
+    producer: Any = schema_or_none(operand.target)
     owned = producer is not None and all(r.alias_info is None for r in producer.returns)
     return owned and len(operand.users) == 1
 

@@ -75,7 +75,7 @@ def _halve(node: fx.Node, casts: dict[fx.Node, fx.Node]) -> None:
         if source not in casts:  # converted once for all its readers
             casts[source] = call(node, CAST, (source, HALF), source, HALF)
         node.replace_input_with(source, casts[source])
-    node.meta[REASON] = f"{node.meta.get(REASON) or 'no integer kernel in this place'}; it computes in bfloat16"
+    REASON.put(node, f"{REASON.get(node) or 'no integer kernel in this place'}; it computes in bfloat16")
     whole = call(node.next, CAST, (node, torch.float32), node)
     node.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
     node.meta["val"] = node.meta["val"].to(HALF)

@@ -10,14 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from quantplug.core.graph.editing import constant, erase_unused, replace
 from quantplug.core.graph.facts import constant_value, is_constant, operands
 from quantplug.core.graph.operators import ALIASES, DROPOUTS
 from quantplug.core.patterns.language import Match, op, value
 from quantplug.core.patterns.rules import Rule, apply
+from quantplug.core.peers.torch_names import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    enable_python_dispatcher,
+    pytree,
+    schema_of,
+)
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
 from quantplug.core.qdq.qparams import QD, is_static, qparams, quantize
 from quantplug.lowering.rewrites.functional import make_functional
@@ -45,7 +51,7 @@ def _remove_guards(graph: fx.Graph) -> None:
 
 
 def _schema_name(node: fx.Node) -> str:
-    return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+    return schema_of(node.target).name if isinstance(node.target, OpOverload) else ""
 
 
 def _skip(match: Match) -> str | None:
@@ -119,7 +125,7 @@ def _give_values(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> Non
         mode, inputs = fakes[0].fake_mode, recorded
     else:
         mode = FakeTensorMode()
-        leaves = torch.utils._pytree.tree_leaves(example_inputs)
+        leaves = pytree.tree_leaves(example_inputs)
         inputs = [mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     # Recurrences know symbolic sizes only by way of the dispatcher that export uses.
     # What kernels ask of the example's sizes is no condition of the model's.

@@ -12,6 +12,7 @@ from torch import fx
 from quantplug.core.errors import LoweringError
 from quantplug.core.graph.editing import finish
 from quantplug.core.graph.facts import require_graph_module
+from quantplug.core.graph.meta import PAIR
 from quantplug.core.patterns.rules import apply
 from quantplug.lowering.halves import spell_out_halves
 from quantplug.lowering.placement import place, record
@@ -26,7 +27,7 @@ from quantplug.lowering.x86.integer_flow import move
 from quantplug.lowering.x86.kernels.embedding import EMBEDDINGS
 from quantplug.lowering.x86.kernels.epilogues import fuse
 from quantplug.lowering.x86.kernels.pooling import AVERAGES
-from quantplug.lowering.x86.kernels.products import PAIR, products
+from quantplug.lowering.x86.kernels.products import products
 from quantplug.lowering.x86.kernels.weight_only import WEIGHT_ONLY
 from quantplug.lowering.x86.row_scales import spell_out_rows
 from quantplug.lowering.x86.running.autotune import always_integer, measured, measured_half
@@ -74,7 +75,7 @@ def lower(
     move(module.graph)
     choose = measured(module, example_inputs) if autotune else always_integer
     apply(module.graph, (*products(choose), *WEIGHT_ONLY, *AVERAGES, *EMBEDDINGS))
-    pair = max((node.meta.get(PAIR, 0) for node in module.graph.nodes), default=0)
+    pair = max((PAIR.get(node, 0) for node in module.graph.nodes), default=0)
     fuse(module.graph)
     step_aside(module.graph)
     if float_dtype == torch.bfloat16:

@@ -35,7 +35,7 @@ def spell_out_rows(graph: fx.Graph) -> dict[str, str]:
         reasons |= {user.name: reason for user in chain.dequantize.users}
         with graph.inserting_before(chain.choose):
             written = _written(graph, chain)
-        written.meta.update({k: v for k, v in chain.dequantize.meta.items() if k != REASON})
+        written.meta.update({k: v for k, v in chain.dequantize.meta.items() if k != REASON.key})
         chain.dequantize.replace_all_uses_with(written)
     erase_dead_code(graph)
     return reasons

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.files.structures import without_unnamed
 from quantplug.core.graph.constants import written_buffers
 from quantplug.core.graph.facts import compute_nodes, operator_name, require_graph_module
+from quantplug.core.peers.torch_names import pytree
 from quantplug.core.qdq.nodes import is_conversion, is_dequantize
 from quantplug.core.specs.decision import decision
 from quantplug.lowering.agreement import agreement

@@ -13,6 +13,7 @@ from torch import fx
 
 from quantplug.core.graph.facts import compute_nodes, module_path
 from quantplug.core.graph.operators import IDENTITIES, operator_overloads
+from quantplug.core.peers.torch_names import schema_or_none
 from quantplug.core.qdq.nodes import is_conversion
 from quantplug.lowering.placement import NOTHING
 from quantplug.lowering.program import LoweredOp
@@ -87,7 +88,7 @@ def _is_portable(node: fx.Node) -> bool:
 
 def _operator_name(node: fx.Node) -> str:
     """Returns "aten::name" of an operator call, "" for anything else (delegates, getitem, symbols)."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_or_none(node.target)
     return str(schema.name) if node.op == "call_function" and schema is not None else ""
 
 

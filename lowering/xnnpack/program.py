@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from quantplug.core.files.whole import write_content
+from quantplug.core.peers.torch_names import pytree
 from quantplug.lowering.program import LoweredOp, Program
 from quantplug.lowering.signature import Signature
 from quantplug.lowering.xnnpack.capacity import Sizes, require_within

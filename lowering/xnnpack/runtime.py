@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from quantplug.core.errors import ConfigError, LoweringError, first_line
+from quantplug.lowering.executorch_names import reset_pool, threads_of_pool
 
 # The runtime logs as `[file.cpp:123] text`; every other line on the stream is somebody else's.
 _RUNTIME_LINE = re.compile(rb"^\[[\w.\-]+\.(?:cpp|c|h):\d+\] ")
@@ -93,14 +94,8 @@ class _ThreadPool:
 
     def resize(self, threads: int | None) -> int:
         """Gives the pool the number of threads (None: as it is); returns the pool's generation."""
-        # The runtime offers no public way to set its threads; these two names are used here only.
-        from executorch.extension.pybindings.portable_lib import (
-            _threadpool_get_thread_count,
-            _unsafe_reset_threadpool,
-        )
-
-        if threads is not None and threads != _threadpool_get_thread_count():
-            _unsafe_reset_threadpool(threads)
+        if threads is not None and threads != threads_of_pool():
+            reset_pool(threads)
             self.generation += 1
         return self.generation
 

@@ -19,7 +19,7 @@ from quantplug.core.batch_norms.inference import Permission
 from quantplug.core.errors import AnnotationError, ConfigError, QuantplugError, first_line
 from quantplug.core.graph.facts import describe, require_graph_module
 from quantplug.core.graph.hidden_nodes import transform_without
-from quantplug.core.graph.meta import REGION_KEY, TRANSFORMS_KEY, UNMATCHED_KEY
+from quantplug.core.graph.meta import REGION, TRANSFORMS, UNMATCHED
 from quantplug.core.specs.decision import decision
 from quantplug.quantizers.composition.compose import compose
 from quantplug.quantizers.composition.precedence import Member, draw_borders, erase_borders, places, ranked, territory
@@ -148,7 +148,8 @@ class ComposableQuantizer(Quantizer):
             model, own = _transformed(model, member)
             draw_borders(model, members, member)
             carried_out += own
-        model.meta |= {TRANSFORMS_KEY: carried_out, UNMATCHED_KEY: unmatched}
+        TRANSFORMS.put(model, carried_out)
+        UNMATCHED.put(model, unmatched)
         return model
 
     def annotate(self, model: fx.GraphModule) -> fx.GraphModule:
@@ -161,7 +162,7 @@ class ComposableQuantizer(Quantizer):
             ModelError: the model is not an exported graph.
         """
         require_graph_module(model, "ComposableQuantizer")
-        known = model.meta.pop(UNMATCHED_KEY, None)
+        known = UNMATCHED.drop(model)
         notes = self._unmatched(model) if known is None else known
         compose(model, places(model, self.members), self.strict, notes)
         erase_borders(model)
@@ -169,7 +170,7 @@ class ComposableQuantizer(Quantizer):
 
     def _unmatched(self, model: fx.GraphModule) -> list[str]:
         # The submodels of control flow come one by one; the regions were held against all of them at first.
-        if model.meta.get(REGION_KEY):
+        if REGION.get(model):
             return []
         silent = [f"Quantizer '{m.name}': {text}" for m in self.members for text in m.region.unmatched(model)]
         if silent and self.strict:
@@ -219,9 +220,9 @@ def _transformed(model: fx.GraphModule, member: Member) -> tuple[fx.GraphModule,
     names = Names(model.graph)
     outside = [node for node in names.nodes if node.op == "call_function" and node not in inside]
     hidden = tuple(map(names.name, outside))
-    model.meta.pop(TRANSFORMS_KEY, None)
+    TRANSFORMS.drop(model)
     model = transform_without(model, outside, member.quantizer.transform_for_annotation)
-    return model, tuple(replace(asked, outside=hidden) for asked in model.meta.get(TRANSFORMS_KEY, ()))
+    return model, tuple(replace(asked, outside=hidden) for asked in TRANSFORMS.get(model, ()))
 
 
 def _annotated(graph: fx.Graph) -> list[fx.Node]:

@@ -13,10 +13,9 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.errors import AnnotationError
 from quantplug.core.graph.facts import compute_nodes, describe
-from quantplug.core.graph.meta import NOTES_KEY, REGION_KEY
+from quantplug.core.graph.meta import DECISION, LIMITS, NOTES, REGION, VIOLATIONS
 from quantplug.core.observers.sharing import annotation_of
-from quantplug.core.specs.decision import DECISION_KEY, Decision, decision
-from quantplug.core.specs.limits import LIMITS_KEY, VIOLATIONS_KEY
+from quantplug.core.specs.decision import Decision, decision
 from quantplug.quantizers.composition.precedence import Member, Place
 from quantplug.quantizers.composition.territory import Annotations, Claim, Outcome, annotate_inside
 
@@ -59,13 +58,13 @@ class _Work:
 
     def __post_init__(self) -> None:
         for node in self.model.graph.nodes:
-            annotation, decided, limits = annotation_of(node), decision(node), node.meta.pop(LIMITS_KEY, None)
+            annotation, decided, limits = annotation_of(node), decision(node), LIMITS.drop(node)
             if annotation is not None:
                 self.claims[node] = Claim(decided.owner if decided else "an earlier quantizer", annotation, limits)
                 if decided:
                     self.taken[node] = decided
             node.meta.pop(Q_ANNOTATION_KEY, None)
-            node.meta.pop(DECISION_KEY, None)
+            DECISION.drop(node)
 
     def run(self, place: Place) -> None:
         """Lets a member annotate its place."""
@@ -100,7 +99,7 @@ class _Work:
                 f"Quantizer '{member.name}' annotates {describe(node)} as well, which is already annotated by "
                 f"'{self.claims[node].owner}', whose precedence is greater; its piece there was dropped."
             )
-        if not outcome.pieces and not self.model.meta.get(REGION_KEY):
+        if not outcome.pieces and not REGION.get(self.model):
             self.notes.append(f"Quantizer '{member.name}' annotated nothing in {member.region.text}.")
 
     def write(self) -> None:
@@ -108,17 +107,17 @@ class _Work:
         for node, claim in self.claims.items():
             node.meta[Q_ANNOTATION_KEY] = claim.annotation
             if claim.limits is not None:
-                node.meta[LIMITS_KEY] = claim.limits
+                LIMITS.put(node, claim.limits)
         for node, decided in self.taken.items():
-            node.meta[DECISION_KEY] = decided
+            DECISION.put(node, decided)
         for node in compute_nodes(self.model.graph):
             if node not in self.claims:
-                node.meta[DECISION_KEY] = _together(node, self.left.get(node, []))
+                DECISION.put(node, _together(node, self.left.get(node, [])))
         taken = {node.name for node in self.claims}
-        violations = tuple(v for v in self.model.meta.get(VIOLATIONS_KEY, ()) if v.node not in taken)
-        if violations or VIOLATIONS_KEY in self.model.meta:
-            self.model.meta[VIOLATIONS_KEY] = violations
-        self.model.meta[NOTES_KEY] = (*self.model.meta.get(NOTES_KEY, ()), *self.notes)
+        violations = tuple(v for v in VIOLATIONS.get(self.model, ()) if v.node not in taken)
+        if violations or VIOLATIONS.on(self.model):
+            VIOLATIONS.put(self.model, violations)
+        NOTES.put(self.model, (*NOTES.get(self.model, ()), *self.notes))
 
 
 def _quantizes(annotation: QuantizationAnnotation) -> bool:

@@ -13,7 +13,7 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 
 from quantplug.core.errors import ConfigError
 from quantplug.core.graph.facts import compute_nodes, describe
-from quantplug.core.graph.meta import TERRITORY_KEY
+from quantplug.core.graph.meta import TERRITORY
 from quantplug.quantizers.composition.region import Region
 
 
@@ -103,7 +103,7 @@ def territory(model: fx.GraphModule, member: Member) -> set[fx.Node]:
     A region is held against the graph before anything was rewritten, where `draw_borders` noted it: what takes an
     operator's place may have another name.
     """
-    noted = {node: node.meta[TERRITORY_KEY] for node in model.graph.nodes if TERRITORY_KEY in node.meta}
+    noted = {node: names for node in model.graph.nodes if (names := TERRITORY.get(node)) is not None}
     if not noted:
         return member.region.nodes(model.graph)
     return {node for node, names in noted.items() if member.name in names}
@@ -117,17 +117,17 @@ def draw_borders(model: fx.GraphModule, members: Sequence[Member], maker: Member
         members: the members of a composition.
         maker: the member whose rewrites made the nodes without a note; they are its own, if in nobody's region.
     """
-    new = [node for node in model.graph.nodes if TERRITORY_KEY not in node.meta]
+    new = [node for node in model.graph.nodes if not TERRITORY.on(node)]
     regions = {member.name: member.region.nodes(model.graph) for member in members} if new else {}
     for node in new:
         names = tuple(name for name, inside in regions.items() if node in inside)
-        node.meta[TERRITORY_KEY] = names or ((maker.name,) if maker else ())
+        TERRITORY.put(node, names or ((maker.name,) if maker else ()))
 
 
 def erase_borders(model: fx.GraphModule) -> None:
     """Takes back what `draw_borders` noted."""
     for node in model.graph.nodes:
-        node.meta.pop(TERRITORY_KEY, None)
+        TERRITORY.drop(node)
 
 
 def _check_precedence(node: fx.Node, members: list[Member]) -> None:

@@ -22,10 +22,11 @@ from torchao.quantization.pt2e.quantizer import (
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.graph.facts import describe, is_constant
-from quantplug.core.graph.meta import CLAIM_KEY
+from quantplug.core.graph.meta import CLAIM, DECISION, LIMITS
 from quantplug.core.graph.union_find import UnionFind
-from quantplug.core.specs.decision import DECISION_KEY, Decision, decision
-from quantplug.core.specs.limits import LIMITS_KEY, Limits
+from quantplug.core.peers.torchao_names import is_marked
+from quantplug.core.specs.decision import Decision, decision
+from quantplug.core.specs.limits import Limits
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 
 Annotations: TypeAlias = dict[fx.Node, QuantizationAnnotation]
@@ -104,7 +105,7 @@ def _stand_in(kind: Callable[..., QuantizationAnnotation], claim: Claim | None, 
 def _contents(annotation: QuantizationAnnotation) -> tuple[Any, ...]:
     """What an annotation says; specs cannot change, so their identity stands for them."""
     inputs = tuple((node, id(spec)) for node, spec in (annotation.input_qspec_map or {}).items())
-    return inputs, id(annotation.output_qspec), annotation.allow_implicit_sharing, annotation._annotated
+    return inputs, id(annotation.output_qspec), annotation.allow_implicit_sharing, is_marked(annotation)
 
 
 @dataclass(frozen=True)
@@ -132,16 +133,17 @@ class _Attempt:
 def _attempt(quantizer: Quantizer, model: fx.GraphModule, stand_ins: Mapping[fx.Node, _StandIn]) -> _Attempt:
     """Runs a quantizer on a graph that carries stand-ins only, and takes off what it wrote."""
     for node, placed in stand_ins.items():
-        node.meta.update({Q_ANNOTATION_KEY: placed.annotation, CLAIM_KEY: placed.text})
+        node.meta[Q_ANNOTATION_KEY] = placed.annotation
+        CLAIM.put(node, placed.text)
     quantizer.annotate(model)
     written: Annotations = {}
     changed: list[fx.Node] = []
-    limits = {node: node.meta.pop(LIMITS_KEY) for node in model.graph.nodes if LIMITS_KEY in node.meta}
+    limits = {node: limited for node in model.graph.nodes if (limited := LIMITS.drop(node)) is not None}
     decisions = {node: found for node in model.graph.nodes if (found := decision(node)) is not None}
     for node in model.graph.nodes:
         found, stand_in = node.meta.pop(Q_ANNOTATION_KEY, None), stand_ins.get(node)
-        node.meta.pop(CLAIM_KEY, None)
-        node.meta.pop(DECISION_KEY, None)
+        CLAIM.drop(node)
+        DECISION.drop(node)
         if stand_in is not None and (found is None or found is stand_in.annotation):
             if found is None or _contents(found) != stand_in.before:
                 changed.append(node)

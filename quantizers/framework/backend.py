@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
 
 from quantplug.annotators.presets import config_for
@@ -21,6 +20,7 @@ from quantplug.core.batch_norms.inference import Permission
 from quantplug.core.errors import ConfigError, did_you_mean, first_line
 from quantplug.core.graph.calling import by_position, in_order, input_names
 from quantplug.core.graph.facts import require_graph_module
+from quantplug.core.peers.torch_names import pytree
 from quantplug.core.specs.dtypes import DTypeConfig
 
 if TYPE_CHECKING:  # declaring a backend imports no lowering

@@ -9,6 +9,7 @@ from quantplug.annotators.half import half_weight
 from quantplug.core.annotation.annotator import Annotator
 from quantplug.core.graph.operators import Target
 from quantplug.core.patterns.language import Pattern
+from quantplug.core.peers.torch_names import schema_or_none
 from quantplug.core.specs.dtypes import mode_of
 from quantplug.quantizers.framework.backend import Backend
 
@@ -54,7 +55,7 @@ def _capability(backend: Backend, label: str, annotator: Annotator, patterns: li
 
 def _operators(patterns: list[Pattern]) -> tuple[str, ...]:
     targets: frozenset[Target] = frozenset().union(*(pattern.mentions() for pattern in patterns))
-    return tuple(sorted(str(target) for target in targets if hasattr(target, "_schema")))
+    return tuple(sorted(str(target) for target in targets if schema_or_none(target) is not None))
 
 
 def capability_table(rows: Iterable[Capability]) -> str:

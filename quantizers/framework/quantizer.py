@@ -16,8 +16,8 @@ from quantplug.core.annotation.plan import Transforms, function_name
 from quantplug.core.batch_norms.inference import Permission
 from quantplug.core.errors import ConfigError
 from quantplug.core.graph.facts import describe, is_constant, require_graph_module
-from quantplug.core.graph.meta import REGION_KEY, TRAINING_KEY, TRANSFORMS_KEY
-from quantplug.core.qdq.integer_io import IO_DTYPES_KEY, IODTypes
+from quantplug.core.graph.meta import IO_DTYPES, REGION, TRAINING, TRANSFORMS
+from quantplug.core.qdq.integer_io import IODTypes
 from quantplug.core.specs.decision import decision
 from quantplug.core.specs.dtypes import integer_range
 from quantplug.quantizers.framework.backend import Backend, WeightBits
@@ -172,10 +172,10 @@ class BackendQuantizer(Quantizer):
         """Runs the backend's rewrites on the graph that is about to be annotated."""
         for transform in self.backend.transforms:
             model = transform(model)
-        if not model.meta.get(REGION_KEY):
-            model.meta[IO_DTYPES_KEY] = self._boundaries
+        if not REGION.get(model):
+            IO_DTYPES.put(model, self._boundaries)
         functions = tuple(map(function_name, self.backend.transforms))
-        model.meta[TRANSFORMS_KEY] = (Transforms(functions),) if functions else ()
+        TRANSFORMS.put(model, (Transforms(functions),) if functions else ())
         return model
 
     def annotate(self, model: fx.GraphModule) -> fx.GraphModule:
@@ -188,10 +188,10 @@ class BackendQuantizer(Quantizer):
         require_graph_module(model, f"Backend '{self.backend.name}'")
         scopes = self._effective_scopes()
         # The submodels of control flow come one by one; the scopes were held against all of them at first.
-        silent = scopes.unmatched(model) if self.strict and not model.meta.get(REGION_KEY) else []
+        silent = scopes.unmatched(model) if self.strict and not REGION.get(model) else []
         if silent:
             raise ConfigError(f"Backend '{self.backend.name}': {'; '.join(silent)}; correct it or pass strict=False.")
-        choose = _in_training(scopes.choose) if model.meta.get(TRAINING_KEY) else scopes.choose
+        choose = _in_training(scopes.choose) if TRAINING.get(model) else scopes.choose
         annotate(model, self.backend.rows, choose, self.backend.name, strict=self.strict, without=self.backend.without)
         self._tell_of_wide_weights(model)
         return model

@@ -19,8 +19,9 @@ from quantplug.core.annotation.annotator import Choice
 from quantplug.core.errors import ConfigError, shown
 from quantplug.core.graph.facts import compute_nodes, module_stack
 from quantplug.core.graph.operators import Target, operator_overloads
+from quantplug.core.peers.torch_names import OpOverload, OpOverloadPacket
 
-OperatorType: TypeAlias = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket | Callable[..., Any]
+OperatorType: TypeAlias = str | OpOverload | OpOverloadPacket | Callable[..., Any]
 
 # One step between kinds is wider than any module nesting.
 _KIND_STEP = 10_000
@@ -164,8 +165,8 @@ def _operators(nodes: Iterable[fx.Node]) -> Iterable[str]:
     return (str(node.target).split(".")[1] for node in nodes)
 
 
-def _operator(found: OperatorType) -> str | torch._ops.OpOverload | torch._ops.OpOverloadPacket:
-    if isinstance(found, str | torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+def _operator(found: OperatorType) -> str | OpOverload | OpOverloadPacket:
+    if isinstance(found, str | OpOverload | OpOverloadPacket):
         return found
     # Several functions of torch.nn.functional are made by a factory and carry its name, not their own.
     by_identity = (name for room in (F, torch) for name in dir(room) if getattr(room, name, None) is found)

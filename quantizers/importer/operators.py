@@ -15,6 +15,7 @@ from torch import nn
 
 from quantplug.core.errors import ConfigError, PatternError
 from quantplug.core.graph.operators import operator_overloads
+from quantplug.core.peers.torch_names import OpOverload, OpOverloadPacket, schema_of
 
 RESIDUAL = "residual"
 """In a chain: the sum of what comes before and another tensor."""
@@ -111,7 +112,7 @@ def _rank(name: str) -> int:
 def _operators(item: Any) -> tuple[str, ...]:
     if isinstance(item, type):
         return _of_class(item)
-    if isinstance(item, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(item, OpOverload | OpOverloadPacket):
         return (str(item).replace(".", "::", 1),)
     if not isinstance(item, str) and not callable(item):
         raise ConfigError(f"A pattern holds {item!r}; give a module class, a function or the name of a tensor method.")
@@ -173,7 +174,7 @@ def targets(name: str) -> tuple[str, ...]:
 
 def arguments(name: str) -> dict[str, str]:
     """Returns the operands of an operator with their types, of the overload that takes the most tensors."""
-    schemas = sorted((overload._schema for overload in operator_overloads(targets(name)[0])), key=_by_tensors)  # type: ignore[attr-defined]
+    schemas = sorted((schema_of(overload) for overload in operator_overloads(targets(name)[0])), key=_by_tensors)
     return {argument.name: str(argument.type) for argument in schemas[-1].arguments}
 
 

@@ -205,7 +205,7 @@ def _hush() -> None:
     """Keeps notes that the imported libraries address to their own developers off the screen."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
-    for name in ("torchao", "torch.utils._pytree", "root"):
+    for name in ("torchao", "torch.utils", "root"):
         logging.getLogger(None if name == "root" else name).setLevel(logging.ERROR)
 
 

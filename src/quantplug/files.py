@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import ArtefactError, CalibrationError, first_line, shown
 from quantplug.core.files.exported import read_exported
 from quantplug.core.files.whole import kind_at
 from quantplug.core.graph.calling import by_position, in_order, input_names
+from quantplug.core.peers.torch_names import pytree
 from quantplug.lowering.signature import Signature
 
 

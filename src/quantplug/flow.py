@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantizer
 
 from quantplug.core.calibration.bias_correction import SAMPLES, correct_biases
@@ -24,6 +23,7 @@ from quantplug.core.files.whole import write_whole
 from quantplug.core.graph.calling import in_order, input_names
 from quantplug.core.graph.nested_sizes import require_nested
 from quantplug.core.observers.from_specs import needs_data
+from quantplug.core.peers.torch_names import pytree
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e
 from quantplug.core.qdq.integer_io import quantized_inputs

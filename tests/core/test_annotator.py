@@ -310,7 +310,7 @@ def test_a_rule_is_asked_once_about_a_match_even_if_dtypes_are_chosen_by_its_spe
 
 def test_an_annotator_that_is_given_a_graph_says_what_annotates_one():
     model = torch.export.export(nn.Linear(4, 4), (torch.randn(2, 4),)).module()
-    with pytest.raises(ConfigError, match="found GraphModule; annotate a graph with `quantplug.plugin.annotate_with"):
+    with pytest.raises(ConfigError, match=r"found GraphModule; annotate a graph with `quantplug.plugin.annotate_with"):
         linear()(model, get_symmetric_quantization_config())
     with pytest.raises(ModelError, match="annotate_with takes an exported graph module, found Linear"):
         annotate_with(nn.Linear(4, 4), [linear()], get_symmetric_quantization_config())

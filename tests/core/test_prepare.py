@@ -19,7 +19,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.errors import ConvertError, ModelError
 from quantplug.core.graph.facts import is_observer, observer_of
-from quantplug.core.graph.meta import CONFLICTS_KEY
+from quantplug.core.graph.meta import CONFLICTS
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
 from quantplug.core.qdq.nodes import DEQUANTIZE_OPS, QUANTIZE_OPS
@@ -173,7 +173,7 @@ def test_two_observers_on_one_tensor_are_reported() -> None:
 
     prepared = prepare_pt2e(exported(Chain(), torch.randn(2, 4)), Written(write))
     assert [type(observer_of(n)) for n in calls(prepared)] == [MinMaxObserver]
-    (conflict,) = prepared.meta[CONFLICTS_KEY]
+    (conflict,) = CONFLICTS.get(prepared)
     assert "linear_1" in conflict
     assert "relu" in conflict
 

@@ -13,8 +13,8 @@ from quantplug import ComposableQuantizer, Region, explain, get_quantizer
 from quantplug.annotators.linear import linear
 from quantplug.core.annotation.plan import Plan, plan_of
 from quantplug.core.errors import CalibrationError, ConfigError
+from quantplug.core.graph.meta import LIMITS
 from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
-from quantplug.core.specs.limits import LIMITS_KEY
 from quantplug.quantizers.framework.backend import Backend
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 
@@ -39,7 +39,7 @@ def prepared(model, quantizer, x=X):
 
 
 def limited(model):
-    return {node.name for node in model.graph.nodes if LIMITS_KEY in node.meta}
+    return {node.name for node in model.graph.nodes if LIMITS.on(node)}
 
 
 # Limits.
@@ -50,11 +50,11 @@ def test_limits_stay_with_the_quantizer_whose_annotation_stays():
     model = exported(Images().eval(), X)
     quantizer.annotate(model)
     assert limited(model) == {"linear", "relu_1", "linear_1"}
-    assert {model_owner(node) for node in model.graph.nodes if LIMITS_KEY in node.meta} == {"narrow"}
+    assert {model_owner(node) for node in model.graph.nodes if LIMITS.on(node)} == {"narrow"}
 
 
 def model_owner(node):
-    return node.meta[LIMITS_KEY].owner
+    return LIMITS.get(node).owner
 
 
 def test_a_piece_that_the_composition_refuses_leaves_no_limits():

@@ -10,7 +10,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantizer
 import quantplug
 from quantplug import ComposableQuantizer, Region, get_quantizer
 from quantplug.core.annotation.plan import plan_of
-from quantplug.core.graph.meta import FOLDINGS_KEY
+from quantplug.core.graph.meta import FOLDINGS
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 NOTHING = QuantizationConfig(None, None, None, None)
@@ -59,7 +59,7 @@ def test_a_float_convolution_keeps_its_batch_norm(name: str, strict: bool) -> No
     (norm,) = norms(prepared)
     assert norm.args[0].args[1].target == "conv1.weight"
     assert torch.equal(prepared.get_parameter("conv1.weight"), Two().conv1.weight)
-    first, second = prepared.meta[FOLDINGS_KEY]
+    first, second = FOLDINGS.get(prepared)
     assert not first.folded
     assert second.folded
     assert "conv2d" in first.reason or "region" in first.reason
@@ -81,7 +81,7 @@ NORM: dict[str, Callable[[], Quantizer]] = {
 def test_a_batch_norm_that_a_scope_names_stays_behind_its_quantized_convolution(name: str, training: bool) -> None:
     prepare = quantplug.prepare_qat_pt2e if training else quantplug.prepare_pt2e
     prepared = prepare(exported(training=training), NORM[name]())
-    first, *_ = prepared.meta[FOLDINGS_KEY]
+    first, *_ = FOLDINGS.get(prepared, ())
     assert not first.folded
     prepared(X)
     converted = quantplug.convert_pt2e(prepared)

@@ -44,8 +44,7 @@ import quantplug
 from quantplug import explain
 from quantplug.core.batch_norms.inference import Folding
 from quantplug.core.errors import AnnotationError, CalibrationError, ConfigError
-from quantplug.core.graph.meta import FOLDINGS_KEY
-from quantplug.core.specs.limits import VIOLATIONS_KEY
+from quantplug.core.graph.meta import FOLDINGS, VIOLATIONS
 from quantplug.quantizers.framework import registry
 from quantplug.quantizers.importer import from_backend_config, from_qconfig_mapping, import_backend_config
 
@@ -287,7 +286,7 @@ def test_b23_conv_bn_relu_without_a_rule_stays_float_and_the_report_names_what_i
     assert report.row("conv2d").reason.endswith("is quantized only as part of conv2d_relu")
     assert report.row("batch_norm").reason == "no rule ends in aten.batch_norm.default"
     assert "is 'batch_norm'" in report.row("relu").reason
-    assert not any(folding.folded for folding in found.meta[FOLDINGS_KEY])
+    assert not any(folding.folded for folding in FOLDINGS.get(found))
 
 
 def test_b23_a_batch_norm_is_folded_where_the_config_declares_its_piece_and_only_there():
@@ -298,14 +297,14 @@ def test_b23_a_batch_norm_is_folded_where_the_config_declares_its_piece_and_only
         nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(300, 4), nn.BatchNorm1d(4)
     )
     x = torch.randn(4, 3, 10, 10)
-    found: list[Folding] = prepared(settled(model, x), x, config).meta[FOLDINGS_KEY]
+    found: list[Folding] = FOLDINGS.get(prepared(settled(model, x), x, config))
     assert [folding.folded for folding in found] == [True, False]
     assert found[1].reason == "the backend declares no piece of aten.linear.default and a batch norm"
 
 
 def test_b24_default_configs_that_break_the_constraints_quantize_nothing_with_a_diagnostic_each():
     found = prepared(my_model(), X, tutorial_backend(), default_mapping(), strict=False, observe=False)
-    violations = found.meta[VIOLATIONS_KEY]
+    violations = VIOLATIONS.get(found)
     assert [(v.node, v.constraint) for v in violations] == [
         ("linear", "scale_min_lower_bound"),
         ("conv2d", "scale_min_lower_bound"),

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from quantplug.core.graph.editing import call, constant, replace
 from quantplug.core.graph.facts import constant_value, likely_sizes, operands, rank, tensor_value
-from quantplug.core.graph.meta import absorb
+from quantplug.core.graph.meta import PAIR, absorb
 from quantplug.core.patterns.language import Match, Op, op, optional, value
 from quantplug.core.patterns.rules import Rule
 from quantplug.core.qdq.qparams import IntegerWeight, QParams, dequantize, integer_weight, qparams
@@ -28,7 +28,6 @@ NO_OUTPUT_QPARAMS = (1.0, 0, torch.float32)
 # torch.export cannot serialize an empty list of numbers; the kernels read none of it here
 NO_SCALARS = [0.0]
 NO_UNARY = ("none", NO_SCALARS, "")
-PAIR = "quantplug_pair"  # in the metadata of a kernel: how large the sum of two of its products can get
 
 ACTIVATION = dequantize(input=value("integers"), name="dequantize")
 
@@ -98,7 +97,7 @@ def convolve(match: Match, weight: IntegerWeight, geometry: Geometry) -> None:
     kernel_of = onednn.qconv_pointwise.default if params.is_static else onednn.qconv_pointwise.tensor
     args = (match["integers"], scale, zero_point, packed, scales, zeros, match.get("bias"), *geometry)
     kernel = call(node, kernel_of, (*args, *NO_OUTPUT_QPARAMS, *NO_UNARY), node)
-    kernel.meta[PAIR] = _pair(params, weight)
+    PAIR.put(kernel, _pair(params, weight))
     absorb(kernel, node)
     replace(node, kernel)
 
@@ -158,7 +157,7 @@ def _lower_linear(channel_axis: int, choose: Choice) -> Callable[[Match], str | 
         kernel_of = onednn.qlinear_pointwise.default if params.is_static else onednn.qlinear_pointwise.tensor
         args = (match["integers"], params.scale, params.zero_point, packed, scales, zeros, match.get("bias"))
         kernel = call(node, kernel_of, (*args, *NO_OUTPUT_QPARAMS, *NO_UNARY), node)
-        kernel.meta[PAIR] = _pair(params, weight)
+        PAIR.put(kernel, _pair(params, weight))
         absorb(kernel, node)
         replace(node, kernel)
         return None

@@ -17,6 +17,7 @@ from torch import fx
 from quantplug.core.errors import ArtefactError, LoweringError
 from quantplug.core.files.whole import kind_at
 from quantplug.core.graph.calling import in_order
+from quantplug.core.peers.torch_names import inductor
 from quantplug.lowering.signature import Signature
 from quantplug.lowering.x86.running.inductor import FuseSums, Shield
 
@@ -79,7 +80,7 @@ def compiled(module: fx.GraphModule, signature: Signature) -> Callable[..., Any]
         signature.flatten(inputs)
         # Dynamo too reads the freezing option, and constants are frozen only where autograd is off,
         # so both hold around every call that may compile.
-        with torch._inductor.config.patch(options()), torch.no_grad():
+        with inductor().config.patch(options()), torch.no_grad():
             return run(*inputs)
 
     return call
@@ -98,7 +99,7 @@ def package(exported: torch.export.ExportedProgram, path: Path) -> Path:
         )
     require_compiler()
     with torch.no_grad():
-        written = torch._inductor.aoti_compile_and_package(
+        written = inductor().aoti_compile_and_package(
             exported, package_path=str(path), inductor_configs=package_options()
         )
     return Path(str(written))

@@ -4,13 +4,15 @@ Before: the portable graph. After: a copy for inductor, and the passes that it r
 at each step.
 """
 
+from typing import Any
+
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from quantplug.core.graph.editing import call, finish, replace, viewed
 from quantplug.core.patterns.language import Match, op, value
 from quantplug.core.patterns.rules import Rule, apply
+from quantplug.core.peers.torch_names import custom_graph_pass
 from quantplug.lowering.starting import starting
 from quantplug.lowering.x86.bfloat16 import KERNELS
 from quantplug.lowering.x86.kernels.epilogues import fuse_sums
@@ -19,6 +21,7 @@ from quantplug.lowering.x86.running.packing import UNPACK, fold
 from quantplug.lowering.x86.running.runtime_ranges import spell_out_ranges
 
 aten = torch.ops.aten
+_GRAPH_PASS: Any = custom_graph_pass()
 
 
 def for_compilers(portable: fx.GraphModule) -> fx.GraphModule:
@@ -47,7 +50,7 @@ def _channels_last(match: Match) -> str | None:
 MAX_POOLS = (Rule(op("quantized::max_pool2d", qx=value("images")), _channels_last),)
 
 
-class Shield(CustomGraphPass):
+class Shield(_GRAPH_PASS):
     """Hides from inductor what reads a kernel, until its own passes for quantized graphs are over.
 
     They would fuse it, whatever the kernel ends in already: a linear with relu whose result is added to something ends
@@ -67,7 +70,7 @@ class Shield(CustomGraphPass):
         return "quantplug.x86.shield.1"
 
 
-class FuseSums(CustomGraphPass):
+class FuseSums(_GRAPH_PASS):
     """Fuses residual sums after AOT autograd has made the graph functional and weights are packed."""
 
     def __call__(self, graph: fx.Graph) -> None:

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import ArtefactError, LoweringError, first_line, shown
 from quantplug.core.files.blank import blank, forget_source, shrunk
 from quantplug.core.files.exported import read_exported
 from quantplug.core.files.typed import typed
 from quantplug.core.files.whole import exported_content, kind_at, require_writable, write_content
+from quantplug.core.peers.torch_names import FakeTensorMode, pytree
 from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.processor import pair_objection
 from quantplug.lowering.program import LoweredOp, Program

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from quantplug.core.graph.constants import written_buffers
 from quantplug.core.graph.editing import add_constant, call_like
 from quantplug.core.graph.facts import attribute, compute_nodes, constant_value, tensor_value
+from quantplug.core.peers.torch_names import pytree
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
 from quantplug.lowering.halves import widening_casts
 from quantplug.lowering.starting import state_of

@@ -14,7 +14,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.conformance.pieces import Batch, Piece, Placed
@@ -22,13 +21,15 @@ from quantplug.core.annotation.plan import plan_of
 from quantplug.core.errors import AnnotationError
 from quantplug.core.graph.constants import constant_nodes
 from quantplug.core.graph.facts import module_path
+from quantplug.core.graph.meta import VIOLATIONS
+from quantplug.core.peers.torch_names import OpOverload, pytree
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
 from quantplug.core.qdq.format import differences
 from quantplug.core.qdq.limits import qparam_violations
 from quantplug.core.qdq.nodes import DEQUANTIZE_OPS, QUANTIZE_OPS, is_qdq
 from quantplug.core.specs.decision import Decision, decision
-from quantplug.core.specs.limits import VIOLATIONS_KEY, Violation
+from quantplug.core.specs.limits import Violation
 from quantplug.lowering.emulation import EmulatedProgram
 from quantplug.lowering.program import Program
 from quantplug.quantizers.framework.backend import Backend
@@ -196,7 +197,7 @@ class Flow:
     @stage
     def violations(self) -> tuple[Violation, ...]:
         """The declared limits that the config and the calibrated numbers break."""
-        early = self.annotated.meta.get(VIOLATIONS_KEY, ())
+        early = VIOLATIONS.get(self.annotated, ())
         with contextlib.suppress(AnnotationError):  # what cannot be carried out has no numbers
             return (*early, *(broken for broken, _ in qparam_violations(self.converted)))
         return tuple(early)
@@ -272,4 +273,4 @@ def _upstream(root: fx.Node, constants: Set[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _computes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and not is_qdq(node)
+    return isinstance(node.target, OpOverload) and not is_qdq(node)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from quantplug.conformance.flow import quantizer_of
 from quantplug.conformance.pieces import Piece, PieceError, Placed, neighbours
@@ -18,6 +17,7 @@ from quantplug.conformance.recipes import SAMPLES
 from quantplug.conformance.spelling import Call, Operand, Spelling, spellings
 from quantplug.core.annotation.annotator import Annotator
 from quantplug.core.graph.facts import compute_nodes
+from quantplug.core.peers.torch_names import pytree, schema_or_none
 from quantplug.core.specs.decision import decision
 from quantplug.quantizers.framework.backend import Backend
 
@@ -146,7 +146,7 @@ def writes_input(spelling: Spelling, follows: tuple[str, ...]) -> bool:
     """Tells whether an operator changes an input of the model in place, which is the caller's tensor."""
     if not isinstance(spelling, Call):
         return False
-    schema = getattr(spelling.target, "_schema", None)
+    schema = schema_or_none(spelling.target)
     written = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write} if schema else set()
     own = any(
         name in written and isinstance(part, Operand) and part.kind == "a tensor" and part.name not in follows

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from quantplug.conformance.recipes import POSITIVE, Constant, Indices, Sample, Shape, operands_for
 from quantplug.conformance.spelling import Call, Given, Many, Operand, Spelling
 from quantplug.core.errors import QuantplugError, first_line
+from quantplug.core.peers.torch_names import OpOverload, schema_of
 
 
 class PieceError(QuantplugError, ValueError):
@@ -90,7 +91,7 @@ class Piece(nn.Module):
 
     def _call(self, call: Call) -> _Resolved:
         known = {name: self._inner(part) for name, part in call.operands if isinstance(part, Call | Given)}
-        if not isinstance(call.target, torch._ops.OpOverload):
+        if not isinstance(call.target, OpOverload):
             return self._checked(_Resolved(call.target, tuple(known.values()), {}))
         values = {name: self._value(part) for name, part in known.items()}
         if self._given is not None:
@@ -99,7 +100,7 @@ class Piece(nn.Module):
         spelled = dict(call.operands)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        for argument in call.target._schema.arguments:
+        for argument in schema_of(call.target).arguments:
             present, value = self._operand(argument, spelled, known, wanted)
             if present and not argument.kwarg_only and len(args) + len(kwargs) == _position(call.target, argument.name):
                 args.append(value)
@@ -196,8 +197,8 @@ def _is_tensor(spelling: Any) -> bool:
     return isinstance(spelling, Many) or (isinstance(spelling, Operand) and spelling.kind != "anything")
 
 
-def _position(target: torch._ops.OpOverload, name: str) -> int:
-    return [argument.name for argument in target._schema.arguments].index(name)
+def _position(target: OpOverload, name: str) -> int:
+    return [argument.name for argument in schema_of(target).arguments].index(name)
 
 
 class Sum(nn.Module):

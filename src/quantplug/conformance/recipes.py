@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
+
+from quantplug.core.peers.torch_names import OpOverload
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ POSITIVE = ("div", "log", "log2", "log10", "log1p", "pow", "rsqrt", "sqrt", "rec
 
 def operands_for(target: Any, sample: Sample, known: Known) -> Operands:
     """Returns what the open operands of an operator are; those that have defaults may be left out."""
-    name, overload = str(target).split(".")[1:] if isinstance(target, torch._ops.OpOverload) else (str(target), "")
+    name, overload = str(target).split(".")[1:] if isinstance(target, OpOverload) else (str(target), "")
     recipe = _RECIPES.get(name if name.startswith("_") else name.rstrip("_"), _elementwise)
     return {**recipe(sample, known), **_OVERLOADS.get(overload, {})}
 

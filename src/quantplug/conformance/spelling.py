@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
-
 from quantplug.core.graph.operators import Target
 from quantplug.core.patterns.language import AnyOp, Each, Either, Literal, Maybe, Op, Pattern, SingleUse, Value
+from quantplug.core.peers.torch_names import OpOverload, schema_of
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,8 @@ def _plainest_first(target: Target) -> tuple[bool, bool, str]:
 
 def _takes(target: Target, pattern: Op) -> bool:
     """Tells whether an overload takes tensors where the pattern has them: `add.Scalar` does not."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return True
-    types = {argument.name: str(argument.type) for argument in target._schema.arguments}
+    types = {argument.name: str(argument.type) for argument in schema_of(target).arguments}
     tensors = (name for name, operand in pattern.inputs if isinstance(operand, Value) and operand.kind != "anything")
     return all("Tensor" in types[name] for name in tensors)

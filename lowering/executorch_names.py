@@ -1,0 +1,44 @@
+"""Private names of ExecuTorch that we use, each with why, and what would take its place.
+
+Before: ExecuTorch is installed. After: what the targets call. ExecuTorch is imported by the calls, as it takes seconds.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+# Another version may rename or mend what stands here: look at each name again, then set it.
+WRITTEN_FOR = (1, 4)
+
+
+def threads_of_pool() -> int:
+    """Returns how many threads the runtime's pool has; the runtime has no public way to ask."""
+    from executorch.extension.pybindings.portable_lib import _threadpool_get_thread_count
+
+    return int(_threadpool_get_thread_count())
+
+
+def reset_pool(threads: int) -> None:
+    """Replaces the runtime's pool by one of so many threads; a setting of the runtime's or of a program's would do."""
+    from executorch.extension.pybindings.portable_lib import _unsafe_reset_threadpool
+
+    _unsafe_reset_threadpool(threads)
+
+
+def folding_pass() -> Any:
+    """Returns the pass of Arm's backends that takes q/dq nodes into operators.
+
+    The passes of Cortex-M import it from there too; an export of it from `executorch.backends.cortex_m` would do.
+    """
+    from executorch.backends.arm._passes import FoldAndAnnotateQParamsPass
+
+    return FoldAndAnnotateQParamsPass
+
+
+def unchecked(preserved: Iterable[Any]) -> Any:
+    """Returns the settings of an edge program whose operators are none of the edge dialect's.
+
+    The switch has no public name; a dialect that takes operators of int8 would do.
+    """
+    from executorch.exir import EdgeCompileConfig
+
+    return EdgeCompileConfig(_check_ir_validity=False, preserve_ops=list(preserved))
