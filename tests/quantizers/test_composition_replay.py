@@ -231,4 +231,4 @@ def test_a_composition_reaches_into_control_flow_and_keeps_its_limits_there():
     found = [(row.operator, row.owner) for row in explain(reference).rows if row.quantized]
     assert ("conv2d", "xnnpack") in found
     assert found.count(("linear", "x86")) == 2
-    assert quantplug.core.specs.levels.sqnr(reference(X), model(X)) > 25
+    assert quantplug.sqnr(reference(X), model(X)) > 25

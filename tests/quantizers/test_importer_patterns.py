@@ -39,7 +39,7 @@ from torch.ao.quantization.backend_config.x86 import get_x86_backend_config
 import quantplug
 from quantplug import explain
 from quantplug.core.errors import ConfigError
-from quantplug.lowering import emulation as reference
+from quantplug.lowering import reference
 from quantplug.quantizers.framework.backend import Backend
 from quantplug.quantizers.importer import from_backend_config, from_qconfig_mapping, import_backend_config
 
