@@ -35,20 +35,21 @@ def record(graph: fx.Graph) -> tuple[LoweredOp, ...]:
 
 
 def place(
-    recorded: tuple[LoweredOp, ...], graph: fx.Graph, library: str = "", folded: Iterable[str] = ()
+    recorded: tuple[LoweredOp, ...], graph: fx.Graph, library: str | tuple[str, ...] = "", folded: Iterable[str] = ()
 ) -> tuple[LoweredOp, ...]:
     """Returns the recorded operators with their placement in a lowered graph: int8 where a kernel of it is left.
 
     Args:
         recorded: what `record` returned.
         graph: the graph that the rules left.
-        library: the namespace of the target's kernels; operators on integer tensors count in any case.
+        library: the namespace of the target's kernels, or several; operators on integer tensors count in any case.
         folded: names of operators that became constants.
     """
+    libraries = (library,) if isinstance(library, str) else library
     once = dict.fromkeys(folded, "it is the same at every call, and computed once")
-    kernels = {name for node in graph.nodes if _is_integer(node, library) for name in origins(node)}
+    kernels = {name for node in graph.nodes if _is_integer(node, libraries) for name in origins(node)}
     reasons = dict.fromkeys({found.node for found in recorded} - kernels, NOTHING)
-    reasons |= once | dict(_reasons(graph, library))
+    reasons |= once | dict(_reasons(graph, libraries))
     return tuple(_placed(operator, reasons.get(operator.node, "")) for operator in recorded)
 
 
@@ -57,15 +58,15 @@ def _placed(operator: LoweredOp, reason: str) -> LoweredOp:
     return LoweredOp(operator.node, operator.target, operator.module_path, placement, reason)
 
 
-def _reasons(graph: fx.Graph, library: str) -> Iterator[tuple[str, str]]:
+def _reasons(graph: fx.Graph, libraries: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     for node in graph.nodes:
-        if not _is_integer(node, library):
+        if not _is_integer(node, libraries):
             for name in origins(node):
                 yield name, REASON.get(node) or _no_rule(node)
 
 
-def _is_integer(node: fx.Node, library: str) -> bool:
-    if library and getattr(node.target, "namespace", "") == library:
+def _is_integer(node: fx.Node, libraries: tuple[str, ...]) -> bool:
+    if getattr(node.target, "namespace", None) in libraries:
         return True
     return any(getattr(n.meta.get("val"), "dtype", None) in INTEGERS for n in (node, *node.all_input_nodes))
 

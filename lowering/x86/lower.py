@@ -84,7 +84,7 @@ def lower(
         compute_in_half(module.graph, measured_half(is_half_for_free))
     finish(module)
     program = X86Program(module, example_inputs, dynamic_shapes, pair=pair)
-    ops = place(recorded, program.module.graph, "onednn", folded)
+    ops = place(recorded, program.module.graph, ("onednn", "quantized"), folded)
     reasons = rows | halves
     program.ops = tuple(replace(o, reason=reasons[o.node]) if o.reason and o.node in reasons else o for o in ops)
     return program

@@ -15,6 +15,7 @@ from torch import fx
 
 from quantplug.core.graph.editing import call, fresh_name, replace
 from quantplug.core.graph.facts import constant_value, operands, tensor_value
+from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, op, optional, value
 from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.qparams import FULL_RANGE, QD, IntegerWeight
@@ -94,6 +95,7 @@ def _fbgemm(match: Match, given: Given, weight: IntegerWeight) -> fx.Node:
     has_relu = given["post_op_name"] == "relu"
     args = (x, *parameters, _packed(match, weight))
     product = call(node, _WITH_RELU if has_relu else _PLAIN, args, node, torch.float32)
+    absorb(product, node)
     return product if has_relu else _activated(node, given, product)
 
 
@@ -110,6 +112,7 @@ def _real(before: fx.Node, integers: fx.Node, parameters: tuple[Any, ...]) -> fx
 def _half(match: Match, given: Given, weight: IntegerWeight) -> fx.Node:
     node = match.root
     half = call(node, aten.to.dtype, (given["qx"], torch.bfloat16), given["qx"], torch.bfloat16)
+    absorb(half, node)  # the integers themselves are multiplied
     centred = call(node, aten.sub.Tensor, (half, given["x_zero_point"]), half)  # exact: 8 bits
     return _activated(node, given, product_in_half(match, centred, weight.values, weight.scales * given["x_scale"]))
 
