@@ -1,6 +1,8 @@
 """What every test starts from: the same random numbers, and threads that leave the machine to others."""
 
 import os
+import random
+from collections import defaultdict
 
 import pytest
 import torch
@@ -9,6 +11,20 @@ import torch
 def pytest_collectstart():
     """Models that a module of tests builds as it is imported have the same weights whatever is collected beside it."""
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a test marked `few(n)` the default run has n cases, the same ones each time; the others are slow."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("few") is not None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for name, found in cases.items():
+        (number,) = found[0].get_closest_marker("few").args
+        kept = random.Random(name).sample(range(len(found)), min(number, len(found)))
+        for index in set(range(len(found))) - set(kept):
+            found[index].add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
