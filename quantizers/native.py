@@ -3,7 +3,7 @@
 The q/dq graph is the artefact; the rows of x86 come first.
 """
 
-from quantplug.quantizers.framework.backend import union
+from quantplug.quantizers.framework.derived import union
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.x86 import X86
 from quantplug.quantizers.xnnpack import XNNPACK

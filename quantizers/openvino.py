@@ -9,7 +9,7 @@ from quantplug.annotators.matmul import matmul
 from quantplug.annotators.presets import activation_spec
 from quantplug.core.annotation.annotator import Annotations, Annotator
 from quantplug.core.patterns.language import Match
-from quantplug.quantizers.framework.backend import derive
+from quantplug.quantizers.framework.derived import derive
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.x86 import NO_INTEGERS, X86
 

@@ -68,8 +68,8 @@ if TYPE_CHECKING:
     from quantplug.quantizers.cortex_m import CortexMQuantizer as CortexMQuantizer
     from quantplug.quantizers.embedding import EmbeddingQuantizer as EmbeddingQuantizer
     from quantplug.quantizers.framework.backend import Backend as Backend
-    from quantplug.quantizers.framework.backend import derive as derive
-    from quantplug.quantizers.framework.backend import union as union
+    from quantplug.quantizers.framework.derived import derive as derive
+    from quantplug.quantizers.framework.derived import union as union
     from quantplug.quantizers.framework.quantizer import BackendQuantizer as BackendQuantizer
     from quantplug.quantizers.framework.registry import backends as backends
     from quantplug.quantizers.framework.registry import capabilities as capabilities
@@ -128,7 +128,7 @@ _HOME = {
     "correct_biases": "quantplug.core.calibration.bias_correction",
     "coverage": "quantplug.core.calibration.coverage",
     "coverage_table": "quantplug.core.calibration.coverage",
-    "derive": "quantplug.quantizers.framework.backend",
+    "derive": "quantplug.quantizers.framework.derived",
     "emulate": "quantplug.lowering.emulation",
     "explain": "quantplug.core.report.explain",
     "from_backend_config": "quantplug.quantizers.importer",
@@ -151,7 +151,7 @@ _HOME = {
     "quantized_inputs": "quantplug.core.qdq.integer_io",
     "register_for_plans": "quantplug.core.specs.written",
     "sqnr": "quantplug.core.specs.levels",
-    "union": "quantplug.quantizers.framework.backend",
+    "union": "quantplug.quantizers.framework.derived",
 }
 __all__ = list(_HOME)
 

@@ -102,8 +102,9 @@ from quantplug.core.qdq.qparams import is_static as has_static_qparams
 from quantplug.core.qdq.qparams import quantize as quantize_op
 from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
 from quantplug.core.specs.levels import Deviation, Level, sqnr
-from quantplug.quantizers.framework.backend import Backend, derive, union
+from quantplug.quantizers.framework.backend import Backend
 from quantplug.quantizers.framework.capabilities import Capability, capability_table
+from quantplug.quantizers.framework.derived import derive, union
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 
 if TYPE_CHECKING:

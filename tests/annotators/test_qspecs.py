@@ -23,7 +23,8 @@ from quantplug.annotators.presets import activation_spec, int32_bias_spec, weigh
 from quantplug.annotators.qspecs import fixed_qspec, on_axis
 from quantplug.core.errors import ConfigError
 from quantplug.core.specs.levels import sqnr
-from quantplug.quantizers.framework.backend import Backend, derive
+from quantplug.quantizers.framework.backend import Backend
+from quantplug.quantizers.framework.derived import derive
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.x86_config import get_x86_quantization_config
 from quantplug.quantizers.xnnpack import XNNPACK

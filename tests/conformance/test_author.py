@@ -18,7 +18,7 @@ from quantplug.core.patterns.language import op, value
 from quantplug.core.patterns.rules import Rule
 from quantplug.core.qdq.qparams import dequantize, qparams, quantize
 from quantplug.lowering.rules import lower_by_rules
-from quantplug.quantizers.framework.backend import derive
+from quantplug.quantizers.framework.derived import derive
 
 
 @pytest.fixture(scope="module")

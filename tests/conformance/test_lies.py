@@ -21,7 +21,7 @@ from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
 from quantplug.core.specs.levels import Level
 from quantplug.lowering.emulation import KernelSet, rows
 from quantplug.lowering.program import Program
-from quantplug.quantizers.framework.backend import derive
+from quantplug.quantizers.framework.derived import derive
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "plugin_package" / "src"))
 from tiny_npu import TINY_NPU

@@ -19,7 +19,8 @@ from quantplug.core.specs.levels import sqnr
 from quantplug.lowering import xnnpack
 from quantplug.lowering.program import Program
 from quantplug.lowering.rules import lower_by_rules
-from quantplug.quantizers.framework.backend import Backend, derive
+from quantplug.quantizers.framework.backend import Backend
+from quantplug.quantizers.framework.derived import derive
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.xnnpack import XNNPACK
 

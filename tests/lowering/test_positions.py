@@ -6,7 +6,7 @@ from torch import nn
 
 import quantplug
 from quantplug.core.specs.levels import sqnr
-from quantplug.quantizers.framework.backend import derive
+from quantplug.quantizers.framework.derived import derive
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.openvino import INTEGER_PRODUCTS, OPENVINO
 

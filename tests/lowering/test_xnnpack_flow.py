@@ -11,8 +11,8 @@ from torch import nn
 import quantplug
 from quantplug.core.errors import ConfigError, ConvertError
 from quantplug.core.qdq.integer_io import boundary_qparams, quantized_inputs
-from quantplug.quantizers.framework.backend import derive
 from quantplug.quantizers.framework.capabilities import capability_table
+from quantplug.quantizers.framework.derived import derive
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.xnnpack import INTEGER_STATES, WIDE_RANGES, XNNPACK
 

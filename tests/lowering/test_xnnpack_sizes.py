@@ -9,7 +9,7 @@ from torch import nn
 import quantplug
 from quantplug.core.errors import LoweringError
 from quantplug.lowering.xnnpack import legalize
-from quantplug.quantizers.framework.backend import derive
+from quantplug.quantizers.framework.derived import derive
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.xnnpack import XNNPACK
 

@@ -32,7 +32,7 @@ from quantplug.core.qdq.format import is_reference_quantized
 from quantplug.core.qdq.qparams import dequantize, qparams
 from quantplug.core.qdq.qparams import quantize as quantize_pattern
 from quantplug.lowering.rules import lower_by_rules
-from quantplug.quantizers.framework.backend import derive
+from quantplug.quantizers.framework.derived import derive
 from quantplug.quantizers.xnnpack import XNNPACK
 
 REFERENCE = "quantplug.lowering.reference:lower"

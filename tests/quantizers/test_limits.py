@@ -25,7 +25,7 @@ from quantplug.core.errors import AnnotationError, CalibrationError, ConfigError
 from quantplug.core.graph.facts import is_observer
 from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
 from quantplug.core.specs.limits import Rescale
-from quantplug.quantizers.framework.backend import derive
+from quantplug.quantizers.framework.derived import derive
 
 REFERENCE = "quantplug.lowering.reference:lower"
 UINT8 = DTypeWithConstraints(

@@ -12,7 +12,7 @@ from quantplug.core.errors import AnnotationError, ConfigError
 from quantplug.core.observers import EntropyObserver
 from quantplug.core.specs.levels import sqnr
 from quantplug.quantizers import native, tensorrt
-from quantplug.quantizers.framework.backend import union
+from quantplug.quantizers.framework.derived import union
 from quantplug.quantizers.x86 import X86
 from quantplug.quantizers.xnnpack import XNNPACK
 
