@@ -252,7 +252,7 @@ def get_xnnpack_quantization_config(is_per_channel: bool = True, **options: Any)
     """Returns the static int8 config with biases as XNNPACK's kernels hold them: int32, scale s_input * s_weight.
 
     With the rounding of the bias in it, the reference model and the kernels agree except at ties. In
-    training biases stay float. ExecuTorch's own partitioner fails on integer biases: for it, use
+    training biases stay float. ExecuTorch 1.4's own partitioner fails on integer biases: for it, use
     `get_symmetric_quantization_config`, which leaves them float.
 
     Args:

@@ -113,7 +113,7 @@ def _replace_input(submodel: fx.GraphModule, given: fx.Node, constant: fx.Node) 
 def lift_constants(model: fx.GraphModule, regions: dict[str, fx.GraphModule]) -> dict[str, fx.GraphModule]:
     """Moves the tensors that submodels hold back into the graph around them, which passes them on as operands.
 
-    `torch.export` takes control flow only so: a tensor that a submodel holds is lost in non-strict mode.
+    `torch.export` takes control flow only so: a tensor that a submodel holds is lost in non-strict mode of torch 2.13.
 
     Args:
         model: a graph module to be edited, in place.

@@ -167,7 +167,7 @@ def _arguments(spec: QuantizationSpec, constructor: Any) -> dict[str, Any]:
 def _takes_axis(constructor: Any) -> bool:
     """Tells whether an observer, or the one inside a fake quantize, can work per channel.
 
-    torchao asks for "PerChannel" in the outer name, and so loses the axis of every fake quantize: the
+    torchao 0.18 asks for "PerChannel" in the outer name, and so loses the axis of every fake quantize: the
     weights of transposed convolutions (axis 1) are trained along axis 0.
     """
     inside = _given_arguments(constructor).get("observer")

@@ -41,7 +41,7 @@ from quantplug.lowering.starting import starting, starting_from_state, twin
 _ATEN = torch.ops.aten
 # Operators that the passes want whole.
 _PRESERVED = (_ATEN.linear.default, _ATEN.silu.default)
-# ExecuTorch's passes lose the quantization of what a clamp that is not fused stands behind.
+# ExecuTorch 1.4's passes lose the quantization of what a clamp that is not fused stands behind.
 _CLAMPS = clamp_rules(single_use(op("conv2d", "convolution", "linear", "add")))
 # Tensors of one number, into which the passes fold quantization whether or not their readers are of integers.
 _FILLED = op("full", "ones", "zeros", "full_like", "ones_like", "zeros_like", "new_full", "new_ones", "new_zeros")

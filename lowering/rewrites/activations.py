@@ -81,7 +81,7 @@ def single_slope_is_leaky_relu(model: fx.GraphModule) -> fx.GraphModule:
 
 
 def elu_is_plain(model: fx.GraphModule) -> fx.GraphModule:
-    """Writes selu, celu and elu with scales as b * elu(x * a): ExecuTorch drops the scales of an elu in silence.
+    """Writes selu, celu and elu with scales as b * elu(x * a): ExecuTorch 1.4 drops the scales of an elu in silence.
 
     scale * elu(x), with exp(input_scale * x) in it, is (scale / input_scale) * elu(input_scale * x).
     """

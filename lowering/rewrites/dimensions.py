@@ -158,7 +158,7 @@ def _single(value: Any) -> list[int]:
 def scalars_have_dimensions(model: fx.GraphModule) -> fx.GraphModule:
     """Writes x - x.mean() as x - x.mean().reshape([1] * x.dim()).
 
-    ExecuTorch's layout pass fails on an input of a delegate that has no sizes.
+    ExecuTorch 1.4's layout pass fails on an input of a delegate that has no sizes.
     """
     for node, values in matching(model, "add", "sub", "mul", "div", "maximum", "minimum"):
         found, write = tensor_value(node), Writer(model, node)

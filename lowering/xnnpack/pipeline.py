@@ -40,6 +40,7 @@ from quantplug.lowering.xnnpack.run_time import as_kernels_choose, as_serializer
 from quantplug.lowering.xnnpack.runtime import Method, check_threads, quiet
 from quantplug.lowering.xnnpack.serializer.records import recorded_kernel_calls
 
+# Seen with ExecuTorch 1.4.
 _MIXED_UP = "in float, ExecuTorch's delegates refuse it or compute it wrongly here"
 
 

@@ -65,7 +65,7 @@ __all__ = ["ALL", "AT_LOWERING", "Rewrite", "outside_of_states", "rewrite_for_xn
 
 Rewrite = Callable[[fx.GraphModule], fx.GraphModule]
 
-# What the runtime lacks altogether, in float too, or computes wrongly.
+# What the runtime of ExecuTorch 1.4 lacks altogether, in float too, or computes wrongly.
 _RUNNABLE: tuple[Rewrite, ...] = (
     view_is_reshape,
     rrelu_is_leaky_relu,

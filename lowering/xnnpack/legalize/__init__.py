@@ -1,7 +1,7 @@
 """Makes a q/dq graph say only what XNNPACK's integer kernels can carry out.
 
 Before: any q/dq graph. After: a graph that computes the same numbers, in which every operator is either
-one that the serializer writes correctly or one that is marked to stay float, with the reason. ExecuTorch's
+one that the serializer writes correctly or one that is marked to stay float, with the reason. ExecuTorch 1.4's
 own partitioner takes many of these constructs and writes programs that do not load or are wrong.
 """
 

@@ -1,7 +1,7 @@
 """Graphs of mixed precision, computed in one float type between their ends.
 
 Before: a q/dq graph whose float tensors are float16 or bfloat16, or a float graph whose weights are stored in float16.
-After: the first in float32, since ExecuTorch's serializer writes programs for mixed half and integer graphs that
+After: the first in float32, since ExecuTorch 1.4's serializer writes programs for mixed half and integer graphs that
 compute NaN or write outside their memory; the second in float16, since XNNPACK has no product of float32 inputs with
 a weight in float16. Inputs are cast where they enter and outputs where they leave.
 """

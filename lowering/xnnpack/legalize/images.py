@@ -1,6 +1,6 @@
 """Operators over the last dimension of images, as operators over rows.
 
-Before: softmax and dynamic linears of four dimensions, which ExecuTorch's layout pass gets wrong. After: of two.
+Before: softmax and dynamic linears of four dimensions, which ExecuTorch 1.4's layout pass gets wrong. After: of two.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Integer means of open sizes: XNNPACK keeps the memory of their sums at the size of an earlier call.
+"""Integer means of open sizes: ExecuTorch 1.4's XNNPACK keeps the memory of their sums at an earlier call's size.
 
 Before: any legalized q/dq graph. After: the same, such means are found and stay float.
 """

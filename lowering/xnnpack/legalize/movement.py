@@ -88,7 +88,7 @@ def _open_sizes(node: fx.Node) -> str | None:
 
 
 def spell_out_pooling(working: fx.GraphModule) -> None:
-    """The partitioner reads stride and kernel by position and as pairs: an omitted stride crashes it."""
+    """ExecuTorch 1.4's partitioner reads stride and kernel by position and as pairs: an omitted stride crashes it."""
     for node in calls(working, ("aten::max_pool2d", "aten::avg_pool2d")):
         values = operands(node)
         values["kernel_size"] = _pair(values["kernel_size"])
@@ -112,7 +112,7 @@ def aliases_are_clones(working: fx.GraphModule) -> None:
 
 
 def copies_of_integers_are_views(working: fx.GraphModule) -> None:
-    """ExecuTorch drops a copy and leaves the conversions around it; a view takes integers and costs nothing."""
+    """ExecuTorch 1.4 drops a copy and leaves the conversions around it; a view takes integers and costs nothing."""
     for node in calls(working, ("aten::clone", "aten::contiguous")):
         source, value = first_input(node), tensor_value(node)
         if value is None or not is_dequantize(source) or static_qparams(source) != quantized_output(node):
