@@ -1,8 +1,8 @@
 """A lowering that is nothing but rules: pieces of the q/dq graph become calls of a backend's own operators.
 
-Before: a converted graph, and rules from pieces of it to operators of `torch.ops`, such as those that a
-package registers with `torch.library`. After: an exported program of those operators, with what no rule
-took computed in float between dequantize and quantize.
+Before: a converted graph, which is spelled plainly first, and rules from pieces of it to operators of
+`torch.ops`, such as those that a package registers with `torch.library`. After: an exported program of those
+operators, with what no rule took computed in float between dequantize and quantize.
 """
 
 from collections.abc import Iterable
@@ -18,6 +18,7 @@ from quantplug.core.patterns.rules import Rule, apply
 from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.placement import place, record
 from quantplug.lowering.reference import ReferenceProgram
+from quantplug.lowering.spelling import spell_plainly
 from quantplug.lowering.starting import starting
 
 
@@ -34,7 +35,9 @@ def lower_by_rules(
     Args:
         converted: the graph module that `convert_pt2e` returned; it is not changed.
         example_inputs: positional inputs, as for `torch.export.export`; the program is run on them.
-        rules: tried at every node in graph order, the first that fits wins.
+        rules: tried at every node in graph order, the first that fits wins. They see the plain spelling of a graph:
+            `conv2d` for `convolution` and paddings in words, `linear` for `addmm` and `mm` by constants, `max_pool2d`
+            for `max_pool2d_with_indices`, sizes for each dimension.
         library: the namespace of the kernels, so that `ops` knows them; operators on integers count anyway.
         dynamic_shapes: as for `torch.export.export`; None for the sizes that are dynamic in the graph itself.
 
@@ -45,6 +48,7 @@ def lower_by_rules(
     source = require_graph_module(converted, "lower")
     module = starting(source)
     recorded = record(module.graph)
+    spell_plainly(module.graph)
     apply(module.graph, rules)
     try:
         finish(module)
