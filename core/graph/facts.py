@@ -305,7 +305,10 @@ def observer_of(node: Any) -> nn.Module | None:
 
 def operator_name(node: Any) -> str:
     """Returns "namespace::name" of an operator call, "" for anything else."""
-    schema = schema_or_none(node.target) if isinstance(node, fx.Node) else None
+    target = node.target if isinstance(node, fx.Node) else None
+    if isinstance(target, OpOverloadPacket):  # as torchao's convert writes affine operators
+        return str(target).replace(".", "::", 1)
+    schema = schema_or_none(target)
     return str(schema.name) if schema is not None else ""
 
 
