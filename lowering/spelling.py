@@ -85,8 +85,11 @@ def _with_more_behind(node: fx.Node, source: fx.Node, uneven: list[int]) -> fx.N
     pad = call(node, _ATEN.constant_pad_nd.default, (integers, widths, params.zero_point), integers)
     wider = call(node, source.target, (pad, *source.args[1:]), source)
     wider.kwargs = {name: given for name, given in source.kwargs.items() if name != "input"}
-    wider.meta["val"] = torch.constant_pad_nd(value, widths)
-    pad.meta["val"] = wider.meta["val"].to(params.dtype)
+    # To pad the recorded value would decide how large its open sizes are.
+    kept = value.shape[: -len(uneven)]
+    sizes = (*kept, *(size + more for size, more in zip(value.shape[len(kept) :], uneven, strict=True)))
+    wider.meta["val"] = value.new_empty(sizes)
+    pad.meta["val"] = value.new_empty(sizes, dtype=params.dtype)
     absorb(pad, node)
     return wider
 
@@ -111,7 +114,8 @@ def _adds_a_row(given: Mapping[str, Any], bias: Any, matrix: torch.Tensor) -> bo
     if bias is None:
         return True
     row = tensor_value(bias)
-    return row is not None and row.shape == matrix.shape[1:] and (given["beta"], given["alpha"]) == (1, 1)
+    is_row = row is not None and row.dim() == 1 and row.shape == matrix.shape[1:]
+    return is_row and (given["beta"], given["alpha"]) == (1, 1)
 
 
 def _turned(node: fx.Node, matrix: fx.Node) -> fx.Node | None:

@@ -89,7 +89,7 @@ def mean(x: Tensor, dim: list[int], keepdim: bool, multiplier: int, shift: int, 
 @_kernel
 def sigmoid(x: Tensor, table: Tensor) -> Tensor:
     """Looks each integer up in a table of 256."""
-    return table[x.int() + 128]
+    return table.take(x.long() + 128)
 
 
 @_kernel
