@@ -7,7 +7,6 @@ import torchao.quantization.pt2e  # noqa: F401  (registers the operators of quan
 from torch import fx
 
 from quantplug.core.graph.facts import is_constant, operands, operator_name, tensor_value
-from quantplug.core.peers.torch_names import OpOverload, OpOverloadPacket
 
 _QDQ_LIBRARIES = ("quantized_decomposed", "torchao")
 _OPS = torch.ops.quantized_decomposed
@@ -41,10 +40,9 @@ CHOOSE_OPS = (
 CAST_OP = _OPS.convert_element_type.no_fuse
 
 
-def is_qdq(node: fx.Node) -> bool:
-    """Tells whether a node quantizes, dequantizes or chooses qparams."""
-    is_operator = isinstance(node.target, OpOverload | OpOverloadPacket)
-    return is_operator and str(node.target).partition(".")[0] in _QDQ_LIBRARIES
+def is_qdq(node: Any) -> TypeGuard[fx.Node]:
+    """Tells whether a node quantizes, dequantizes or chooses qparams, in whichever of the peers' dialects."""
+    return operator_name(node).partition("::")[0] in _QDQ_LIBRARIES
 
 
 def is_quantize(node: Any) -> TypeGuard[fx.Node]:
@@ -58,7 +56,8 @@ def is_dequantize(node: Any) -> TypeGuard[fx.Node]:
 
 
 def _named(node: Any, prefix: str) -> TypeGuard[fx.Node]:
-    return isinstance(node, fx.Node) and is_qdq(node) and str(node.target).split(".")[1].startswith(prefix)
+    library, _, name = operator_name(node).partition("::")
+    return library in _QDQ_LIBRARIES and name.startswith(prefix)
 
 
 def is_weight(node: fx.Node) -> bool:
