@@ -168,6 +168,7 @@ FORMS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", FORMS)
 def test_e01_e05_r07_functional_module_and_inplace_forms_are_one(name, strict):
@@ -269,6 +270,7 @@ def test_q06_three_styles_of_finding_patterns_give_one_result(prepare):
     assert sqnr(outputs[0], model(x)) > 30
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("style", ["matcher", "node walk", "source partitions"])
 def test_q06_layers_found_in_any_style_run_on_integer_kernels(style):
     torch.manual_seed(0)

@@ -160,6 +160,7 @@ def test_q11_fixed_qparams_are_constants_that_calibration_cannot_move(function, 
     assert found[2] > 50 * found[1] > 2500 * found[0] * 0.9
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("function", "least"), [(torch.sigmoid, 40), (torch.tanh, 30)])
 def test_q11_small_numbers_keep_their_precision_on_xnnpack(function, least):
     """The range of -1..1 for the tanh of numbers about 0.03 left 14 dB."""
@@ -256,6 +257,7 @@ def test_q16_one_spec_in_both_modes():
     assert sqnr(outputs[1], outputs[0]) > 35
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["xnnpack", "x86"])
 def test_q16_a_spec_ends_on_integer_kernels_in_both_modes(backend):
     torch.manual_seed(0)

@@ -71,6 +71,7 @@ def failures(backend, *rules):
     return {check: verdict.reason for _, check, verdict in verdicts(backend, *rules) if verdict.status == "failed"}
 
 
+@pytest.mark.slow
 def test_r01_r02_b26_what_new_backend_writes_with_a_row_and_a_rule_more_passes_the_kit(package):
     found = [(check, verdict.status) for _, check, verdict in verdicts(with_sums(package))]
     assert {status for _, status in found} == {"passed", "skipped"}
@@ -98,6 +99,7 @@ def test_r01_r08_a_forgotten_zero_point_is_told_by_what_differs_and_where(packag
     assert found["level"].endswith("dB; declared: one step")
 
 
+@pytest.mark.slow
 def test_r02_a_lowering_that_is_not_there_is_told_by_its_name(package):
     backend, _ = package
     found = failures(derive(backend.BACKEND, "lost", lowering="authored_npu.lowring:lower"), "linear")

@@ -20,6 +20,7 @@ def broken(name, *rules):
     return [f"{test}-{check}: {v.reason}" for test, check, v in found if v.status == "failed"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "rules"), A_FEW)
 def test_b26_r05_a_built_in_backend_keeps_what_it_declares_of_a_few_rules(name, rules):
     assert broken(name, *rules) == []

@@ -178,6 +178,7 @@ def test_r08_b26_a_kernel_with_one_fault_fails_the_level(fault, level, shown):
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shown", [{}, SHOWN], ids=["generated", "shown"])
 def test_r08_b26_the_honest_kernel_passes(shown):
     found = [(check, verdict) for _, check, verdict in verdicts(backend(**shown))]

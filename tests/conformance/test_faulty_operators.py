@@ -154,6 +154,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("fault", "label"), [(fault, label) for fault, labels in FAULTS.items() for label in labels])
 def test_b26_a_fault_that_plain_forms_do_not_show_fails_the_level(fault, label):
     found = [judge(trial, "level") for trial in trials(backend(fault), label)]
@@ -163,6 +164,7 @@ def test_b26_a_fault_that_plain_forms_do_not_show_fails_the_level(fault, label):
     assert all(reason.startswith("the program against the q/dq graph, on the calibration data") for reason in reasons)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("before", [(), ("relu6",), ("relu6", "hardswish")])
 def test_a_fault_from_the_third_sample_on_shows_in_whichever_size_a_rule_is_tried(before):
     found = trials(backend("third sample", binary("add", (*before, "relu"))))

@@ -96,6 +96,7 @@ def one_step(y):
     return (values[1:] - values[:-1]).min()
 
 
+@pytest.mark.slow
 def test_r08_exact_and_one_step_off_fails_the_level():
     lowering = lambda converted, inputs: Off(TINY_NPU.lower(converted, inputs), one_step)  # noqa: E731
     honest = with_row(HONEST.within(Level.ONE_STEP))
@@ -129,6 +130,7 @@ def emulation(rounded, level=Level.EXACT):
     return KernelSet("tiny_npu", (rows.Row("sums", (Rule(rule.pattern, rewrite),), level),))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("rounded", "level", "sentence"),
     [

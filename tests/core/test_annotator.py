@@ -214,6 +214,7 @@ def test_a_module_used_twice_is_quantized_twice():
     assert {r.module_path for r in report.rows if r.operator == "conv2d"} == {"conv"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("backend", ["xnnpack", "x86"])
 def test_resnets_reused_inplace_relu_and_inplace_add(backend, strict):

@@ -143,6 +143,7 @@ def of_executorch():
     return XNNPACKQuantizer().set_global(config)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("make", "backend"),
     [(of_torchao, "x86"), (of_executorch, "xnnpack"), (lambda: Folded(of_torchao()), "x86")],
@@ -208,6 +209,7 @@ def test_a_correction_that_held_back_batches_do_not_confirm_is_not_kept(spoiled)
     assert all(torch.equal(value, prepared.get_parameter(name)) for name, value in before.items())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_few_samples_confirm_only_what_holds_for_others(seed):
     """Of batches of one, three were held back, and a gain by chance was kept: up to half a decibel was lost."""

@@ -124,6 +124,7 @@ WRONG = {
 }
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("kind", sorted(WRONG))
 @pytest.mark.parametrize("name", ["mse", "torchao"])
 def test_wrong_loaders_are_refused_and_leave_no_trace(kind, name):
@@ -322,6 +323,7 @@ def test_a_shared_observer_counts_a_tensor_once_and_twins_run_once():
     assert model.twin.state is shared.state
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", [*sorted(OBSERVERS), "torchao"])
 @pytest.mark.parametrize("stop", [2, 3, 6])
 def test_resuming_gives_the_same_bits(name, stop, tmp_path):

@@ -36,6 +36,7 @@ def ranks(count, scenario, folder):
     return [json.loads(file.read_text()) if file.exists() else None for file in files]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("count", "scenario"), [(2, "mse"), (4, "minmax")])
 def test_ranks_end_with_the_qparams_of_one_process_with_all_data(count, scenario, tmp_path):
     found = ranks(count, scenario, tmp_path)
@@ -48,6 +49,7 @@ def test_ranks_end_with_the_qparams_of_one_process_with_all_data(count, scenario
     assert not list(tmp_path.glob("run*"))
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_an_error_on_the_others_and_checkpoints_survive(tmp_path):
     first, second = ranks(2, "killed", tmp_path)
     assert second is None
@@ -61,6 +63,7 @@ def test_a_killed_rank_is_an_error_on_the_others_and_checkpoints_survive(tmp_pat
     assert all(rank["qparams"] == json.loads(json.dumps(qparams(alone))) for rank in found)
 
 
+@pytest.mark.slow
 def test_a_failing_rank_tells_the_others_why(tmp_path):
     first, second = ranks(2, "spoiled", tmp_path)
     assert "rank 1: Batch 1: Input 'x' of batch 1 holds NaN" in first["error"]
@@ -95,6 +98,7 @@ def killed_trials(count, seed, folder):
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_kill_and_resume_gives_the_same_bits(tmp_path):
     found = killed_trials(8, 0, tmp_path)
     assert found["trials"] == 8

@@ -210,6 +210,7 @@ def xnnpack(**options: Any) -> Quantizer:
     return XNNPACKQuantizer().set_global(get_symmetric_quantization_config(**options))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_r18_a_network_stays_on_integers_from_entry_to_exit(per_channel: bool) -> None:
     torch.manual_seed(0)
@@ -251,6 +252,7 @@ class Branches(nn.Module):
         return torch.cond(x.sum() > 0, lambda v: self.one(v), lambda v: self.two(v) + v, (x,))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_r18_submodels_of_control_flow_are_rewritten_too() -> None:
     torch.manual_seed(0)

@@ -271,6 +271,7 @@ def some_and_all(some: list[Any], everything: list[Any]) -> list[Any]:
     return [pytest.param(*pair) for pair in some] + rest
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("quantizer", "model"), some_and_all(SOME, ALL))
 def test_post_training_graphs_equal_the_peers(quantizer: str, model: str) -> None:
     module, x = exported(model, quantizer)
@@ -312,6 +313,7 @@ QAT_MODELS = ("residual", "inverted", "perceptron", "shared")
 TRAINED = [(quantizer, model) for quantizer in QAT_QUANTIZERS for model in QAT_MODELS]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("quantizer", "model"), some_and_all([("xnnpack", "residual"), ("x86", "inverted")], TRAINED))
 def test_e18_trained_graphs_equal_the_peers(quantizer: str, model: str) -> None:
     """Forward values, gradients of a few steps and the converted graphs are equal bit for bit."""

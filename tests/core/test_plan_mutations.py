@@ -184,6 +184,7 @@ def sources():
     return {name: Source(name) for name in SOURCES}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_changed_plan_replays_or_is_one_sentence(sources, name):
     source = sources[name]

@@ -153,6 +153,7 @@ class Sums(nn.Module):
         return torch.add(x + y, y)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strict", [False, True])
 def test_q06_the_tutorials_source_partitions_quantize_a_program_of_a_default_export(strict: bool) -> None:
     x, y = X, X.flip(0) * 2

@@ -118,6 +118,7 @@ def rules(converted: fx.GraphModule) -> list[str]:
     return sorted(row.rule.replace("_bn", "") for row in explain(converted).rows if row.rule)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_e18_one_quantizer_object_trains_and_calibrates(name: str) -> None:
     x, quantizer, module = torch.randn(IMAGES), BUILT_IN[name](), model()
@@ -199,6 +200,7 @@ def test_q16_a_step_of_training_is_torchs_fake_quantization_with_straight_throug
         torch.testing.assert_close(prepared.get_parameter(name).grad, value.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["xnnpack", "x86"])
 @pytest.mark.parametrize("strict", [False, True])
 def test_e18_what_was_trained_is_what_the_saved_program_computes(backend: str, strict: bool, tmp_path) -> None:
@@ -343,6 +345,7 @@ THEIRS = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("constructor", "operand", "name"), [*OWN, *THEIRS], ids=lambda value: str(value)[-12:])
 def test_q16_every_observer_of_integers_trains(constructor, operand: int, name: str) -> None:
     torch.manual_seed(0)

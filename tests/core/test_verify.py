@@ -233,6 +233,7 @@ def legal(choices: list[int]) -> Callable[[dict[str, fx.Node]], dict[str, Any]]:
     return write
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS, choices=CHOICES)
 def test_legal_annotations_prepare_convert_and_run(steps: list[tuple[str, int, int]], choices: list[int]) -> None:

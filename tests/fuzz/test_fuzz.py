@@ -16,6 +16,7 @@ from fuzz.shrink import shrunk, written
 KNOWN: frozenset[str] = frozenset()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(7, 13))
 def test_random_models_on_x86_are_no_suspects(seed):
     verdict = judged(generated(seed, CONFIGS["x86"], KNOWN), "x86")
@@ -72,6 +73,7 @@ def test_state_that_stands_still_is_found_by_the_second_call(monkeypatch):
     assert "call 1" in verdict.told
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_costs_one_seed(monkeypatch, capfd):
     """The seed at which a process ends is a suspect; the others are judged."""
     monkeypatch.setenv("FUZZ_DIES_AT", "8")

@@ -51,6 +51,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES)
 def test_every_row_runs_on_its_kernel_within_one_step_of_the_graph(case):
     model, inputs, kernel = CASES[case]
@@ -60,6 +61,7 @@ def test_every_row_runs_on_its_kernel_within_one_step_of_the_graph(case):
     assert Level.ONE_STEP.objection(artefact(*inputs), artefact.reference(*inputs), step=step(artefact)) is None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", [ResNet18(8, 10), MobileNet()], ids=["resnet18", "mobilenet"])
 def test_whole_networks_stay_in_integers(model, tmp_path):
     x = torch.randn(1, 3, 32, 32, generator=torch.manual_seed(0))
@@ -87,6 +89,7 @@ def test_what_the_kernels_do_not_take_stays_float_with_the_reason():
         assert "portable" in {op.placement for op in artefact.program.ops}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("after", [nn.MaxPool2d(2), nn.AvgPool2d(2), nn.Conv2d(3, 4, 3)], ids=lambda it: it._get_name())
 def test_an_image_without_a_batch_stays_float_with_the_reason(after):
     """Pooling of one ended in foreign errors, its convolution in -5 dB of the graph."""
@@ -171,6 +174,7 @@ CLAMPED = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CLAMPED)
 def test_clamps_whose_bounds_lie_within_the_integers(case):
     """ExecuTorch's passes lost the quantization in front of them: -5 dB."""
@@ -198,6 +202,7 @@ IN_A_ROW = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", IN_A_ROW)
 def test_operators_in_a_row(case):
     """ExecuTorch's passes trace operators of float on integers, and fold quantization into what yields one number."""

@@ -70,6 +70,7 @@ def test_r23_three_convolutions_have_no_mismatching_element_where_the_graph_has_
     assert set(emulated.levels) == {op.node for op in emulated.ops}
 
 
+@pytest.mark.slow
 def test_r05_r23_kinds_of_arithmetic_have_no_mismatching_element():
     torch.manual_seed(0)
     inputs = (torch.randn(IMAGE) * 2, torch.randn(IMAGE) * 2)
@@ -81,6 +82,7 @@ def test_r05_r23_kinds_of_arithmetic_have_no_mismatching_element():
     assert differing(graph(*fresh), program(*fresh)) > 100
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("block", [BasicBlock(8, 8, 1), InvertedResidual(8, 8, 1)], ids=["resnet", "mobilenet"])
 def test_r23_residual_blocks_have_no_mismatching_element(block):
     torch.manual_seed(0)
@@ -131,6 +133,7 @@ def test_r08_quantization_of_floats_rounds_as_the_runtime_does():
     assert differing(graph(*inputs), real) > 0
 
 
+@pytest.mark.slow
 def test_r08_means_whose_results_lie_between_two_integers():
     """Half a step for every second sum, up to the last bit of ratio / count."""
     torch.manual_seed(0)
@@ -182,6 +185,7 @@ RANDOM = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(**RANDOM)
 def test_r23_any_shape_scale_and_zero_point(seed, kernel, groups, size, found):
@@ -206,6 +210,7 @@ def check_levels(kernels: str, found) -> None:
     assert sum(row.reference.differing for row in found) > 0
 
 
+@pytest.mark.slow
 def test_r08_every_onednn_kernel_is_at_its_declared_level(x86_mismatches):
     check_levels("x86", x86_mismatches)
 

@@ -122,6 +122,7 @@ def converted(model, inputs, quantizer):
     return quantplug.convert_pt2e(quantplug.prepare_pt2e(exported(model, *inputs), quantizer))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()

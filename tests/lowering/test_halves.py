@@ -73,6 +73,7 @@ def runs(backend, path):
     return lambda x: method.execute([x])[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("case", "backend"),
     [("texts", "xnnpack"), ("texts", "x86"), ("texts", "openvino"), ("images", "x86"), ("images", "openvino")],
@@ -164,6 +165,7 @@ def test_e13_tied_weights_are_stored_once(backend, tmp_path):
         assert sqnr(artefact(given), model(given)) > 55
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["xnnpack", "x86", "openvino"])
 def test_e13_scopes_of_float16_stand_beside_integers(backend):
     pytest.importorskip("openvino")

@@ -208,6 +208,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_without_vnni_openvino_gets_seven_bits_and_nothing_that_its_kernels_saturate_at(
     residual, tmp_path, monkeypatch
 ):
@@ -271,6 +272,7 @@ def test_products_of_two_activations_with_open_columns_lower(product):
             assert sqnr(reference(x), program(x)) > 60
 
 
+@pytest.mark.slow
 def test_without_openvino_the_backend_names_the_extra():
     script = """
 import sys, torch

@@ -26,6 +26,7 @@ def require_agreement(artefact, program, calls):
         assert (wanted - found).norm() <= 10 ** (-55 / 20) * wanted.norm()  # of a result that is zero too
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ONE_COLUMN)
 def test_a_result_of_one_column_is_computed_rightly_in_integers(name, tmp_path):
     model, shape = ONE_COLUMN[name]
@@ -91,6 +92,7 @@ READERS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_scales_of_channels_stay_with_their_channels(layer, read):
@@ -110,6 +112,7 @@ CLAMPS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("clamp", CLAMPS)
 def test_clamps_of_integers_that_others_read_round_their_bounds(clamp):
     torch.manual_seed(0)
@@ -130,6 +133,7 @@ MAXIMA = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("read", MAXIMA)
 def test_maxima_of_floats_are_quantized_as_they_are(read):
     torch.manual_seed(0)
@@ -158,6 +162,7 @@ NORMS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("norm", NORMS)
 def test_norms_of_integers_that_others_read_add_epsilon_to_the_variance_of_the_numbers(norm):
     torch.manual_seed(0)

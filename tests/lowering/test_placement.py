@@ -20,6 +20,7 @@ class Between(nn.Module):
         return self.four(self.drop(torch.relu(self.three(x))))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["x86", "xnnpack", "openvino"])
 def test_what_computes_nothing_runs_on_no_integer_kernel(backend):
     x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))

@@ -70,6 +70,7 @@ def quantized(model, backend, quantizer=None):
     return quantplug.quantize(model.eval(), CALLS[0], backend, CALLS, quantizer=quantizer, progress=False)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("product", [bmm, matmul, mul, layer])
 @pytest.mark.parametrize("backend", ["x86", "xnnpack", "openvino", "cortex_m", "products"])
 def test_angles_of_run_time_stay_float(backend, product):
@@ -97,6 +98,7 @@ def test_operators_that_scale_positions_stay_float():
     assert "counts positions, which 8 bits do not hold" in artefact.report.row("mul").reason
 
 
+@pytest.mark.slow
 def test_images_of_integers_are_no_positions():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
 

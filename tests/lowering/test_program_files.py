@@ -157,6 +157,7 @@ def test_other_sample_inputs_than_the_graph_takes_are_one_sentence(saved, tmp_pa
         X86Program.load(file)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["x86", "openvino", "xnnpack", "cortex_m", "tensorrt"])
 def test_programs_are_neither_copied_nor_pickled(backend):
     if backend == "openvino":

@@ -39,6 +39,7 @@ def lowered(backend, strict, config=None):
     return model, quantplug.quantize(program, (inputs[0],), backend, inputs, config, progress=False)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strict", [False, True], ids=["default", "strict"])
 @pytest.mark.parametrize("backend", ["xnnpack", "x86", "openvino"])
 def test_layers_in_scopes_run_on_integers_and_the_report_calls_their_weights_static(backend, strict):
@@ -55,6 +56,7 @@ def test_layers_in_scopes_run_on_integers_and_the_report_calls_their_weights_sta
         assert sqnr(found, model(x)) > 25
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kernels", ["xnnpack", "x86"])
 def test_emulation_takes_layers_in_scopes(kernels):
     _, artefact = lowered(kernels, strict=False)

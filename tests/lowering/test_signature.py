@@ -59,10 +59,12 @@ def opened(request, model, inputs, tmp_path_factory):
     return program_of(request.param, model, inputs, tmp_path_factory.mktemp("opened"), shapes)
 
 
+@pytest.mark.few(1)
 def test_what_fits_runs(fixed, model, inputs):
     torch.testing.assert_close(fixed(*inputs), model(*inputs), rtol=0, atol=0.1)
 
 
+@pytest.mark.few(1)
 def test_open_sizes_run(opened, model, inputs):
     torch.testing.assert_close(opened(*inputs), model(*inputs), rtol=0, atol=0.1)
     fewer = (inputs[0][:3], {"y": inputs[1]["y"][:3]}, 2)
@@ -95,6 +97,7 @@ def test_open_sizes_of_one_name_have_to_agree(opened, inputs):
         opened(x[:3], other, times)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kernels", ["x86", "xnnpack"])
 def test_emulations_refuse_it_too(model, inputs, kernels):
     reference = quantplug.quantize(model, inputs, kernels, [inputs], progress=False).reference

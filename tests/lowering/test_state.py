@@ -32,6 +32,7 @@ def agree(found, expected, decibels):
             assert torch.equal(one, other)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strict", [False, True], ids=["default", "strict"])
 @pytest.mark.parametrize("backend", STATEFUL)
 @pytest.mark.parametrize("kind", MODELS, ids=IDS)
@@ -44,6 +45,7 @@ def test_a_state_goes_on_from_call_to_call(kind, backend, strict):
         agree(found, model(x), 18)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", STATEFUL)
 @pytest.mark.parametrize("kind", MODELS, ids=IDS)
 def test_calling_the_program_advances_nothing_else(kind, backend, tmp_path):
@@ -58,6 +60,7 @@ def test_calling_the_program_advances_nothing_else(kind, backend, tmp_path):
         agree(one, other, 200)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("backend", ["x86", "openvino"])
 @pytest.mark.parametrize("kind", MODELS, ids=IDS)
 def test_a_saved_program_begins_with_the_models_state(kind, backend, tmp_path):
@@ -68,6 +71,7 @@ def test_a_saved_program_begins_with_the_models_state(kind, backend, tmp_path):
         agree(one, other, 90)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kernels", ["xnnpack", "x86"])
 @pytest.mark.parametrize("kind", MODELS, ids=IDS)
 def test_emulation_keeps_the_state(kind, kernels):
@@ -78,6 +82,7 @@ def test_emulation_keeps_the_state(kind, kernels):
         agree(emulated(x), reference(x), 35)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [MODELS[0], MODELS[1], MODELS[3]], ids=lambda kind: kind.__name__)
 def test_a_compiled_program_keeps_the_state(kind, tmp_path):
     _, artefact = quantized(kind, "x86")
@@ -223,6 +228,7 @@ def growing(count=4):
     return [torch.randn(2, 12, generator=generator) * (1 + 0.3 * i) for i in range(count)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["xnnpack", "x86", "openvino"])
 @pytest.mark.parametrize("kind", WRITTEN, ids=lambda kind: kind.__name__)
 def test_state_in_unusual_places(kind, backend, tmp_path):
@@ -263,6 +269,7 @@ class Narrow(nn.Module):
 WRITES = {"added": lambda seen, y: seen.add_(y.to(seen.dtype)), "copied": lambda seen, y: seen.copy_(3 * y)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["xnnpack", "x86", "openvino"])
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int8])

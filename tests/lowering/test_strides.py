@@ -76,6 +76,7 @@ def quantized(model, backend):
     return module, data, program
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["xnnpack", "x86", "openvino"])
 @pytest.mark.parametrize("model", [Groups, Windows, Offset, Part])
 def test_strides_are_those_of_the_exported_program(model, backend):
@@ -85,6 +86,7 @@ def test_strides_are_those_of_the_exported_program(model, backend):
         assert sqnr(module(x), program(x)) > 20
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("backend", ["xnnpack", "x86", "openvino"])
 @pytest.mark.parametrize(
     ("model", "words"),

@@ -26,6 +26,7 @@ class Gated(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("backend", "config"), CASES)
 def test_e08_files_of_integer_weights_are_small_and_need_no_data(backend, config, tmp_path):
     if backend == "openvino":

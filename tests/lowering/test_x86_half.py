@@ -64,6 +64,7 @@ def test_attention_and_float_layers_compute_in_bfloat16_on_what_kernels_write_in
     assert torch.equal(X86Program.load(program.save(tmp_path / "half.pt2"))(x), program(x))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_package_computes_in_bfloat16_too(block, tmp_path):
     graph, inputs, shapes = block

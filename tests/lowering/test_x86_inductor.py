@@ -57,6 +57,7 @@ def test_a_package_measures_ranges_without_python(symmetric, tmp_path):
     torch.testing.assert_close(found, program(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("function", "shape"),
     [
@@ -75,6 +76,7 @@ def test_a_max_pool_takes_images_in_any_memory(function, shape):
     assert sqnr(program.compile()(x), program(x)) > 100
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("config", ["int8", "int8_dynamic"])
 def test_the_size_of_a_convolution_over_one_dimension_is_known(config):
     x = torch.randn(2, 4, 24)

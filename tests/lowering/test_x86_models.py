@@ -191,6 +191,7 @@ def require_agreement(model, inputs, reference, program):
 MODES = ("int8", "int8_dynamic", "int8_weight_only")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mode", [*MODES, "qat"])
 @pytest.mark.parametrize("name", OWN)
 def test_small_models_agree_with_their_reference_in_every_mode(name, mode):

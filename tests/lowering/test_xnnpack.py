@@ -162,6 +162,7 @@ def twice(s: Net, x: Tensor, layer) -> Tensor:
     return fake(layer(fake(layer(fake(x), weight, s.b), B), weight, s.b), (0.09, 1))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", INTEGER)
 def test_defects_of_the_stock_flow_run_on_integer_kernels(name):
     net, shapes, operators = INTEGER[name]
@@ -227,6 +228,7 @@ FLOAT = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", FLOAT)
 def test_what_no_integer_kernel_computes_stays_float_and_says_why(name):
     net, shapes, word = FLOAT[name]
@@ -294,6 +296,7 @@ def test_an_fp16_model_gives_finite_numbers():
     assert decibels(program(x), graph(x)) > 40
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_quantized_half_precision_graph_keeps_its_dtypes(dtype):
     def half(x, qparams=A):
@@ -322,6 +325,7 @@ class Batched(torch.nn.Module):
         return fake(F.relu(F.linear(fake(x), self.weight())), B)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("given", [True, False])
 def test_dynamic_batch(given):
     x = torch.randn(4, 16)
@@ -391,6 +395,7 @@ def test_a_program_that_loses_the_reference_is_not_returned(small):
         lower(graph_of(net, x), (x,), minimum_sqnr=200.0)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_the_runtime_refuses_is_left_float(monkeypatch):
     from quantplug.lowering.xnnpack import partition
 
@@ -404,6 +409,7 @@ def test_a_kernel_that_the_runtime_refuses_is_left_float(monkeypatch):
     assert "refused" in placed["aten.softmax.int"].reason
 
 
+@pytest.mark.slow
 def test_lowering_prints_nothing():
     script = (
         "import logging, torch, torchao.quantization.pt2e\n"
@@ -422,6 +428,7 @@ def test_lowering_prints_nothing():
     assert run.stderr.split("BEGIN\n")[1] == ""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("activation", [nn.Softplus(), nn.Mish(), nn.Hardshrink()], ids=lambda m: type(m).__name__)
 def test_float_operators_that_the_delegate_mixes_up_run_outside_of_it(activation):
     torch.manual_seed(0)

@@ -92,11 +92,13 @@ def require_agreement(name, config, is_open):
         assert decibels(artefact(x), reference if config == "int8" else model(x)) >= 30
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MOVES)
 def test_moved_tensors_are_copied_and_viewed(name):
     require_agreement(name, "int8", is_open=False)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["shuffle of channels", "windows", "attention"])
 def test_moved_tensors_of_any_batch_are_copied_and_viewed(name):
     require_agreement(name, "int8", is_open=True)
@@ -110,6 +112,7 @@ def test_moved_tensors_of_every_config_are_copied_and_viewed(name, config, is_op
     require_agreement(name, config, is_open)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["shuffle of channels", "reshape", "space to depth", "windows"])
 def test_copies_between_integers_cost_no_conversion(name):
     x = torch.randn(2, 3, 8, 8)

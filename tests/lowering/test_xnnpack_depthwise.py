@@ -28,6 +28,7 @@ def program_of(model, config="int8", size=36):
     return program
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LARGE)
 def test_a_large_kernel_runs_as_float_parts_and_says_why(name):
     torch.manual_seed(0)
@@ -45,6 +46,7 @@ def test_a_large_kernel_of_a_graph_that_quantizes_at_run_time():
     assert any("25 taps" in op.reason for op in program.ops)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layer", [nn.Conv2d(8, 8, 5, groups=8), nn.Conv2d(8, 8, 7), nn.Conv2d(8, 8, 7, groups=2)])
 def test_what_has_a_kernel_stays_one_integer_convolution(layer):
     program = program_of(layer, size=12)

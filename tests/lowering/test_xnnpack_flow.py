@@ -56,6 +56,7 @@ INTEGER = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", INTEGER)
 def test_between_convolutions_the_domain_stays_integer(name):
     net = Net(lambda s, x: s.b(INTEGER[name](s.a(x))), a=layer(), b=layer())
@@ -65,6 +66,7 @@ def test_between_convolutions_the_domain_stays_integer(name):
     assert artefact.program.delegates == 1
 
 
+@pytest.mark.slow
 def test_wide_ranges_run_on_integer_kernels_when_a_backend_adds_them():
     wide = derive(XNNPACK, "xnnpack_wide", add=WIDE_RANGES)
     quantizer = type("Wide", (BackendQuantizer,), {"backend": wide})()
@@ -81,6 +83,7 @@ RECURRENT = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_layers_are_one_delegate_of_integer_layers_and_float_states(name):
     recurrent, shape = RECURRENT[name]
@@ -95,6 +98,7 @@ def test_recurrent_layers_are_one_delegate_of_integer_layers_and_float_states(na
     assert (counts.f32, counts.delegates, counts.portable) == (0, 1, 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_float_states_keep_what_a_float_recurrence_keeps(kind):
     def signal(quantizer) -> float:
@@ -126,6 +130,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_by_a_constant_matrix_are_linear_layers(name):
     torch.manual_seed(0)
@@ -134,6 +139,7 @@ def test_products_by_a_constant_matrix_are_linear_layers(name):
     assert (counts.int8, counts.f32, counts.delegates, counts.portable) == (1, 0, 1, 0)
 
 
+@pytest.mark.slow
 def test_a_local_response_norm_and_a_volume_run():
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.LocalResponseNorm(3), nn.Conv2d(8, 4, 3))
     assert next(o.placement for o in flow(model, IMAGE).program.ops if "conv2d" in o.target) == "int8"
@@ -149,6 +155,7 @@ def test_a_dynamic_linear_behind_a_convolution_runs():
     flow(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(6, 4)), (1, 3, 8, 8), config="int8_dynamic", minimum=30.0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("config", "limit"), [("int4_dynamic", 0.16), ("int4_dynamic_groups", 0.16)])
 def test_four_bit_linear_layers_run_and_are_small(config, limit):
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
@@ -158,6 +165,7 @@ def test_four_bit_linear_layers_run_and_are_small(config, limit):
     assert artefact.program.counts.int8 == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("config", ["int8_weight_only", "int4_weight_only"])
 def test_weight_only_linear_layers_need_no_calibration(config):
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
@@ -198,6 +206,7 @@ def test_e03_an_input_that_is_read_in_float_cannot_be_integer():
         quantizer.set_io(output=torch.float16)
 
 
+@pytest.mark.slow
 def test_attention_under_a_mask_of_run_time_before_a_reshape_and_a_product():
     """As GPT-2 has it; tracing took the reshape for a view, which ExecuTorch's products have no strides for."""
 

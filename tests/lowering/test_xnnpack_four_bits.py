@@ -19,6 +19,7 @@ def layers(channels):
     return nn.Sequential(nn.Linear(8, channels), nn.ReLU(), nn.Linear(channels, 6)).eval()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("channels", [1, 3, 13, 33])
 @pytest.mark.parametrize("config", ["int4_dynamic", "int4_weight_only"])
 def test_odd_input_channels_compute_what_their_graph_does(channels, config):
@@ -44,6 +45,7 @@ def test_odd_channels_of_an_open_batch_are_right_for_every_batch():
         assert sqnr(artefact(x), artefact.reference(x)) > 100
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("config", ["int4_dynamic", "int4_weight_only"])
 def test_a_single_weight_of_four_bits_stays_float_with_the_reason(config):
     """The runtime ended the process on loading it."""
@@ -73,6 +75,7 @@ def test_weights_of_four_bits_beside_calibrated_inputs_are_told():
             quantplug.prepare_pt2e(exported, quantplug.get_quantizer("xnnpack").set_global(name))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["int4_dynamic", "int4_weight_only"])
 def test_weights_of_a_range_within_four_bits_are_stored_in_four(name, tmp_path):
     """Weights of -7..7 took 8 bits in the file, and the report said 4."""
@@ -103,6 +106,7 @@ def in_groups(name, low, high):
     return replace(config, weight=QuantizationSpec(torch.int8, made, low, high))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("low", "high"), [(-7, 7), (-4, 3)])
 def test_weights_in_groups_of_a_range_within_four_bits_lower(low, high, tmp_path):
     """Lowering ended in "Only 4b group quantization is supported"."""

@@ -28,6 +28,7 @@ def outside(layer, shape, backend):
     return artefact.program.ops[1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_no_kernel_takes_runs_outside(name):
     layer, shape, reason = LAYERS[name]
@@ -36,6 +37,7 @@ def test_what_no_kernel_takes_runs_outside(name):
     assert reason in found.reason
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_lowering_sees_what_another_quantizer_annotated(name):
     from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (

@@ -176,6 +176,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_a_rewrite_keeps_the_numbers(name, strict):

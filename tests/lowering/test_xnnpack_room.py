@@ -31,6 +31,7 @@ def test_a_full_array_of_calls_gets_another_call_that_nothing_reads(calls):
     assert (held.dims, held.flags) == ([2, 3], 1)
 
 
+@pytest.mark.slow
 def test_a_delegate_of_64_calls_loads_and_runs():
     def forward(net, x):
         x = net.layer(x)
@@ -64,6 +65,7 @@ def released(program, tmp_path):
     subprocess.run([sys.executable, "-c", RELEASE, str(path)], check=True)
 
 
+@pytest.mark.slow
 def test_many_elementwise_operators_in_a_row_keep_their_tables(tmp_path):
     """XNNPACK freed the tables of such a row twice."""
 

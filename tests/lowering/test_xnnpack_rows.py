@@ -71,6 +71,7 @@ def worst(found: Tensor, expected: Tensor) -> float:
     return min(sqnr(*pair) for pair in zip(found.detach(), expected.detach(), strict=True))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
     ("model", "shape"),
@@ -91,6 +92,7 @@ def test_every_row_keeps_its_precision_in_the_graph_and_in_the_saved_program(mod
     assert [(op.placement, op.reason) for op in layers] == [("int8", "")] * 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("config", "decibels"), [("int8_dynamic", AGREED), ("int4_dynamic", AGREED), ("int4_dynamic_groups", AGREED)]
 )
@@ -131,6 +133,7 @@ def test_images_of_open_size_have_a_scale_each():
         assert worst(program(x), reference(x)) > AGREED
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("net", "shape", "what"),
     [
@@ -156,6 +159,7 @@ def test_a_graph_with_one_scale_runs_with_one_a_row_and_its_operators_say_so(net
     assert reasons == [f"the kernel chooses a scale per {what}, the graph per tensor"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shape", [(6, 32), (6, 3, 32), (6, 2, 3, 32)])
 def test_torchaos_rows_lower_whatever_their_rank(shape):
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerGroup, quantize_
@@ -171,6 +175,7 @@ def test_torchaos_rows_lower_whatever_their_rank(shape):
     assert [op.placement for op in program.ops if "linear" in op.target] == ["int8", "int8"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("model", "shape"), [(Layers, (6, 4, 32)), (Images, (5, 8, 12, 12))])
 @pytest.mark.parametrize("config", ["int8_dynamic", "int4_dynamic", "int4_dynamic_groups"])
 def test_r08_the_emulation_of_rows_has_the_kernels_arithmetic(model, shape, config):

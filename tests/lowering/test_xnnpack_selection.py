@@ -140,6 +140,7 @@ def test_a_whole_piece_of_a_concatenation_is_the_piece():
     assert not shapes(graph, "slice")
 
 
+@pytest.mark.slow
 def test_the_program_of_a_classifier_on_one_token():
     x = torch.randn(1, TOKENS, 16)
     artefact = quantplug.quantize(Tokens(lambda y: y[:, 0]).eval(), (x,), "xnnpack", [x], progress=False)

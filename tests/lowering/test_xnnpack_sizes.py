@@ -32,6 +32,7 @@ def test_a_program_of_convolutions_takes_every_batch_that_was_exported():
     require_agreement(artefact, *(torch.randn(size, 3, 8, 8) for size in (1, 15, 16, 64, 2)))
 
 
+@pytest.mark.slow
 def test_convolutions_outside_of_delegates_take_every_batch_that_was_exported():
     """Memory is planned last, by a pass that traces what no delegate took once more."""
 
@@ -68,6 +69,7 @@ def test_more_than_was_exported_is_told_with_the_limit():
     assert program(x).shape == (4, 6, 4)
 
 
+@pytest.mark.slow
 def test_integer_means_are_right_in_calls_that_grow():
     """XNNPACK's mean wrote its sums into memory of the smaller call before."""
     model = Net(lambda net, x: F.adaptive_avg_pool2d(F.relu(net.layer(x)), 1), layer=nn.Conv2d(3, 16, 3))
@@ -77,12 +79,14 @@ def test_integer_means_are_right_in_calls_that_grow():
     assert {op.placement for op in artefact.program.ops if "mean" in op.target} == {"float"}
 
 
+@pytest.mark.slow
 def test_a_mean_of_fixed_sizes_stays_integer():
     model = Net(lambda net, x: F.adaptive_avg_pool2d(F.relu(net.layer(x)), 1), layer=nn.Conv2d(3, 16, 3))
     artefact = quantized(model, torch.randn(4, 3, 8, 8), None)
     assert {op.placement for op in artefact.program.ops} == {"int8"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shapes", [(({0: BATCH}, {0: BATCH}),), {"xs": ({0: BATCH}, {0: BATCH})}])
 def test_inputs_of_any_number_have_open_sizes(shapes):
     def both(net, *xs):
@@ -110,6 +114,7 @@ def test_sizes_without_a_limit_are_refused(size):
         quantized(model, x, ({0: size},))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
 @pytest.mark.parametrize("config", ["int8", "int8_dynamic"])
 def test_padded_convolutions_take_every_batch_that_was_exported(mode, config):
@@ -120,6 +125,7 @@ def test_padded_convolutions_take_every_batch_that_was_exported(mode, config):
     require_agreement(artefact, *(torch.randn(size, 4, 8, 8) for size in (3, 1, 64, 2)))
 
 
+@pytest.mark.slow
 def test_a_program_for_less_than_was_exported_is_refused_when_it_is_lowered(monkeypatch):
     monkeypatch.setattr(legalize, "AT_LOWERING", ())
     plain = derive(XNNPACK, "plain", transforms=())
@@ -129,6 +135,7 @@ def test_a_program_for_less_than_was_exported_is_refused_when_it_is_lowered(monk
         quantplug.quantize(model, (x,), quantizer, [x], dynamic_shapes=({0: BATCH},), progress=False)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("slopes", [1, 6])
 @pytest.mark.parametrize("shape", [(6, 6), (3, 6, 6), (2, 6, 3, 6), (2, 6, 3, 4, 6)])
 @pytest.mark.parametrize("config", ["int8", "int4_dynamic"])
@@ -157,6 +164,7 @@ class Speech(nn.Module):
         return self.out(self.over(self.into(x.transpose(1, 2)).transpose(1, 2)).relu().transpose(1, 2))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("quantizer", ["xnnpack", "tensorrt"])
 @pytest.mark.filterwarnings("ignore:The quantizer is for backend")
 def test_a_convolution_over_time_takes_open_batches_and_lengths(quantizer):

@@ -28,6 +28,7 @@ class Plain(nn.Module):
         return ATEN.relu6_.default(self.spelled(x, self.weight, self.bias))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_convolutions_in_every_spelling_run_in_integers(spelling):
     torch.manual_seed(0)

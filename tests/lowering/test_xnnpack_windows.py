@@ -151,6 +151,7 @@ class ShiftedWindows(nn.Module):
         return apart.masked_fill(apart != 0, -100.0)
 
 
+@pytest.mark.slow
 def test_shifted_windows_run_whole_in_one_delegate_and_keep_their_mask():
     model, x = ShiftedWindows().eval(), torch.randn(1, 3, 16, 16)
     artefact = quantplug.quantize(model, (x,), "xnnpack", [x, torch.randn(1, 3, 16, 16)], progress=False)

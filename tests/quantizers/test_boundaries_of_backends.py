@@ -17,6 +17,7 @@ def network(first):
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(12, 6)).eval()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", list(DTYPES))
 @pytest.mark.parametrize("ends", ["both", "input", "output"])
 def test_e03_integers_go_in_and_come_out(backend, ends):

@@ -78,6 +78,7 @@ CHILDREN = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ComposableQuantizer quantizes none")  # as two that leave linears float, for linears
 @settings(max_examples=20, deadline=None)
 @given(

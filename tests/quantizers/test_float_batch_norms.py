@@ -52,6 +52,7 @@ def norms(model: fx.GraphModule) -> list[fx.Node]:
     return [node for node in model.graph.nodes if "batch_norm" in str(node.target)]
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", FIRST)
 def test_a_float_convolution_keeps_its_batch_norm(name: str, strict: bool) -> None:
@@ -119,6 +120,7 @@ def test_a_plan_keeps_the_same_batch_norms() -> None:
     assert len(norms(replayed)) == 1
 
 
+@pytest.mark.slow
 def test_a_mixed_program_runs(tmp_path) -> None:
     quantizer = FIRST["operator type"]()
     prepared = quantplug.prepare_pt2e(exported(), quantizer)

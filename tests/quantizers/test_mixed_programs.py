@@ -36,6 +36,7 @@ from quantplug import ComposableQuantizer, EmbeddingQuantizer, explain, get_quan
 from quantplug.core.specs.levels import sqnr
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("table", [EmbeddingQuantizer, torchao_embedding.EmbeddingQuantizer])
 def test_embedding_dynamic_linears_and_static_linears(core, table):
@@ -68,6 +69,7 @@ def test_embedding_dynamic_linears_and_static_linears(core, table):
             assert {op.node for op in program.ops if op.placement == "portable"} == portable
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize(
     ("backbone", "head"),
@@ -88,6 +90,7 @@ def test_foreign_quantizers_keep_to_their_regions_beside_ours(core, backbone, he
     assert explain(reference).notes == ()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("backend", "floats"), [("xnnpack", {"linear_1"}), pytest.param("x86", set(), marks=needs_vnni)]
 )
@@ -124,6 +127,7 @@ def test_training_goes_through_the_same_composition():
     assert found["linear"] == "xnnpack 2"
 
 
+@pytest.mark.slow
 def test_a_backbone_on_xnnpack_and_a_head_on_portable_kernels_in_one_program(tmp_path):
     model = Images().eval()
     reference = converted(model, mixed(), X)
