@@ -35,8 +35,6 @@ from quantplug.core.patterns.language import Match, Miss, constant, either, op, 
 Permission: TypeAlias = Callable[[fx.Node, fx.Node], str | None]
 """Asked with (producer, batch norm); returns None to allow the folding or the reason against it."""
 
-"""What a new node does not take over from the node that it comes from."""
-
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 _DIRECT = op(
     *_CONVOLUTIONS, "convolution", "linear", weight=constant("weight"), bias=optional(constant("bias")), name="producer"

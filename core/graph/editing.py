@@ -11,7 +11,12 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.graph.facts import attribute, has_effect, operands, tensor_value
 from quantplug.core.graph.meta import ORIGINS, REASON, SOURCE
-from quantplug.core.peers.torch_names import OpOverload, schema_of
+from quantplug.core.peers.torch_names import OpOverload, is_erased, schema_of
+
+# What a new node does not take over from the node that it comes from.
+OWN_META = frozenset({"val", "tensor_meta", Q_ANNOTATION_KEY})
+# Metadata that names an operator or a layer class, which another operator in its place is not.
+_OF_ONE_OPERATOR = (REASON.key, SOURCE.key, "torch_fn")
 
 
 def erase_dead_code(graph: fx.Graph) -> None:
@@ -29,9 +34,6 @@ def replace_inputs(node: fx.Node, replacement: Mapping[fx.Node, fx.Node]) -> Non
     node.args = map_arg(node.args, lambda n: replacement.get(n, n))
     if node.kwargs:
         node.kwargs = map_arg(node.kwargs, lambda n: replacement.get(n, n))
-
-
-OWN_META = frozenset({"val", "tensor_meta", Q_ANNOTATION_KEY})
 
 
 def set_operand(node: fx.Node, name: str, value: Any) -> None:
@@ -78,12 +80,11 @@ def erase_unused(nodes: Iterable[fx.Node]) -> None:
 
     For this, reading constants and operator calls of this module count as free of effects; model inputs stay.
     """
-    waiting, erased = list(nodes), set[fx.Node]()
+    waiting = list(nodes)
     while waiting:
         node = waiting.pop()
-        if node.users or node in erased or node.op not in ("call_function", "get_attr", "call_module"):
+        if node.users or is_erased(node) or node.op not in ("call_function", "get_attr", "call_module"):
             continue
-        erased.add(node)
         waiting.extend(node.all_input_nodes)
         node.graph.erase_node(node)
 
@@ -107,10 +108,6 @@ def add_constant(owner: fx.GraphModule, graph: fx.Graph, value: Tensor, name: st
     else:
         owner.register_buffer(free, value)
     return graph.get_attr(free)
-
-
-# Metadata that names an operator or a layer class, which another operator in its place is not.
-_OF_ONE_OPERATOR = (REASON.key, SOURCE.key, "torch_fn")
 
 
 def call(before: fx.Node, target: Any, args: Sequence[Any], like: fx.Node, dtype: torch.dtype | None = None) -> fx.Node:

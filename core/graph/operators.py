@@ -11,6 +11,19 @@ from quantplug.core.peers.torch_names import OpOverload, OpOverloadPacket, regis
 
 Target: TypeAlias = Callable[..., Any]
 
+# Operators that put numbers elsewhere and change none, by their names in ATen.
+MOVES = (
+    *("view", "reshape", "_unsafe_view", "flatten.using_ints", "unflatten.int", "contiguous", "clone"),
+    *("permute", "transpose.int", "t", "movedim.int", "squeeze", "unsqueeze"),
+    *("flip", "roll", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "select.int", "slice.Tensor", "narrow"),
+)
+# Those that also write a number several times.
+REPEATS = ("expand", "repeat", "repeat_interleave.self_int")
+# Operators that compute nothing at inference, by their names in ATen.
+DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+ALIASES = ("alias", "detach", "lift_fresh_copy")
+IDENTITIES = (*DROPOUTS, *ALIASES)
+
 
 def operator_overloads(target: str | OpOverload | OpOverloadPacket) -> frozenset[Target]:
     """Returns the overloads that a name, packet or overload stands for in a pattern.
@@ -54,18 +67,3 @@ def _functional(packet: OpOverloadPacket) -> Iterator[OpOverload]:
         found: OpOverload = getattr(packet, overload)
         if not any(argument.is_out for argument in schema_of(found).arguments):
             yield found
-
-
-MOVES = (
-    *("view", "reshape", "_unsafe_view", "flatten.using_ints", "unflatten.int", "contiguous", "clone"),
-    *("permute", "transpose.int", "t", "movedim.int", "squeeze", "unsqueeze"),
-    *("flip", "roll", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "select.int", "slice.Tensor", "narrow"),
-)
-
-
-REPEATS = ("expand", "repeat", "repeat_interleave.self_int")
-
-# Operators that compute nothing at inference, by their names in ATen.
-DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
-ALIASES = ("alias", "detach", "lift_fresh_copy")
-IDENTITIES = (*DROPOUTS, *ALIASES)
