@@ -48,6 +48,7 @@ def keywords(seed):
     return {name: values[name] for name in ("scale", "mask")}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("form", ["module", "strict", "program"])
 def test_a_model_called_by_keyword_runs_as_it_is_called(backend, form):
@@ -146,6 +147,7 @@ class Classifier(nn.Module):
         return Output(self.body(image))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_output_class_comes_back_as_it_is(backend):
     model, x = Classifier().eval(), torch.randn(2, 3, 8, 8)
@@ -208,6 +210,7 @@ def foreign_quantizers():
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", list(foreign_quantizers()))
 def test_quantize_takes_any_quantizer_and_the_backend_lowers(name):
     backend, quantizer, expected = foreign_quantizers()[name]
@@ -293,6 +296,7 @@ def test_open_sizes_that_do_not_fit_the_inputs_are_one_sentence(sizes, said):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", [*BACKENDS, "tensorrt"])
 @pytest.mark.parametrize("sizes", [((OPEN, OPEN),), {"xs": (OPEN, OPEN)}])
 def test_a_model_of_any_number_of_inputs_keeps_its_open_sizes(backend, sizes):

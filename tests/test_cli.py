@@ -109,6 +109,7 @@ def test_help_shows_brackets_as_they_are(run):
     assert "[samples, ...]" in " ".join(out.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_quantize_corrects_biases_with_as_many_samples_as_asked(run, monkeypatch):
     seen = []
     monkeypatch.setattr(flow, "correct_biases", lambda prepared, loader, samples, **_: seen.append(samples) or True)
@@ -229,6 +230,7 @@ def test_an_output_that_is_full_is_one_sentence(files):
     assert "Exception ignored" not in done.stderr
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["xnnpack", "cortex_m", "openvino", "x86"])
 def test_a_full_disk_is_no_fault_of_the_model(backend, files):
     def no_large_files():

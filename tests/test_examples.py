@@ -16,6 +16,7 @@ def _run(arguments, cwd):
     return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example, tmp_path):
     done = _run([str(example)], tmp_path)
@@ -23,6 +24,7 @@ def test_example_runs(example, tmp_path):
     assert done.stdout.strip()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 def test_the_python_of_a_document_runs_from_top_to_bottom(document, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", document.read_text(), flags=re.DOTALL)

@@ -28,6 +28,7 @@ from quantplug.core.errors import (
     QuantplugError,
 )
 from quantplug.core.specs.levels import sqnr
+from quantplug.plugin import annotate_with
 from quantplug.quantizers.x86_config import get_x86_quantization_config
 
 BACKENDS = ("xnnpack", "x86")
@@ -47,6 +48,7 @@ def resnet():
     return settled(ResNet18(16, 10), torch.randn(8, *SIZE[1:]))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strict", [False, True], ids=["nonstrict", "strict"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_resnet18_through_both_backends(resnet, backend, strict):
@@ -70,11 +72,11 @@ class Toy(Quantizer):
         self.config = config
 
     def annotate(self, model):
-        for rule in (
+        rules = (
             convolution(activations=("relu",)), linear(), binary("add"), pooling("max_pool2d"),
             pooling("adaptive_avg_pool2d"), movement(),
-        ):  # fmt: skip
-            rule(model, self.config)
+        )  # fmt: skip
+        annotate_with(model, rules, self.config)
         return model
 
     def validate(self, model):
@@ -140,6 +142,7 @@ def test_r20_lowered_to_native_kernels(tmp_path):
     assert calls["xnnpack"].program.delegates == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_saved_artefact_loads_and_gives_the_same(backend, tmp_path):
     artefact = quantplug.quantize(small(), (X,), backend, [X], progress=False)
@@ -157,6 +160,7 @@ def test_a_saved_artefact_loads_and_gives_the_same(backend, tmp_path):
     assert torch.equal(loaded, artefact(X))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError("disk full")])
 def test_an_interrupted_save_leaves_no_half_written_artefact(tmp_path, monkeypatch, interruption):
     artefact = quantplug.quantize(small(), (X,), "xnnpack", [X], progress=False)
@@ -200,6 +204,7 @@ def test_saving_replaces_neither_a_pipe_nor_a_link(tmp_path):
     assert torch.equal(type(artefact.program).load(there)(X), artefact(X))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_forms_of_model_and_inputs(backend):
     model = small()
@@ -353,6 +358,7 @@ def test_copies_of_annotations_are_not_shared_between_runs():
     assert not any(isinstance(v, QuantizationAnnotation) for n in model.graph.nodes for v in n.meta.values())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("backend", ["x86", "xnnpack"])
 def test_a_model_of_one_sample_without_a_batch(backend, dims):
@@ -381,6 +387,7 @@ def test_a_recurrent_layer_over_sequences_of_open_length_is_refused_with_its_nam
         quantplug.quantize(Tagger().eval(), (x,), backend, [x], dynamic_shapes=({1: length},), progress=False)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["x86", "xnnpack", "openvino"])
 def test_quantizing_in_inference_mode_gives_what_it_gives_outside(backend):
     model = small()
@@ -419,6 +426,7 @@ def test_what_holds_no_numbers_and_names_without_end_are_one_short_sentence(argu
     assert len(str(error.value)) < 400
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["x86", "xnnpack", "openvino"])
 def test_a_program_says_what_is_wrong_with_an_input_in_a_short_sentence(backend):
     artefact = quantplug.quantize(small(), (X,), backend, [X], progress=False)
@@ -430,6 +438,7 @@ def test_a_program_says_what_is_wrong_with_an_input_in_a_short_sentence(backend)
     assert artefact(X).shape == artefact.reference(X).shape
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["x86", "xnnpack", "openvino", "tensorrt"])
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC], ids=["denied", "read-only", "full"])
 def test_a_file_that_the_system_refuses_is_one_sentence_and_leaves_nothing(backend, code, tmp_path, monkeypatch):

@@ -41,6 +41,7 @@ def command_line(*arguments, env, cwd=None):
     return python("-c", program, *arguments, env=env, cwd=cwd)
 
 
+@pytest.mark.slow
 def test_b26_r17_b16_a_package_is_listed_with_what_is_wrong_with_its_other_entries(plugged):
     code, out, _ = command_line("backends", env=plugged)
     assert code == 0
@@ -69,6 +70,7 @@ except quantplug.QuantplugError as error:
 """
 
 
+@pytest.mark.slow
 def test_b26_r02_r03_a_plugin_is_used_by_name_and_a_broken_one_harms_no_other(plugged, tmp_path):
     code, out, err = python("-c", USE, env=plugged, cwd=tmp_path)
     assert code == 0, err
@@ -80,6 +82,7 @@ def kit(name, *arguments, env, cwd):
     return python("-m", "pytest", *options, *arguments, env=env, cwd=cwd)
 
 
+@pytest.mark.slow
 def test_b26_r01_a_plugin_passes_the_kit_where_there_are_no_test_files(plugged, tmp_path):
     code, out, _ = kit("tiny_npu", "-rA", env=plugged, cwd=tmp_path)
     assert code == 0, out
@@ -92,6 +95,7 @@ def test_b26_r01_a_plugin_passes_the_kit_where_there_are_no_test_files(plugged, 
     assert f"{forms} skipped" in out
 
 
+@pytest.mark.slow
 def test_the_kit_says_which_backend_it_cannot_test(plugged, tmp_path):
     code, out, err = kit("tiny_np", env=plugged, cwd=tmp_path)
     assert code == 4
@@ -99,6 +103,7 @@ def test_the_kit_says_which_backend_it_cannot_test(plugged, tmp_path):
     assert "Traceback" not in out + err
 
 
+@pytest.mark.slow
 def test_r02_r05_what_new_backend_writes_passes_the_kit_and_its_own_tests(tmp_path):
     code, out, err = command_line("new-backend", "fresh_npu", "--out", str(tmp_path), env=dict(os.environ))
     assert code == 0, err

@@ -80,6 +80,7 @@ def _name(value):
     return str(value.relative_to(ROOT)) if isinstance(value, Path) else value
 
 
+@pytest.mark.few(153)
 @pytest.mark.parametrize(("room", "path"), FILES, ids=_name)
 def test_imports_run_one_way(room, path):
     for module, name in _imports(path):

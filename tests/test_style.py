@@ -14,6 +14,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("check", COMMANDS)
 def test_style(check):
     done = subprocess.run(

@@ -69,6 +69,7 @@ def test_the_package_keeps_what_it_declares(tiny8):
     assert not [(name, check, verdict.reason) for name, check, verdict in found if verdict.status == "failed"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
 @pytest.mark.parametrize("is_decomposed", [False, True], ids=["whole", "decomposed"])
 def test_a_model_of_the_eight_operators_runs_on_integers(tiny8, is_decomposed, is_open):

@@ -172,6 +172,7 @@ def test_a_fault_from_the_third_sample_on_shows_in_whichever_size_a_rule_is_trie
     assert {trial.claim.label for trial in asked if judge(trial, "level").status == "failed"} == {"add", "add_relu"}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("label", ["add", "add_relu", "linear_relu", "max_pool2d"])
 def test_b26_honest_operators_pass(label):
     found = [judge(trial, check) for trial in trials(backend(), label) for check in ("lowered", "delegated", "level")]

@@ -73,6 +73,7 @@ def test_convolutions_fold(kinds, dims, groups, affine, bias, decompose):
     check_folds(nn.Sequential(layer, norm, nn.ReLU()), torch.randn(2, 4, *(7,) * dims), decompose=decompose)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("decompose", [False, True], ids=["aten", "decomposed"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("affine", [False, True])

@@ -284,6 +284,7 @@ def test_e13_what_is_computed_from_halves_alone_is_computed_when_a_program_is_lo
         assert sqnr(program(given), artefact.reference(given)) > 100
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("config", ["float16", "int8_weight_only"])
 @pytest.mark.parametrize("sum_of", [lambda c, x: c + x, lambda c, x: torch.sigmoid(c) * x])
 @torch.no_grad()

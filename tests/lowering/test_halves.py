@@ -141,6 +141,7 @@ def test_e13_numbers_that_float16_does_not_hold_are_told():
         quantplug.quantize(model, (torch.randn(4, 64),), "xnnpack", config="float16", progress=False)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["xnnpack", "x86", "openvino"])
 def test_e13_tied_weights_are_stored_once(backend, tmp_path):
     pytest.importorskip("openvino")

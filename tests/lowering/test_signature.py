@@ -71,6 +71,7 @@ def test_open_sizes_run(opened, model, inputs):
     torch.testing.assert_close(opened(*fewer), model(*fewer), rtol=0, atol=0.1)
 
 
+@pytest.mark.few(1)
 def test_what_does_not_fit_is_refused(fixed, inputs):
     x, other, times = inputs
     float32, refused = re.escape("torch.float32 (4, 3, 12, 12)"), r"found torch\.\w+ \([\d, ]+\); pass it so"
@@ -91,6 +92,7 @@ def test_what_does_not_fit_is_refused(fixed, inputs):
         assert "\n" not in str(raised.value)
 
 
+@pytest.mark.few(1)
 def test_open_sizes_of_one_name_have_to_agree(opened, inputs):
     x, other, times = inputs
     with pytest.raises(LoweringError, match=r"Input 1 of the program is .* with \w+ = 3, found torch.float32 \(4, 4\)"):

@@ -129,6 +129,7 @@ def qdq_graph(name, config, is_open, is_decomposed):
     return quantplug.convert_pt2e(prepared), x
 
 
+@pytest.mark.few(5)
 @pytest.mark.filterwarnings("ignore:PlainQuantizer quantizes none")
 @pytest.mark.parametrize("is_decomposed", [False, True], ids=["whole", "decomposed"])
 @pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])

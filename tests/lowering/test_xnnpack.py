@@ -365,6 +365,7 @@ def test_a_saved_program_runs_in_a_bare_runtime(small, tmp_path):
         program.save(tmp_path / "absent" / "small.pte")
 
 
+@pytest.mark.slow
 def test_programs_with_different_numbers_of_threads_take_turns(small):
     graph, x, first = small
     one, two = lower(graph, (x,), threads=1), lower(graph, (x,), threads=2)

@@ -225,6 +225,7 @@ def test_attention_under_a_mask_of_run_time_before_a_reshape_and_a_product():
         assert decibels(artefact(x, mask), net(x, mask)) > 20
 
 
+@pytest.mark.slow
 def test_masks_and_positions_are_constants_and_attention_is_products():
     def attend(s, x):
         positions = torch.arange(x.shape[1], device=x.device)

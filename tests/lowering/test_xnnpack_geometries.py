@@ -51,6 +51,7 @@ def test_the_lowering_sees_what_another_quantizer_annotated(name):
     assert reason in found.reason
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "layer",
     [nn.Upsample(scale_factor=1.5, mode="bilinear", align_corners=True), nn.Upsample((9, 4), mode="bilinear")],

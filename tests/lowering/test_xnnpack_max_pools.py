@@ -31,6 +31,7 @@ def test_even_windows_are_max_pools(name, is_strict):
     torch.testing.assert_close(graph(fresh), model(fresh), rtol=0, atol=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_open", [False, True], ids=["fixed", "any batch"])
 @pytest.mark.parametrize("dims", [1, 2])
 def test_pools_behind_convolutions_run_on_integers(dims, is_open):

@@ -68,6 +68,7 @@ class Branches(nn.Module):
         return self.c(torch.cond(x.sum() > 0, self.a, inner, (x,)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("config", ["int8", "int8_dynamic"])
 def test_layers_in_branches_run_on_integer_kernels(config):
     torch.manual_seed(0)
@@ -104,6 +105,7 @@ def test_layers_in_scopes_run_on_integer_kernels():
         assert decibels(artefact(x), artefact.reference(x)) >= 40
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("config", ["int8", "int8_per_tensor"])
 def test_transposed_convolutions_with_groups_run(config):
     torch.manual_seed(0)

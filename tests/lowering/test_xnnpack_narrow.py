@@ -41,6 +41,7 @@ class Net(nn.Module):
         return self.wide(torch.relu(self.deep(torch.relu(self.body(x) + self.short(x)))))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("config", "most"), [("int8_weight_only", 0.32), ("float16", 0.55)])
 def test_e13_e08_a_network_of_convolutions_has_a_small_file_and_one_delegate(config, most):
     model, x = Net().eval(), torch.randn(2, 3, 32, 32)
@@ -60,6 +61,7 @@ def test_e13_e08_a_network_of_convolutions_has_a_small_file_and_one_delegate(con
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(
     ("layer", "shape"),
@@ -105,6 +107,7 @@ def test_random_geometries_are_computed(channels, kernel, stride, dilation, padd
         assert sqnr(artefact.reference(batch), artefact(batch)) > CONFIGS[config][0]
 
 
+@pytest.mark.slow
 def test_an_open_batch_has_patches_too():
     batch = torch.export.Dim("batch", min=1, max=32)
     model, x = nn.Sequential(nn.Conv2d(4, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval(), torch.randn(4, 4, 12, 12)

@@ -82,6 +82,7 @@ WHOLE_MODELS = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", WHOLE_MODELS)
 def test_b22_whole_models_equal_fx_graph_modes_reference_model_under_the_native_config(case):
     model, x = WHOLE_MODELS[case]()

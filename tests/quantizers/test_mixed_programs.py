@@ -193,6 +193,7 @@ class OpenVINOPartitioner(Partitioner):
         return [], None
 
 
+@pytest.mark.slow
 def test_a_backbone_on_xnnpack_and_a_head_on_openvino_in_one_program(tmp_path, monkeypatch):
     library = next((Path(openvino.__file__).parent / "libs").glob("libopenvino_c.so*"))
     monkeypatch.setenv("OPENVINO_LIB_PATH", str(library))

@@ -3,6 +3,7 @@
 The oracle below decides about each operator from the declaration alone, without patterns or engine.
 """
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,6 +94,7 @@ def expected(node, limits, asked, quantized):
     return None if fits(bound, asked.input) else "the limit is"
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(backends(), st.lists(st.sampled_from(FAMILIES), min_size=1, max_size=5), st.sampled_from([4, 8, 16]))
 def test_every_annotation_keeps_every_constraint_and_every_reason_is_true(drawn, steps, width):
