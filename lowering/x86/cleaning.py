@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from quantplug.core.graph.editing import constant, erase_unused, replace
 from quantplug.core.graph.facts import constant_value, is_constant, operands
+from quantplug.core.graph.meta import absorb
 from quantplug.core.graph.operators import ALIASES, DROPOUTS
 from quantplug.core.patterns.language import Match, op, value
 from quantplug.core.patterns.rules import Rule, apply
@@ -55,7 +56,11 @@ def _schema_name(node: fx.Node) -> str:
 
 
 def _skip(match: Match) -> str | None:
-    replace(match.root, match["x"])
+    """Takes an operator out that computes nothing; integers pass by it as they are."""
+    source = match["x"]
+    if is_dequantize(source):
+        absorb(source.all_input_nodes[0], match.root)
+    replace(match.root, source)
     return None
 
 

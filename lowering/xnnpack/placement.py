@@ -122,7 +122,7 @@ def _placement(
         names = sorted({_operator_name(n) for n in portable})
         return "portable", f"XNNPACK does not take {', '.join(names)} here"
     own = [c for c in kernels if not c.is_convert]
-    if not own and node.target in _IDENTITIES:
+    if not own and node.target in _IDENTITIES and not any(map(is_conversion, node.all_input_nodes)):
         return "float", NOTHING
     if not own:  # fused into its producer, a view that costs nothing, or a copy that lost its history
         producer = next((placed[n] for n in node.all_input_nodes if n in placed), None)

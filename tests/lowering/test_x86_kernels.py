@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import quantplug
-from quantplug.lowering.placement import NOTHING
 from quantplug.lowering.processor import highest_integer
 from quantplug.lowering.x86 import X86Program, lower
 from quantplug.lowering.x86.kernels import few_rows
@@ -275,7 +274,7 @@ class Movement(nn.Module):
 def test_movement_pooling_and_relu_stay_on_integers_exactly(function):
     torch.manual_seed(1)  # with no tie in the convolution
     program = check(Movement(function), torch.randn(IMAGE) * 3, step=0.05, kernels=1, share=0)
-    assert {operator.placement for operator in program.ops if operator.reason != NOTHING} == {"int8"}
+    assert {operator.placement for operator in program.ops} == {"int8"}
     conversions = [n for n in program.module.graph.nodes if n.target is torch.ops.aten.to.dtype]
     assert len(conversions) == 2
 
