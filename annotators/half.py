@@ -12,6 +12,7 @@ from quantplug.annotators.qspecs import get_weight_qspec
 from quantplug.core.annotation.annotator import Annotations, Annotator
 from quantplug.core.graph.facts import constant_value, operands
 from quantplug.core.patterns.language import Match, any_op
+from quantplug.core.specs.stored_dtypes import overflows
 
 DIMS = (1, 2, 3)
 # Vectors are biases, norms and scalings, of which a file is not made.
@@ -71,7 +72,7 @@ def _holds_all(match: Match, config: QuantizationConfig) -> str | None:
 
 def _objection(found: Tensor) -> str | None:
     half, limit = found.to(torch.float16), torch.finfo(torch.float16).max
-    if half.isinf().sum() > found.isinf().sum():
+    if overflows(found, half):
         largest = found[found.isfinite()].abs().max().item()
         return f"its weight has {largest:.6g}, the limit of torch.float16 is {limit:.6g}"
     if torch.equal(found, found.round()) and not torch.equal(half.float(), found):

@@ -31,15 +31,10 @@ class NamedFunction:
         Raises:
             ConfigError: the name leads nowhere, or to what cannot be called.
         """
-        try:
-            found = pkgutil.resolve_name(f"{self.__module__}:{self.__qualname__}")
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"The function '{self.__module__}:{self.__qualname__}' is not there ({first_line(error)}); correct the "
-                "name 'package.module:function', or install what it imports."
-            ) from error
+        name = f"{self.__module__}:{self.__qualname__}"
+        found = resolved(name, f"function '{name}'")
         if not callable(found):
-            raise ConfigError(f"'{self.__module__}:{self.__qualname__}' is a {type(found).__name__}; name a function.")
+            raise ConfigError(f"'{name}' is a {type(found).__name__}; name a function.")
         return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,6 +52,25 @@ class NamedFunction:
     def __repr__(self) -> str:
         """Returns how it is declared."""
         return f"named('{self.__module__}:{self.__qualname__}')"
+
+
+def resolved(name: str, what: str) -> Any:
+    """Returns what a name stands for, and imports what that takes.
+
+    Args:
+        name: "package.module:function".
+        what: how an error calls it.
+
+    Raises:
+        ConfigError: the name leads nowhere.
+    """
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"The {what} is not there ({first_line(error)}); correct the name 'package.module:function', or install "
+            "what it imports."
+        ) from error
 
 
 def named(name: str) -> NamedFunction:

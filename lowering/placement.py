@@ -3,14 +3,14 @@
 Before: a cleaned q/dq graph is recorded; after the rules the lowered graph is compared with the record.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import fx
 
 from quantplug.core.graph.facts import compute_nodes, module_path
 from quantplug.core.graph.meta import ORIGINS, REASON, origins
-from quantplug.core.peers.torch_names import OpOverload, schema_of
+from quantplug.core.qdq.nodes import is_qdq
 from quantplug.lowering.program import LoweredOp
 
 INTEGERS = (torch.uint8, torch.int8)
@@ -18,34 +18,25 @@ INTEGERS = (torch.uint8, torch.int8)
 NOTHING = "no kernel of it is left: at inference it computes nothing"
 
 
-def is_quantization(node: fx.Node) -> bool:
-    """Tells whether a node only converts between integers and floats, or chooses by what numbers."""
-    if not isinstance(node.target, OpOverload):
-        return False
-    library, _, name = schema_of(node.target).name.partition("::")
-    return library == "quantized_decomposed" or (library == "torchao" and name.endswith("_affine"))
-
-
 def record(graph: fx.Graph) -> tuple[LoweredOp, ...]:
     """Marks every compute operator with its own name and returns them all as not yet placed."""
-    found = [node for node in compute_nodes(graph) if not is_quantization(node)]
+    found = [node for node in compute_nodes(graph) if not is_qdq(node)]
     for node in found:
         ORIGINS.put(node, frozenset({node.name}))
     return tuple(LoweredOp(node.name, str(node.target), module_path(node), "float") for node in found)
 
 
 def place(
-    recorded: tuple[LoweredOp, ...], graph: fx.Graph, library: str | tuple[str, ...] = "", folded: Iterable[str] = ()
+    recorded: tuple[LoweredOp, ...], graph: fx.Graph, libraries: Collection[str] = (), folded: Iterable[str] = ()
 ) -> tuple[LoweredOp, ...]:
     """Returns the recorded operators with their placement in a lowered graph: int8 where a kernel of it is left.
 
     Args:
         recorded: what `record` returned.
         graph: the graph that the rules left.
-        library: the namespace of the target's kernels, or several; operators on integer tensors count in any case.
+        libraries: the namespaces of the target's kernels; operators on integer tensors count in any case.
         folded: names of operators that became constants.
     """
-    libraries = (library,) if isinstance(library, str) else library
     once = dict.fromkeys(folded, "it is the same at every call, and computed once")
     kernels = {name for node in graph.nodes if _is_integer(node, libraries) for name in origins(node)}
     reasons = dict.fromkeys({found.node for found in recorded} - kernels, NOTHING)
@@ -58,14 +49,14 @@ def _placed(operator: LoweredOp, reason: str) -> LoweredOp:
     return LoweredOp(operator.node, operator.target, operator.module_path, placement, reason)
 
 
-def _reasons(graph: fx.Graph, libraries: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def _reasons(graph: fx.Graph, libraries: Collection[str]) -> Iterator[tuple[str, str]]:
     for node in graph.nodes:
         if not _is_integer(node, libraries):
             for name in origins(node):
                 yield name, REASON.get(node) or _no_rule(node)
 
 
-def _is_integer(node: fx.Node, libraries: tuple[str, ...]) -> bool:
+def _is_integer(node: fx.Node, libraries: Collection[str]) -> bool:
     if getattr(node.target, "namespace", None) in libraries:
         return True
     return any(getattr(n.meta.get("val"), "dtype", None) in INTEGERS for n in (node, *node.all_input_nodes))

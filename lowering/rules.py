@@ -54,7 +54,7 @@ def lower_by_rules(
         finish(module)
         shapes = open_sizes(module.graph, example_inputs) or dynamic_shapes
         exported = torch.export.export(module, example_inputs, dynamic_shapes=shapes)
-        program = ReferenceProgram(exported, place(recorded, module.graph, library))
+        program = ReferenceProgram(exported, place(recorded, module.graph, (library,)))
         program(*example_inputs)
     except Exception as error:
         raise LoweringError(

@@ -54,9 +54,7 @@ def new_parameter(model: fx.GraphModule, origin: fx.Node, suffix: str, value: Te
     It is named after the constant that it comes from ("conv.weight", "folded" give "conv_weight_folded"),
     stands right after it in the graph, and takes over its metadata.
     """
-    stem = f"{str(origin.target).replace('.', '_')}_{suffix}"
-    numbered = (f"{stem}_{i}" for i in itertools.count(1))
-    name = next(n for n in itertools.chain((stem,), numbered) if not hasattr(model, n))
+    name = free_name(model, f"{str(origin.target).replace('.', '_')}_{suffix}")
     model.register_parameter(name, torch.nn.Parameter(value.detach(), requires_grad=value.requires_grad))
     with origin.graph.inserting_after(origin):
         node = origin.graph.get_attr(name)
@@ -99,10 +97,7 @@ def like(node: fx.Node, model: fx.Node) -> fx.Node:
 
 def add_constant(owner: fx.GraphModule, graph: fx.Graph, value: Tensor, name: str) -> fx.Node:
     """Registers a parameter or buffer under a free name and creates its `get_attr` at the insertion point."""
-    free, suffix = f"_quantplug_{name}", 0
-    while hasattr(owner, free):
-        suffix += 1
-        free = f"_quantplug_{name}_{suffix}"
+    free = free_name(owner, f"_quantplug_{name}")
     if isinstance(value, nn.Parameter):
         owner.register_parameter(free, value)
     else:
@@ -154,10 +149,16 @@ def constant(before: fx.Node, name: str, value: Tensor) -> fx.Node:
 def fresh_name(owner: Any, name: str) -> str:
     """Returns a name under which a module has no attribute yet, made from a readable one."""
     stem = name.replace(".", "_")
-    number = 0
-    while hasattr(owner, f"{stem}_{number}"):
-        number += 1
-    return f"{stem}_{number}"
+    return _first_free(owner, (f"{stem}_{number}" for number in itertools.count()))
+
+
+def free_name(owner: Any, stem: str) -> str:
+    """Returns a name under which a module has no attribute yet: the one given, or that with a number."""
+    return _first_free(owner, itertools.chain((stem,), (f"{stem}_{number}" for number in itertools.count(1))))
+
+
+def _first_free(owner: Any, names: Iterable[str]) -> str:
+    return next(name for name in names if not hasattr(owner, name))
 
 
 def replace(old: fx.Node, new: fx.Node) -> None:

@@ -103,42 +103,29 @@ class PatternIndex(Generic[Owner]):
             graph: the graph to walk; it is not changed.
             accept: the last word on a match: None, or the reason against it.
         """
-        candidates, aside = self._find_open(graph, accept)
+        candidates: list[_Candidate[Owner]] = []
         misses: dict[fx.Node, NearMiss] = {}
+        aside: dict[fx.Node, str] = {}
+        operators = dict.fromkeys(compute_nodes(graph))
         # All nodes, not only operators: `getitem` can be a root, it picks one of several results.
         for position, node in enumerate(graph.nodes):
-            for rank, owner, label, pattern in self._by_root.get(node.target, ()):
+            open_ones = self._open if node in operators else ()
+            for rank, owner, label, pattern in (*self._by_root.get(node.target, ()), *open_ones):
                 outcome = pattern.match(node)
                 found = Found(outcome, owner, label) if isinstance(outcome, Match) else None
                 reason = accept(found) if found else None
                 if found and reason is None:
                     candidates.append((-len(found.match.nodes), rank, position, found))
-                else:
+                elif not pattern.is_open:
                     miss = _near_miss(label, outcome, reason)
                     for concerned in found.match.nodes if found else (node,):
                         _keep_nearest(misses, concerned, miss)
+                elif found:  # a rule about any operator comes nearest to none
+                    aside[node] = f"; rule '{label}': {reason}"
         accepted, claimed = _claim(candidates, misses)
-        left = (node for node in compute_nodes(graph) if node not in claimed)
+        left = (node for node in operators if node not in claimed)
         also = {node: miss for node, miss in misses.items() if node in claimed}
         return Findings(accepted, {n: misses.get(n) or self._never(n, aside.get(n, "")) for n in left}, also)
-
-    def _find_open(
-        self, graph: fx.Graph, accept: Callable[[Found[Owner]], str | None]
-    ) -> tuple[list[_Candidate[Owner]], dict[fx.Node, str]]:
-        """Finds what patterns of any operator match; returns also why what they matched was refused."""
-        candidates: list[_Candidate[Owner]] = []
-        refused: dict[fx.Node, str] = {}
-        compute = set(compute_nodes(graph)) if self._open else set()
-        for position, node in enumerate(graph.nodes):
-            for rank, owner, label, pattern in self._open if node in compute else ():
-                outcome = pattern.match(node)
-                found = Found(outcome, owner, label) if isinstance(outcome, Match) else None
-                reason = accept(found) if found else None
-                if found and reason is None:
-                    candidates.append((-len(found.match.nodes), rank, position, found))
-                elif found:
-                    refused[node] = f"; rule '{label}': {reason}"
-        return candidates, refused
 
     def _never(self, node: fx.Node, aside: str) -> NearMiss:
         inside = self._inside.get(node.target, [])  # type: ignore[arg-type]

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.errors import ConvertError
+from quantplug.core.graph.editing import free_name
 from quantplug.core.pt2e.quantization import Quantization
+from quantplug.core.specs.stored_dtypes import overflows
 
 
 class Storage:
@@ -44,7 +46,7 @@ class Storage:
         if key in self._paths:
             return self._paths[key]
         stored = value.detach().to(dtype)
-        if stored.isinf().sum() > value.isinf().sum():
+        if overflows(value, stored):
             raise ConvertError(
                 f"The constant '{name}' has {value.detach().abs().max():.6g}, beyond what {dtype} holds "
                 f"({torch.finfo(dtype).max:.6g}); leave its operator float by a scope."
@@ -53,10 +55,7 @@ class Storage:
 
     def _once(self, key: Any, source: Tensor, stored: Tensor, name: str) -> str:
         if key not in self._paths:
-            path, count = name, 0
-            while hasattr(self._model, path):
-                count += 1
-                path = f"{name}_{count}"
+            path = free_name(self._model, name)
             self._model.register_buffer(path, stored.detach())
             self._paths[key] = path
             self._held.append(source)

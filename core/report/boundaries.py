@@ -18,6 +18,7 @@ from torch import fx
 from quantplug.core.graph.facts import is_constant, require_graph_module, tensor_value
 from quantplug.core.observers.sharing import annotation_of
 from quantplug.core.qdq.nodes import is_dequantize, is_dynamic, is_qdq, is_quantize, is_weight, range_of, stored_dtype
+from quantplug.core.qdq.qparams import StaticQParams, static_qparams
 from quantplug.core.report.compare import node_values
 from quantplug.core.specs.decision import decision
 from quantplug.core.specs.levels import sqnr
@@ -141,25 +142,10 @@ def _elements(node: fx.Node) -> int | None:
     return found.numel() if found is not None and known else None
 
 
-@dataclass(frozen=True)
-class _PerTensor:
-    scale: float
-    zero_point: int
-    quant_min: int
-    quant_max: int
-    dtype: torch.dtype
-
-
-def _per_tensor(node: fx.Node) -> _PerTensor | None:
-    if "per_tensor" not in str(node.target) or is_dynamic(node):
-        return None
-    return _PerTensor(*node.args[1:6])  # type: ignore[arg-type]
-
-
 def _form(node: fx.Node | None) -> str:
     if node is None:
         return "float"
-    found = _per_tensor(node)
+    found = static_qparams(node)
     if found is not None:
         return f"{_name(found.dtype)}, scale {found.scale:.3g}, zero point {found.zero_point}"
     stored = stored_dtype(node)
@@ -177,15 +163,15 @@ def _cost(before: fx.Node | None, after: fx.Node | None) -> tuple[float | None, 
     """Returns the largest error of a change and the share of integers that it clips."""
     if after is None or before is after:
         return 0.0, 0.0
-    new = _per_tensor(after)
-    old = _per_tensor(before) if before is not None else None
+    new = static_qparams(after)
+    old = static_qparams(before) if before is not None else None
     if new is None or (before is not None and old is None):
         return None, None
     # Which float values occur is not in the qparams: those inside of the range move by half a step at most.
     return _requantization(old, new) if old is not None else (new.scale / 2, None)
 
 
-def _requantization(old: _PerTensor, new: _PerTensor) -> tuple[float | None, float | None]:
+def _requantization(old: StaticQParams, new: StaticQParams) -> tuple[float | None, float | None]:
     if old.quant_max - old.quant_min >= _MOST_LEVELS:
         return None, None
     levels = torch.arange(old.quant_min, old.quant_max + 1, dtype=torch.float64)

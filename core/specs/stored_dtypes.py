@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 STORAGE_DTYPES: Mapping[torch.dtype, torch.dtype] = {
     torch.quint8: torch.uint8,
@@ -26,3 +27,8 @@ def dtype_range(dtype: torch.dtype) -> tuple[int, int]:
     stored = STORAGE_DTYPES[dtype]
     info = torch.finfo(stored) if stored.is_floating_point else torch.iinfo(stored)
     return int(info.min), int(info.max)
+
+
+def overflows(value: Tensor, stored: Tensor) -> bool:
+    """Tells whether a tensor has finite numbers beyond the range of the dtype that it was cast to."""
+    return bool(stored.isinf().sum() > value.isinf().sum())

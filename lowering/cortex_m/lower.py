@@ -27,13 +27,13 @@ from quantplug.core.graph.facts import (
 )
 from quantplug.core.patterns.language import op, single_use
 from quantplug.core.patterns.rules import apply
+from quantplug.core.qdq.nodes import is_qdq
 from quantplug.core.specs.decision import decision
 from quantplug.lowering.agreement import agreement
 from quantplug.lowering.clamps import clamp_rules
 from quantplug.lowering.cortex_m.biases import quantize_biases
 from quantplug.lowering.cortex_m.program import CortexMProgram, channels_last
 from quantplug.lowering.executorch_names import unchecked
-from quantplug.lowering.placement import is_quantization
 from quantplug.lowering.program import LoweredOp, refusal
 from quantplug.lowering.sizes import write_sizes_out
 from quantplug.lowering.starting import starting, starting_from_state, twin
@@ -133,7 +133,7 @@ def _quantized(graph: fx.Graph) -> Iterator[fx.Node]:
     integers: set[fx.Node] = set()
     for node in compute_nodes(graph):
         decided = decision(node)
-        if is_quantization(node):
+        if is_qdq(node):
             integers.add(node)
         elif (
             decided is not None
@@ -178,7 +178,7 @@ def _ops(graph: fx.Graph, lowered: fx.Graph) -> Iterator[LoweredOp]:
     """An operator runs in integers unless something that came of it computes in float."""
     left = {source for node in lowered.nodes if _computes_in_float(node) for source in _sources(node)}
     for node in compute_nodes(graph):
-        if not is_quantization(node):
+        if not is_qdq(node):
             reason = _PORTABLE if node.name in left else ""
             placement = "portable" if reason else "int8"
             yield LoweredOp(node.name, str(node.target), module_path(node), placement, reason)

@@ -1,7 +1,6 @@
 """A backend as a declaration: what its kernels can run, and how a q/dq graph is lowered to them."""
 
 import inspect
-import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,9 +16,10 @@ from quantplug.annotators.presets import config_for
 from quantplug.core.annotation.annotator import Annotator
 from quantplug.core.annotation.plan import function_name
 from quantplug.core.batch_norms.inference import Permission
-from quantplug.core.errors import ConfigError, did_you_mean, first_line
+from quantplug.core.errors import ConfigError, did_you_mean
 from quantplug.core.graph.calling import by_position, in_order, input_names
 from quantplug.core.graph.facts import require_graph_module
+from quantplug.core.named import resolved
 from quantplug.core.peers.torch_names import pytree
 from quantplug.core.specs.dtypes import DTypeConfig
 
@@ -214,13 +214,7 @@ class Backend:
     def _lowering(self) -> Lowering:
         if not isinstance(self.lowering, str):
             return self.lowering
-        try:
-            found: Lowering = pkgutil.resolve_name(self.lowering)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"The lowering '{self.lowering}' of backend '{self.name}' is not there ({first_line(error)}); "
-                "correct the name 'package.module:function', or install what it imports."
-            ) from error
+        found: Lowering = resolved(self.lowering, f"lowering '{self.lowering}' of backend '{self.name}'")
         return found
 
     def emulate(

@@ -16,8 +16,8 @@ from quantplug.core.graph.facts import rank, tensor_value
 from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, op, optional, value
 from quantplug.core.patterns.rules import Rule
+from quantplug.core.qdq.nodes import is_qdq
 from quantplug.core.qdq.qparams import IntegerWeight, integer_weight
-from quantplug.lowering.placement import is_quantization
 from quantplug.lowering.x86.kernels.four_bits import PACK, GroupedWeight, grouped_weight, integers, scales_and_zeros
 
 aten = torch.ops.aten
@@ -55,7 +55,7 @@ def _objection(x: fx.Node, weight: IntegerWeight) -> str | None:
 
 def _float_tensor(x: fx.Node) -> Tensor | None:
     found = tensor_value(x)
-    return None if found is None or found.dtype != torch.float32 or is_quantization(x) else found
+    return None if found is None or found.dtype != torch.float32 or is_qdq(x) else found
 
 
 def _of_groups(match: Match, weight: GroupedWeight) -> str | None:
