@@ -271,10 +271,10 @@ def _outputs(runs: list[_Run]) -> _Outputs:
     """Returns of each run the outputs that have an error, tensors of floating point: a row for each sample."""
     ends = [pytree.tree_leaves(run.env[next(reversed(run.graph.nodes))]) for run in runs]
     kept = [[found for found in end if isinstance(found, Tensor) and found.is_floating_point()] for end in ends]
-    return [_rows(tensors) for tensors in kept if tensors]
+    return [_side_by_side(tensors) for tensors in kept if tensors]
 
 
-def _rows(tensors: list[Tensor]) -> Tensor:
+def _side_by_side(tensors: list[Tensor]) -> Tensor:
     """Returns tensors side by side, in one row where they do not all begin with the samples."""
     sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
     rows = sizes.pop() if len(sizes) == 1 else 0

@@ -158,14 +158,14 @@ def _counts_of_one(values: Tensor, exponent: int, start: int, bins: int) -> Tens
     totals = [torch.zeros(bins, dtype=torch.int64, device=values.device) for _ in scratch]
     # Conversion to integers drops fractions, which is floor where nothing is negative.
     negative = start < 0
-    work = [(share, 2.0**-exponent, negative, offset, total, arrays)
+    shares = [(share, 2.0**-exponent, negative, offset, total, arrays)
             for share, total, arrays in zip(values.tensor_split(threads), totals, scratch, strict=True)]  # fmt: skip
     if threads == 1:
-        _count_share(*work[0])
+        _count_share(*shares[0])
     else:
         # Threads of their own for each call: a pool would not survive a fork.
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(_count_share, *zip(*work, strict=True)))
+            list(pool.map(_count_share, *zip(*shares, strict=True)))
     return torch.stack(totals).sum(0, keepdim=True)
 
 

@@ -34,7 +34,7 @@ ROUNDING = 2.0**-50
 ENTROPY_BINS = 2048
 
 
-class Tables(NamedTuple):
+class Sums(NamedTuple):
     """What the error of a range is looked up in; positions are in bins from the window's start.
 
     Attributes:
@@ -54,23 +54,23 @@ class Tables(NamedTuple):
     width: Tensor
 
 
-def tables(histogram: GridHistogram) -> Tables:
-    """Returns the tables of a histogram."""
+def sums_of(histogram: GridHistogram) -> Sums:
+    """Returns the sums of a histogram."""
     counts = histogram.counts.double()
     below = counts.cumsum(1) - counts
     pieces = below + counts / 2
     centre = torch.arange(counts.shape[1], device=counts.device, dtype=torch.float64) + 0.5
     moments = torch.stack([counts.sum(1), counts @ centre, counts @ (centre * centre + 1 / 12)], 1)
-    return Tables(
+    return Sums(
         counts, below, pieces.cumsum(1) - pieces, moments, histogram.start.double(), histogram.width
     )  # fmt: skip
 
 
-def squared_error(table: Tables, scheme: Scheme, low: Tensor, high: Tensor) -> Tensor:
+def squared_error(sums: Sums, scheme: Scheme, low: Tensor, high: Tensor) -> Tensor:
     """Returns the mean squared quantization error of candidate ranges.
 
     Args:
-        table: of `rows` histograms.
+        sums: of `rows` histograms.
         scheme: how a range becomes scale and zero point.
         low: lower ends, float32 [rows, candidates].
         high: upper ends, float32 [rows, candidates].
@@ -80,39 +80,39 @@ def squared_error(table: Tables, scheme: Scheme, low: Tensor, high: Tensor) -> T
     """
     scale, zero = scheme.qparams(low, high)
     step = scale.double()
-    return levels_error(table, step, (scheme.quant_max - zero) * step, scheme.steps)
+    return levels_error(sums, step, (scheme.quant_max - zero) * step, scheme.steps)
 
 
-def levels_error(table: Tables, step: Tensor, largest: Tensor, steps: int) -> Tensor:
+def levels_error(sums: Sums, step: Tensor, largest: Tensor, steps: int) -> Tensor:
     """Returns the mean squared error of rounding to the nearest of the values `largest - i * step`, 0 <= i <= steps.
 
     Args:
-        table: of `rows` histograms.
+        sums: of `rows` histograms.
         step: distances of the values, float64 [rows, candidates].
         largest: largest values, float64 [rows, candidates].
         steps: number of distances.
     """
-    step, largest = step / table.width[:, None], largest / table.width[:, None] - table.start[:, None]
+    step, largest = step / sums.width[:, None], largest / sums.width[:, None] - sums.start[:, None]
     index = torch.arange(steps, device=step.device, dtype=torch.float64) + 0.5
     middle = largest[..., None] - index * step[..., None]
-    area = _integral(table, middle.flatten(1)).view(middle.shape).sum(2)
-    number, first, second = (m[:, None] for m in table.moments.unbind(1))
+    area = _integral(sums, middle.flatten(1)).view(middle.shape).sum(2)
+    number, first, second = (m[:, None] for m in sums.moments.unbind(1))
     error = second - 2 * largest * first + largest * largest * number - 2 * step * area
     # The difference of two large sums: what is left below zero is rounding.
-    return error.clamp(min=0) * table.width[:, None] ** 2 / number.clamp(min=1)
+    return error.clamp(min=0) * sums.width[:, None] ** 2 / number.clamp(min=1)
 
 
-def _integral(table: Tables, position: Tensor) -> Tensor:
-    bins = table.counts.shape[1]
+def _integral(sums: Sums, position: Tensor) -> Tensor:
+    bins = sums.counts.shape[1]
     inside = position.clamp(0, bins)
     index = inside.long().clamp(max=bins - 1)
     rest = inside - index
-    value = table.counts.gather(1, index).mul_(rest).mul_(0.5).add_(table.below.gather(1, index)).mul_(rest)
-    value += table.integral.gather(1, index)
-    return value.add_((position - inside).clamp_(min=0).mul_(table.moments[:, :1]))
+    value = sums.counts.gather(1, index).mul_(rest).mul_(0.5).add_(sums.below.gather(1, index)).mul_(rest)
+    value += sums.integral.gather(1, index)
+    return value.add_((position - inside).clamp_(min=0).mul_(sums.moments[:, :1]))
 
 
-def by_rows(search: Callable[[GridHistogram], Ranges], histogram: GridHistogram, lookups: int) -> Ranges:
+def in_blocks(search: Callable[[GridHistogram], Ranges], histogram: GridHistogram, lookups: int) -> Ranges:
     """Runs a search that makes `lookups` table look-ups a row on so many rows at a time that memory stays bounded."""
     step = max(1, LOOKUPS // max(1, lookups))
     rows = histogram.counts.shape[0]
@@ -125,9 +125,9 @@ def full_range(histogram: GridHistogram) -> Ranges:
     return histogram.low.clamp(max=0), histogram.high.clamp(min=0)
 
 
-def _pick(table: Tables, scheme: Scheme, low: Tensor, high: Tensor) -> Tensor:
+def _pick(sums: Sums, scheme: Scheme, low: Tensor, high: Tensor) -> Tensor:
     """Returns the index of each row's candidate of least error, the first of equals, int64 [rows, 1]."""
-    return squared_error(table, scheme, low, high).argmin(1, keepdim=True)
+    return squared_error(sums, scheme, low, high).argmin(1, keepdim=True)
 
 
 def mse_range(histogram: GridHistogram, scheme: Scheme) -> Ranges:
@@ -139,31 +139,31 @@ def mse_range(histogram: GridHistogram, scheme: Scheme) -> Ranges:
     """
     if scheme.steps >= histogram.counts.shape[1]:
         return full_range(histogram)
-    return by_rows(lambda part: _mse_rows(part, scheme), histogram, len(COARSE) * scheme.steps)
+    return in_blocks(lambda part: _mse_rows(part, scheme), histogram, len(COARSE) * scheme.steps)
 
 
 def _mse_rows(histogram: GridHistogram, scheme: Scheme) -> Ranges:
-    table, ends = tables(histogram), torch.stack(full_range(histogram), 1)
+    sums, ends = sums_of(histogram), torch.stack(full_range(histogram), 1)
     coarse = torch.tensor(COARSE, device=ends.device)
-    factor = coarse[_pick(table, scheme, ends[:, :1] * coarse, ends[:, 1:] * coarse)].expand(-1, 2)
+    factor = coarse[_pick(sums, scheme, ends[:, :1] * coarse, ends[:, 1:] * coarse)].expand(-1, 2)
     sides = [slice(0, 2)] if scheme.symmetric else [slice(0, 1), slice(1, 2)]
     if not scheme.symmetric:
         for side in sides:
-            factor = _best_factor(table, scheme, ends, factor, side, coarse.expand(len(ends), -1))
+            factor = _best_factor(sums, scheme, ends, factor, side, coarse.expand(len(ends), -1))
     for fine in FINE:
         around = 2.0 ** (torch.arange(4, -5, -1, device=ends.device) * fine)
         for side in sides:
             options = (factor[:, side][:, :1] * around).clamp(max=1)
-            factor = _best_factor(table, scheme, ends, factor, side, options)
+            factor = _best_factor(sums, scheme, ends, factor, side, options)
     return (ends * factor)[:, 0], (ends * factor)[:, 1]
 
 
-def _best_factor(table: Tables, scheme: Scheme, ends: Tensor, factor: Tensor, side: slice, options: Tensor) -> Tensor:
+def _best_factor(sums: Sums, scheme: Scheme, ends: Tensor, factor: Tensor, side: slice, options: Tensor) -> Tensor:
     """Returns the factors [rows, 2] with one side (or both) replaced by each row's best option."""
     tried = factor[:, :, None].repeat(1, 1, options.shape[1])
     tried[:, side] = options[:, None]
     low, high = (ends[:, :, None] * tried).unbind(1)
-    best = _pick(table, scheme, low, high)
+    best = _pick(sums, scheme, low, high)
     return tried.gather(2, best[:, None].expand(-1, 2, -1))[:, :, 0]
 
 
@@ -264,7 +264,7 @@ def _coarser(folded: GridHistogram) -> GridHistogram:
 
 def _thresholds(folded: GridHistogram, levels: int, stride: int) -> Tensor:
     kept = torch.arange(levels, folded.counts.shape[1] + 1, stride, device=folded.counts.device)
-    return by_rows(lambda part: (_kept_range(part, kept, levels),) * 2, folded, len(kept) * levels)[0]
+    return in_blocks(lambda part: (_kept_range(part, kept, levels),) * 2, folded, len(kept) * levels)[0]
 
 
 def _kept_range(folded: GridHistogram, kept: Tensor, levels: int) -> Tensor:

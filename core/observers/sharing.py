@@ -102,35 +102,35 @@ def describe_point(point: Point) -> str:
 
 
 def concrete_specs(specs: Specs) -> Specs:
-    """Returns every point's spec with chains of shared specs followed to their end.
+    """Returns every point's spec, shared ones followed to their end.
 
     Raises:
-        AnnotationError: a chain comes back to itself or ends at a point without annotation.
+        AnnotationError: shared specs come back to themselves or end at a point without annotation.
     """
     concrete: Specs = {}
     for start in specs:
-        chain: dict[Point, None] = {}
+        passed: dict[Point, None] = {}
         point = start
         while point not in concrete:
-            chain[point] = None
+            passed[point] = None
             spec = specs[point]
             if not isinstance(spec, SharedQuantizationSpec):
                 concrete[point] = spec
                 break
-            point = _next_point(point, spec, specs, chain)
-        for passed in chain:
-            concrete[passed] = concrete[point]
+            point = _next_point(point, spec, specs, passed)
+        for earlier in passed:
+            concrete[earlier] = concrete[point]
     return concrete
 
 
-def _next_point(point: Point, spec: SharedQuantizationSpec, specs: Specs, chain: Mapping[Point, None]) -> Point:
+def _next_point(point: Point, spec: SharedQuantizationSpec, specs: Specs, passed: Mapping[Point, None]) -> Point:
     target: Point = spec.edge_or_node
     if target not in specs:
         raise AnnotationError(
             f"The {describe_point(point)} shares its quantization with the {describe_point(target)}, "
             "which has no annotation; annotate that point or share with another one."
         )
-    if target in chain:
+    if target in passed:
         raise AnnotationError(
             f"The {describe_point(point)} shares its quantization with the {describe_point(target)}, "
             "which shares it back, so none of them has a dtype; give one of them a QuantizationSpec."
@@ -165,7 +165,7 @@ def groups_of(specs: Specs, concrete: Specs) -> Sharing:
 def _same_tensor(specs: Specs, concrete: Specs) -> Iterator[list[Point]]:
     """Yields points on one tensor that ask for the same quantization and may share implicitly."""
     distinct = {id(spec): spec for spec in concrete.values() if spec is not None}
-    keys = {identity: tensor_key(spec) for identity, spec in distinct.items()}
+    keys = {found: tensor_key(spec) for found, spec in distinct.items()}
     buckets: dict[tuple[fx.Node, Any], list[Point]] = {}
     for point in specs:
         spec = concrete[point]

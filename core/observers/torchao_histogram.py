@@ -111,10 +111,10 @@ def _errors(histogram: Tensor, width: float, ranges: list[tuple[int, int]], leve
     end = begin + width
     first_step = torch.clamp(torch.div(begin, step, rounding_mode="floor"), 0, levels - 1)
     last_step = torch.clamp(torch.div(end, step, rounding_mode="floor"), 0, levels - 1)
-    density, half = histogram / width, step / 2
-    error = density * _cubes(begin - (first_step + 0.5) * step, half)
-    error += (last_step - first_step - 1) * (density * _cubes(-half, half))
-    error += density * _cubes(-half, end - (last_step * step + half))
+    density, reach = histogram / width, step / 2
+    error = density * _cubes(begin - (first_step + 0.5) * step, reach)
+    error += (last_step - first_step - 1) * (density * _cubes(-reach, reach))
+    error += density * _cubes(-reach, end - (last_step * step + reach))
     return error.sum(1).tolist()
 
 

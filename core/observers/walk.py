@@ -16,12 +16,12 @@ from quantplug.core.observers.grid import GridHistogram
 from quantplug.core.observers.scheme import Scheme
 from quantplug.core.observers.search import (
     Ranges,
-    Tables,
+    Sums,
     full_range,
     levels_error,
     mse_range,
     squared_error,
-    tables,
+    sums_of,
 )
 
 # Ratio of squared errors; at 8 bits 33 of 34 walks on the activations of two trained networks end within it.
@@ -47,33 +47,33 @@ def norm_range(histogram: GridHistogram, scheme: Scheme) -> Ranges:
     """
     if scheme.steps >= histogram.counts.shape[1]:
         return full_range(histogram)
-    table, walked, least = tables(histogram), _ends(histogram, scheme), mse_range(histogram, scheme)
+    sums, walked, least = sums_of(histogram), _ends(histogram, scheme), mse_range(histogram, scheme)
     lows, highs = (torch.stack(ends, 1) for ends in zip(walked, least, strict=True))
-    error = squared_error(table, scheme, lows, highs)
+    error = squared_error(sums, scheme, lows, highs)
     stuck = error[:, 0] > STUCK * error[:, 1]
     return torch.where(stuck, least[0], walked[0]), torch.where(stuck, least[1], walked[1])
 
 
 def _ends(histogram: GridHistogram, scheme: Scheme) -> Ranges:
     """Returns where the walk ends in each row."""
-    table, (low, high) = tables(histogram), full_range(histogram)
+    sums, (low, high) = sums_of(histogram), full_range(histogram)
     first = torch.floor(low.double() / histogram.width).long() - histogram.start
     last = torch.floor(high.double() / histogram.width).long() - histogram.start
     cut = [
-        _walked(Tables(*(field[row : row + 1] for field in table)), int(first[row]), int(last[row]), scheme)
+        _walked(Sums(*(field[row : row + 1] for field in sums)), int(first[row]), int(last[row]), scheme)
         for row in range(len(low))
     ]
     ends = (torch.tensor(cut, device=low.device) + histogram.start[:, None]) * histogram.width[:, None]
     return torch.maximum(low, ends[:, 0].float()), torch.minimum(high, ends[:, 1].float())
 
 
-def _walked(table: Tables, first: int, last: int, scheme: Scheme) -> tuple[int, int]:
+def _walked(sums: Sums, first: int, last: int, scheme: Scheme) -> tuple[int, int]:
     """Returns the edges, in bins from the window's start, of the last range visited before the error rises."""
-    zero = -int(table.start)
+    zero = -int(sums.start)
     best, least, size = (first, last + 1), float("inf"), _FIRST_BATCH
-    visited = visited_ranges(table.counts[0, first : last + 1].float())
+    visited = visited_ranges(sums.counts[0, first : last + 1].float())
     while batch := [(min(first + a, zero), max(first + b + 1, zero)) for a, b in islice(visited, size)]:
-        for edges, error in zip(batch, _errors(table, batch, scheme.steps + 1), strict=True):
+        for edges, error in zip(batch, _errors(sums, batch, scheme.steps + 1), strict=True):
             if error > least:
                 return best
             best, least = edges, error
@@ -81,10 +81,10 @@ def _walked(table: Tables, first: int, last: int, scheme: Scheme) -> tuple[int, 
     return best
 
 
-def _errors(table: Tables, edges: list[tuple[int, int]], cells: int) -> list[float]:
-    ends = (torch.tensor(edges, device=table.width.device).double() + table.start) * table.width
+def _errors(sums: Sums, edges: list[tuple[int, int]], cells: int) -> list[float]:
+    ends = (torch.tensor(edges, device=sums.width.device).double() + sums.start) * sums.width
     step = (ends[:, 1] - ends[:, 0])[None] / cells
-    errors: list[float] = levels_error(table, step, ends[:, 1] - step / 2, cells - 1)[0].tolist()
+    errors: list[float] = levels_error(sums, step, ends[:, 1] - step / 2, cells - 1)[0].tolist()
     return errors
 
 

@@ -24,7 +24,7 @@ from quantplug.core.observers.search import (
     magnitudes,
     mse_range,
     squared_error,
-    tables,
+    sums_of,
 )
 from quantplug.core.observers.session import find_ranges
 from quantplug.core.observers.walk import STUCK
@@ -181,7 +181,7 @@ def test_squared_error_equals_piecewise_integration(scheme, low, high):
     seen(heavy_tailed(500))
     ends = torch.tensor([[0.05, 0.3, 0.8, 1.0]])
     state = seen.state
-    found = squared_error(tables(state), seen.scheme, state.low[:, None] * ends, state.high[:, None] * ends)
+    found = squared_error(sums_of(state), seen.scheme, state.low[:, None] * ends, state.high[:, None] * ends)
     scales, zeros = seen.scheme.qparams(state.low[:, None] * ends, state.high[:, None] * ends)
     expected = [
         literal_error(state, s, z, low, high) for s, z in zip(scales[0].tolist(), zeros[0].tolist(), strict=True)
@@ -229,7 +229,7 @@ def test_histogram_range_equals_a_literal_walk(data, low, high):
     ends = max(start, min(0.0, float(data.min()))), min(end, float(data.max()))
     least = mse_range(seen.state, seen.scheme)
     error, smallest = (
-        float(squared_error(tables(seen.state), seen.scheme, *(torch.tensor([[float(e)]]) for e in candidate)))
+        float(squared_error(sums_of(seen.state), seen.scheme, *(torch.tensor([[float(e)]]) for e in candidate)))
         for candidate in (ends, least)
     )
     ends = ends if error <= STUCK * smallest else tuple(map(float, least))
