@@ -34,7 +34,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationSpec
 from quantplug.core.calibration.calibrate import calibrate
 from quantplug.core.calibration.observer_places import observer_places
 from quantplug.core.observers import observer
-from quantplug.core.observers.session import find_ranges
+from quantplug.core.observers.together import find_ranges
 
 OURS = ("minmax", "histogram", "percentile", "mse", "entropy")
 THEIRS: dict[str, Any] = {"torchao minmax": TorchaoMinMax, "torchao histogram": TorchaoHistogram}
@@ -127,22 +127,22 @@ def forward_ratio(model: nn.Module, kind: str, batches: list[Tensor], rounds: in
                 for batch in batches:
                     observed(batch)
 
-    sites = [s.observer for s in observer_places(observed) if not s.of_constants]
+    observers = [p.observer for p in observer_places(observed) if not p.of_constants]
 
     def searched() -> None:
         if blank is None:
-            for module in sites:
-                module.data = module.data  # forgets the range that was found
-            find_ranges(sites)  # type: ignore[arg-type]
+            for module in observers:
+                module.seen = module.seen._replace(found=None)  # forgets the range that was found
+            find_ranges(observers)  # type: ignore[arg-type]
         else:
-            for module in sites:
+            for module in observers:
                 module.calculate_qparams()  # type: ignore[operator]
 
     plain(), calibrated()
     search = seconds(searched)
     runs = [(seconds(plain), seconds(calibrated)) for _ in range(rounds)]
     ratio = statistics.median(b for _, b in runs) / statistics.median(a for a, _ in runs)
-    return ratio, search, float(len(sites))
+    return ratio, search, float(len(observers))
 
 
 def prepared_float(model: nn.Module, batch: Tensor) -> fx.GraphModule:
@@ -156,9 +156,9 @@ def speed_table(name: str, count: int, rounds: int, kinds: list[str]) -> Table:
     batches = [torch.randn_like(batch) for _ in range(count)]
     table = Table("observer", "calibration / float", "search, s", "observers", title=f"{name}, {count} batches")
     for kind in kinds:
-        ratio, search, sites = forward_ratio(model, kind, batches, rounds)
-        table.add_row(kind, f"{ratio:.2f}", f"{search:.3f}", f"{sites:.0f}")
-        Console(stderr=True).print(f"{name} {kind}: {ratio:.2f}, search {search:.3f} s of {sites:.0f}")
+        ratio, search, searched = forward_ratio(model, kind, batches, rounds)
+        table.add_row(kind, f"{ratio:.2f}", f"{search:.3f}", f"{searched:.0f}")
+        Console(stderr=True).print(f"{name} {kind}: {ratio:.2f}, search {search:.3f} s of {searched:.0f}")
     return table
 
 

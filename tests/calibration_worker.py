@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from calibration_models import batches, prepared, qparams
 
 from quantplug.core.calibration.calibrate import calibrate
+from quantplug.core.observers import DataObserver
 
 
 def rank_main(scenario, folder):
@@ -69,7 +70,7 @@ def kills_main(count, seed, folder):
     started = time.perf_counter()
     calibrate(whole, data, checkpoint=folder / "whole", checkpoint_every=1)
     length, expected, interrupted = time.perf_counter() - started, qparams(whole), 0
-    blank = {n: m.data for n, m in model.named_modules() if hasattr(m, "recorder")}
+    blank = {n: m.seen for n, m in model.named_modules() if isinstance(m, DataObserver)}
     for trial in range(count):
         path = folder / f"trial{trial}"
         while True:
@@ -85,7 +86,7 @@ def kills_main(count, seed, folder):
         assert qparams(model) == expected, trial
         assert not path.exists()
         for name, value in blank.items():
-            model.get_submodule(name).data = value
+            model.get_submodule(name).seen = value
     print(json.dumps({"trials": count, "resumed": interrupted}))
 
 

@@ -50,6 +50,13 @@ def test_calibrate_and_quantize_keep_their_first_parameters():
         assert name in dir(quantplug.Artefact) or name in quantplug.Artefact.__dataclass_fields__
 
 
+def test_calibrate_shows_each_option_with_its_default_and_what_it_means():
+    options = list(inspect.signature(quantplug.calibrate).parameters.values())[2:]
+    assert len(options) == 15
+    assert all(option.default is not inspect.Parameter.empty for option in options)
+    assert all(f"    {option.name}: " in inspect.getdoc(quantplug.calibrate) for option in options)
+
+
 def test_q14_the_config_takes_torchaos_arguments():
     names = list(inspect.signature(quantplug.get_symmetric_quantization_config).parameters)
     assert names[:7] == [

@@ -15,7 +15,7 @@ import torch
 from quantplug.core.errors import ArtefactError, CalibrationError
 from quantplug.core.files.whole import beside, kind_at
 
-FORMAT = 3
+FORMAT = 4
 
 
 def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
@@ -68,8 +68,13 @@ def read_checkpoint(path: Path, fingerprint: list[str]) -> dict[str, Any] | None
     except Exception as error:  # a broken file can raise anything: pickle's, zip's, struct's and torch's own errors
         raise ArtefactError(f"'{path}' is no calibration checkpoint ({type(error).__name__}); delete it.") from error
     found_format = content.get("format") if isinstance(content, dict) else None
-    if not isinstance(found_format, int) or found_format != FORMAT or not isinstance(content.get("fingerprint"), list):
+    if not isinstance(found_format, int) or not isinstance(content.get("fingerprint"), list):
         raise ArtefactError(f"'{path}' is no calibration checkpoint of format {FORMAT}; delete it.")
+    if found_format != FORMAT:
+        raise ArtefactError(
+            f"'{path}' is a calibration checkpoint of format {found_format}, this release reads format {FORMAT}; "
+            "delete it or pass resume=False."
+        )
     if content["fingerprint"] != fingerprint:
         raise CalibrationError(
             f"The checkpoint '{path}' was written for another model ({_difference(content, fingerprint)}); "

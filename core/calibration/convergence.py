@@ -1,17 +1,18 @@
-"""When calibration may stop: ranges at one check and the next -> whether they have settled."""
+"""When calibration may stop: ranges at one check and the next -> whether they are at rest."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from quantplug.core.calibration.coverage import summarize
 from quantplug.core.calibration.observer_places import ObserverPlace
+from quantplug.core.calibration.result import summarize
+from quantplug.core.files.typed import typed
 from quantplug.core.observers import DataObserver
-from quantplug.core.observers.session import find_ranges
+from quantplug.core.observers.together import find_ranges
 
-# Checks in a row that must agree before ranges count as settled: one alone may fall between two rare batches.
-SETTLED_CHECKS = 2
+# Checks in a row that must agree: one alone may fall between two rare batches.
+AGREEING_CHECKS = 2
 
 Saved = tuple[int, Tensor | None]
 
@@ -29,13 +30,13 @@ class Convergence:
         self._ends: Tensor | None = None
 
     @property
-    def settled(self) -> bool:
+    def reached(self) -> bool:
         """Tells whether enough checks in a row have agreed."""
-        return self._agreed >= SETTLED_CHECKS
+        return self._agreed >= AGREEING_CHECKS
 
-    def check(self, sites: Sequence[ObserverPlace]) -> None:
+    def check(self, places: Sequence[ObserverPlace]) -> None:
         """Compares the ranges of observers of activations with those of the last check."""
-        now, last = _ends([site for site in sites if not site.of_constants]), self._ends
+        now, last = _ends([place for place in places if not place.of_constants]), self._ends
         self._ends = now
         still = now.numel() > 0 and last is not None and last.shape == now.shape
         if still and last is not None:
@@ -48,14 +49,15 @@ class Convergence:
 
     def restore(self, saved: Saved) -> None:
         """Goes on from what `saved` returned."""
-        self._agreed, self._ends = saved
+        agreed, self._ends = saved
+        self._agreed = typed(agreed, int, "the number of checks that agreed")
 
 
-def _ends(sites: Sequence[ObserverPlace]) -> Tensor:
+def _ends(places: Sequence[ObserverPlace]) -> Tensor:
     """Returns low and high ends, float64 [2, ranges]; of other libraries' observers the extremes that they saw."""
-    ours = [s.observer for s in sites if isinstance(s.observer, DataObserver) and s.observer.has_data]
+    ours = [place.observer for place in places if isinstance(place.observer, DataObserver) and place.observer.has_data]
     find_ranges(ours)
     found = [torch.stack(observer.ranges()).double().cpu() for observer in ours]
-    seen = [summarize(site) for site in sites if not isinstance(site.observer, DataObserver)]
+    seen = [summarize(place) for place in places if not isinstance(place.observer, DataObserver)]
     extremes = [(s.low, s.high) for s in seen if s.low is not None and s.high is not None]
     return torch.cat([*found, torch.tensor(extremes, dtype=torch.float64).view(-1, 2).T], 1)

@@ -1,6 +1,7 @@
 """Where observers stand in a prepared graph: modules and nodes -> names, repeated calls, channel axes."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,10 +13,11 @@ from quantplug.core.errors import ModelError
 from quantplug.core.graph.constants import constant_nodes
 from quantplug.core.graph.facts import describe, is_constant, is_observer, operands, rank, require_graph_module
 from quantplug.core.observers import DataObserver
+from quantplug.core.observers.base import search_key
 
 _CHANNELS_FIRST = ("conv", "batch_norm", "instance_norm", "group_norm")
 _CHANNELS_LAST = ("linear", "addmm", "aten.mm.", "matmul", "layer_norm", "rms_norm", "embedding")
-# A channel axis is looked for through operators that keep it; longer chains of them do not occur.
+# A channel axis is looked for through operators that keep it; more of them in a row do not occur.
 _WALK = 16
 
 
@@ -43,7 +45,7 @@ class ObserverPlace:
         return tuple(call.args[0] for call in self.calls if isinstance(call.args[0], fx.Node))
 
     @cached_property
-    def place(self) -> str:
+    def text(self) -> str:
         """How errors and reports say where it stands."""
         said = " and ".join(_said(node) for node in dict.fromkeys(self.producers)) or f"module '{self.name}'"
         body = self.name.rpartition(".")[0]
@@ -81,47 +83,47 @@ def observer_places(prepared: fx.GraphModule) -> list[ObserverPlace]:
     ]
 
 
-def require_prepared(model: Any, stage: str) -> fx.GraphModule:
+def require_prepared(model: Any, step: str) -> fx.GraphModule:
     """Returns the model if it is a graph module with observers.
 
     Raises:
         ModelError: it is no graph module, or none of its submodules observes.
     """
-    graph_module = require_graph_module(model, stage)
+    graph_module = require_graph_module(model, step)
     if not any(is_observer(module) for module in model.modules()):
         raise ModelError(
-            f"{stage} takes a prepared model, found a graph module without observers; call "
+            f"{step} takes a prepared model, found a graph module without observers; call "
             "`prepare_pt2e(exported.module(), quantizer)` first and check what the quantizer annotated."
         )
     return graph_module
 
 
-def twins(sites: list[ObserverPlace]) -> dict[DataObserver, DataObserver]:
+def twins(places: Sequence[ObserverPlace]) -> dict[DataObserver, DataObserver]:
     """Returns observers that would see and find just what another one does, each with that other one.
 
     They stand behind the same tensors, are of one class and have equal options, so that one of them
     can be run for all.
     """
     together: dict[Any, list[DataObserver]] = defaultdict(list)
-    for site in sites:
-        if isinstance(site.observer, DataObserver):
-            together[frozenset(site.producers)].append(site.observer)
+    for place in places:
+        if isinstance(place.observer, DataObserver):
+            together[frozenset(place.producers)].append(place.observer)
     found: dict[DataObserver, DataObserver] = {}
     for group in together.values():
         first: dict[Any, DataObserver] = {}
         for observer in group if len(group) > 1 else ():
-            other = first.setdefault((observer.search_key(), observer.update_key(), observer.ch_axis), observer)
+            other = first.setdefault((search_key(observer), observer.nonfinite, observer.ch_axis), observer)
             if other is not observer:
                 found[observer] = other
     return found
 
 
-def fingerprint(prepared: fx.GraphModule, sites: list[ObserverPlace]) -> list[str]:
+def fingerprint(prepared: fx.GraphModule, places: Sequence[ObserverPlace]) -> list[str]:
     """Returns lines that differ where a model's weights, observers or their options do."""
     lines = [f"weights {digest(prepared.parameters())}"]
-    for site in sites:
-        options = f" with {site.observer.search_key()[1:]}" if isinstance(site.observer, DataObserver) else ""
-        lines.append(f"{site.name}: {type(site.observer).__name__} of {site.place}{options}")
+    for place in places:
+        options = f" with {search_key(place.observer)[1:]}" if isinstance(place.observer, DataObserver) else ""
+        lines.append(f"{place.name}: {type(place.observer).__name__} of {place.text}{options}")
     return lines
 
 

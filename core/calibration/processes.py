@@ -5,7 +5,8 @@ tensors of any device's job, notices when a peer's connection closes, and has a 
 that died is an error on the others and never a wait without end.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -66,3 +67,17 @@ class Exchange:
                 f"{self._timeout.total_seconds():g} s for it ({first_line(error)}); see that process's own error "
                 "and rerun, a checkpoint is taken up again."
             ) from error
+
+
+@contextmanager
+def telling(exchange: Exchange | None) -> Iterator[None]:
+    """Tells the other processes why this one fails, before it does."""
+    try:
+        yield
+    except Exception as error:
+        if exchange is None:
+            raise
+        try:
+            exchange.gather(None, str(error) or type(error).__name__)
+        except CalibrationError as told:
+            raise error from told

@@ -6,7 +6,7 @@ best is a question of the search: norm minimization (`walk.py`), least squared e
 divergence (`search.py`).
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class GridObserver(DataObserver):
     """
 
     form = GridHistogram
+    options: ClassVar[tuple[str, ...]] = ("bins",)
 
     def __init__(self, bins: int | None = None, **options: Any) -> None:
         super().__init__(**options)
@@ -51,14 +52,6 @@ class GridObserver(DataObserver):
     def merged(self, first: State, second: State) -> State:
         """Returns the histogram of both's data; exact."""
         return grid.merged(GridHistogram(*first), GridHistogram(*second))
-
-    def update_key(self) -> tuple[Any, ...]:
-        """Returns what must be equal for a joint update."""
-        return (*super().update_key(), self.bins)
-
-    def search_key(self) -> tuple[Any, ...]:
-        """Returns what must be equal for a joint search."""
-        return (*super().search_key(), self.bins)
 
     @property
     def histogram(self) -> GridHistogram | None:
@@ -91,15 +84,13 @@ class PercentileObserver(GridObserver):
         **options: those of `GridObserver`.
     """
 
+    options = ("bins", "percentile")
+
     def __init__(self, percentile: float = 99.99, **options: Any) -> None:
         super().__init__(**options)
         if not 50 < percentile <= 100:
             raise ConfigError(f"{type(self).__name__} has percentile {percentile}; choose one above 50, up to 100.")
         self.percentile = float(percentile)
-
-    def search_key(self) -> tuple[Any, ...]:
-        """Returns what must be equal for a joint search."""
-        return (*super().search_key(), self.percentile)
 
     def search(self, state: State) -> tuple[Tensor, Tensor]:
         """Returns the range between the percentiles."""
@@ -115,15 +106,13 @@ class EntropyObserver(GridObserver):
         **options: those of `GridObserver`.
     """
 
+    options = ("bins", "stride")
+
     def __init__(self, stride: int = 8, **options: Any) -> None:
         super().__init__(**options)
         if stride < 1:
             raise ConfigError(f"{type(self).__name__} has stride {stride}; choose at least 1.")
         self.stride = stride
-
-    def search_key(self) -> tuple[Any, ...]:
-        """Returns what must be equal for a joint search."""
-        return (*super().search_key(), self.stride)
 
     def search(self, state: State) -> tuple[Tensor, Tensor]:
         """Returns the range of least divergence."""

@@ -76,6 +76,7 @@ class MovingAverageMinMaxObserver(MinMaxObserver):
 
     ordered = True
     form = Averages
+    options = ("averaging_constant",)
 
     def __init__(self, averaging_constant: float = 0.01, **options: Any) -> None:
         if not 0 < averaging_constant <= 1:

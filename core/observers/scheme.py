@@ -22,6 +22,9 @@ INTEGER_DTYPES = (
     torch.quint8,
     torch.qint32,
 )
+_PER_TENSOR = (torch.per_tensor_affine, torch.per_tensor_symmetric)
+_PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_symmetric, torch.per_channel_affine_float_qparams)
+_SYMMETRIC = (torch.per_tensor_symmetric, torch.per_channel_symmetric)
 _MIDPOINT = {torch.uint8: 128, torch.quint8: 128, torch.uint16: 2**15}
 
 
@@ -83,6 +86,41 @@ class Scheme:
         return scale, -low / scale
 
 
+def scheme_of(
+    dtype: torch.dtype,
+    qscheme: torch.qscheme,
+    quant_min: int | None,
+    quant_max: int | None,
+    reduce_range: bool,
+    eps: float,
+    power_of_two: bool,
+    where: str,
+) -> Scheme:
+    """Returns the scheme that the options of an observer, named as `where` says, ask for.
+
+    Raises:
+        ConfigError: an option is out of its domain.
+    """
+    if not (0 < eps < float("inf")):
+        raise ConfigError(f"{where} has eps {eps}; pass a positive smallest scale, such as 2**-12.")
+    low, high = integer_range(dtype, quant_min, quant_max, reduce_range, where)
+    symmetric, declared = qscheme in _SYMMETRIC, quant_min is not None or quant_max is not None or reduce_range
+    zero = symmetric_zero(dtype, low, high, declared) if symmetric else 0
+    return Scheme(low, high, symmetric, zero, eps, power_of_two, qscheme == torch.per_channel_affine_float_qparams)
+
+
+def checked_qscheme(qscheme: torch.qscheme | None, per_channel: bool, where: str) -> torch.qscheme:
+    """Returns torch's scheme for a range for each channel, or for the whole tensor; by default the affine one.
+
+    Raises:
+        ConfigError: the scheme is for the other one.
+    """
+    allowed = _PER_CHANNEL if per_channel else _PER_TENSOR
+    if qscheme is not None and qscheme not in allowed:
+        raise ConfigError(f"{where} has qscheme {qscheme}; choose one of {[str(s) for s in allowed]}.")
+    return qscheme or allowed[0]
+
+
 def integer_range(
     dtype: torch.dtype, quant_min: int | None, quant_max: int | None, reduce_range: bool, where: str
 ) -> tuple[int, int]:
@@ -106,7 +144,7 @@ def integer_range(
     high = bounds.max if quant_max is None else quant_max
     if not (bounds.min <= low <= 0 <= high <= bounds.max and low < high):
         raise ConfigError(
-            f"{where} has quant_min {low} and quant_max {high}; a range of {dtype} lies within "
+            f"{where} has quant_min {low} and quant_max {high}; change them, a range of {dtype} lies within "
             f"{bounds.min}..{bounds.max} and holds 0."
         )
     return (_halved(low), _halved(high)) if reduce_range else (low, high)

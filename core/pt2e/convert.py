@@ -30,8 +30,8 @@ from quantplug.core.graph.submodels import lift_constants, submodel_targets
 from quantplug.core.graph.working_copy import collection_paused, rebuilt, working_copy
 from quantplug.core.observers import DataObserver
 from quantplug.core.observers.from_specs import is_deferred, needs_data, observe_constant
-from quantplug.core.observers.session import find_ranges
 from quantplug.core.observers.sharing import annotation_of
+from quantplug.core.observers.together import find_ranges
 from quantplug.core.observers.torchao_histogram import calculate_qparams_together
 from quantplug.core.peers.torch_names import OpOverload, schema_of
 from quantplug.core.pt2e.quantization import Quantization, add_dynamic, kind_of, output_dtype, static_quantization

@@ -172,7 +172,7 @@ def _require_samples(number: Any) -> None:
 
 
 def _waits_for_data(prepared: fx.GraphModule) -> bool:
-    return any(needs_data(site.observer) and not site.of_constants for site in observer_places(prepared))
+    return any(needs_data(place.observer) and not place.of_constants for place in observer_places(prepared))
 
 
 def _require_batches(calibration: Iterable[Any] | None) -> None:

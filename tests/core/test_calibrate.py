@@ -188,6 +188,12 @@ def test_wrong_options_are_refused(options):
         calibrate(prepared(), batches(1), **options)
 
 
+def test_an_unknown_option_is_a_sentence_with_the_nearest_one():
+    words = r"^calibrate has no option 'chekpoint' \(did you mean 'checkpoint'\?\); choose among limit, progress, .*\.$"
+    with pytest.raises(CalibrationError, match=words):
+        calibrate(prepared(), batches(1), chekpoint="run.ckpt")
+
+
 class Divides(nn.Module):
     """Makes infinity out of a batch that holds a zero: the data is finite, a value inside is not."""
 
@@ -323,6 +329,22 @@ def test_a_shared_observer_counts_a_tensor_once_and_twins_run_once():
     assert model.twin.state is shared.state
 
 
+def test_observers_on_one_tensor_with_other_options_are_no_twins():
+    model = prepared("moving_average", averaging_constant=0.5)
+    call = next(n for n in model.graph.nodes if n.op == "call_module" and "post_process_0" in str(n.target))
+    first = model.get_submodule(call.target)
+    model.add_submodule("slower", observer("moving_average", averaging_constant=0.1)(quant_min=-128, quant_max=127))
+    with model.graph.inserting_after(call):
+        model.graph.call_module("slower", call.args)
+    model.recompile()
+    calibrate(model, batches())
+    alone = observer("moving_average", averaging_constant=0.1)()
+    for batch in batches():
+        alone(batch)
+    assert torch.equal(model.slower.max_val, alone.max_val)
+    assert not torch.equal(model.slower.max_val, first.max_val)
+
+
 @pytest.mark.few(6)
 @pytest.mark.parametrize("name", [*sorted(OBSERVERS), "torchao"])
 @pytest.mark.parametrize("stop", [2, 3, 6])
@@ -386,6 +408,9 @@ def test_a_checkpoint_of_other_weights_options_or_batches_is_refused(tmp_path):
         calibrate(prepared("percentile", percentile=99.0), data, checkpoint=path)
     with pytest.raises(CalibrationError, match="Batch 2 is not the one that the checkpoint"):
         calibrate(prepared("percentile"), data[::-1], checkpoint=path)
+    killed_after(prepared("moving_average"), data[:3], tmp_path / "average")
+    with pytest.raises(CalibrationError, match=r"another model \('activation_post_process_0: .* 0.5"):
+        calibrate(prepared("moving_average", averaging_constant=0.5), data, checkpoint=tmp_path / "average")
     for few, limit in ((data[:2], None), (data, 2)):
         with pytest.raises(CalibrationError, match="has seen 3 batches and this run stopped at 2"):
             calibrate(prepared("percentile"), few, limit, checkpoint=path)
@@ -397,12 +422,12 @@ def test_a_checkpoint_of_other_weights_options_or_batches_is_refused(tmp_path):
     [
         *(
             (key, None)
-            for key in ("fingerprint", "states", "model", "activity", "widened", "counts", "settled", "random")
+            for key in ("fingerprint", "states", "buffers", "activity", "widened", "counts", "convergence", "random")
         ),
         ("states", lambda states: {name: ((torch.zeros(2),), 0) for name in states}),
         ("states", lambda states: dict.fromkeys(states, 3)),
         ("counts", (1, 2)),
-        ("settled", ((0, None), torch.zeros(2))),
+        ("convergence", (torch.zeros(2), None)),
         ("format", torch.zeros(2)),
         ("last", 3),
     ],
@@ -420,6 +445,17 @@ def test_a_checkpoint_that_holds_something_else_is_one_sentence(key, value, tmp_
     with pytest.raises(ArtefactError, match=r"is no calibration checkpoint .*; delete it\.$") as error:
         calibrate(model, batches(), progress=False, checkpoint=path)
     assert "\n" not in str(error.value)
+
+
+def test_a_checkpoint_of_another_format_is_refused_and_may_be_begun_anew(tmp_path):
+    path, data = tmp_path / "run", batches(3)
+    killed_after(prepared(), data[:2], path)
+    torch.save({**torch.load(path, weights_only=True), "format": 3}, path)
+    with pytest.raises(
+        ArtefactError, match=r"is a calibration checkpoint of format 3, .*; delete it or pass resume=False"
+    ):
+        calibrate(prepared(), data, checkpoint=path)
+    assert calibrate(prepared(), data, checkpoint=path, resume=False).resumed_at == 0
 
 
 def test_what_a_killed_write_left_is_removed(tmp_path):

@@ -38,8 +38,8 @@ def prepared():
 
 def ranges(model):
     """Returns the ends that each observer of activations found, by its name."""
-    sites = [site for site in observer_places(model) if not site.of_constants]
-    return {site.name: [end.tolist() for end in site.observer.ranges()] for site in sites}
+    places = [place for place in observer_places(model) if not place.of_constants]
+    return {place.name: [end.tolist() for end in place.observer.ranges()] for place in places}
 
 
 def batches(above, count=6):
@@ -81,7 +81,7 @@ def test_what_a_branch_saw_of_a_bad_batch_is_undone():
     model = prepared()
     with pytest.raises(NonFiniteError, match="in 'false_graph_0'"):
         calibrate(model, [*mixed(), overflowing])
-    assert not any(site.observer.has_data for site in observer_places(model))
+    assert not any(place.observer.has_data for place in observer_places(model))
     assert len(calibrate(model, [*mixed(), overflowing], nonfinite="skip").skipped) == 1
     assert ranges(model) == ranges(by_plain_forward())
 

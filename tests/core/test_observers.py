@@ -26,7 +26,7 @@ from quantplug.core.observers.search import (
     squared_error,
     sums_of,
 )
-from quantplug.core.observers.session import find_ranges
+from quantplug.core.observers.together import find_ranges
 from quantplug.core.observers.walk import STUCK
 
 AFFINE, SYMMETRIC = torch.per_tensor_affine, torch.per_tensor_symmetric
@@ -374,7 +374,7 @@ def test_ranges_found_together_are_those_found_alone(name):
         seen(heavy_tailed(3000, seed=int(size)) * size)
     alone = [copy.deepcopy(seen).calculate_qparams() for seen in together]
     find_ranges(together)
-    assert all(seen.found is not None for seen in together)
+    assert all(seen.seen.range is not None for seen in together)
     assert [seen.calculate_qparams() for seen in together] == alone
 
 
@@ -404,9 +404,9 @@ def test_a_parameter_is_read_once_and_at_its_latest_value():
         weight.mul_(3)
     assert torch.allclose(seen.calculate_qparams()[0], 3 * once.calculate_qparams()[0])
     seen(torch.full((4, 1), 1000.0))
-    assert seen.constant is None
+    assert seen.seen.constant is None
     assert float(seen.max_val.max()) == 1000
-    assert "_constants" not in dict(seen.named_parameters())
+    assert not dict(seen.named_parameters())
 
 
 AWKWARD = {
@@ -474,7 +474,7 @@ def test_any_data_gives_an_error_or_a_correct_range(batches, dtype, name, scheme
     assert bool(torch.isfinite(scale).all())
     assert float(scale) >= seen.eps
     assert seen.quant_min <= int(zero) <= seen.quant_max
-    assert seen.nonfinite_elements == len(exact) - len(finite)
+    assert seen.seen.nonfinite_elements == len(exact) - len(finite)
     if name == "minmax" and len(finite):
         assert (float(seen.min_val), float(seen.max_val)) == (float(finite.min()), float(finite.max()))
         reach = float(scale) * (seen.quant_max - seen.quant_min)
@@ -502,7 +502,7 @@ def test_nonfinite_values_are_refused_or_left_out(name, bad):
     assert not strict.has_data
     lenient(spoiled)
     clean(good)
-    assert lenient.nonfinite_elements == 1
+    assert lenient.seen.nonfinite_elements == 1
     assert [t.tolist() for t in lenient.calculate_qparams()] == [t.tolist() for t in clean.calculate_qparams()]
 
 
