@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchao.quantization.pt2e import FakeQuantizeBase
 
 from quantplug.core.errors import CalibrationError, ConfigError
+from quantplug.core.observers.scheme import integer_range
 
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_symmetric)
 _SYMMETRIC = (torch.per_tensor_symmetric, torch.per_channel_symmetric)
@@ -71,27 +72,18 @@ class LearnedStepSizeFakeQuantize(FakeQuantizeBase):
         self.is_per_channel = qscheme in _PER_CHANNEL
         self.ch_axis = ch_axis if self.is_per_channel else -1
         self.batch_axis, self.eps = batch_axis, eps
-        self._check(quant_min, quant_max)
-        info = torch.iinfo(dtype)
-        self.quant_min = info.min if quant_min is None else quant_min
-        self.quant_max = info.max if quant_max is None else quant_max
+        self._require_static_integers()
+        self.quant_min, self.quant_max = integer_range(dtype, quant_min, quant_max, False, "A learned step size")
         self.scale = nn.Parameter(torch.ones(1))
         self.register_buffer("zero_point", torch.zeros(1, dtype=torch.int32))
         self.register_buffer("initialized", torch.zeros(1, dtype=torch.uint8))
 
-    def _check(self, quant_min: int | None, quant_max: int | None) -> None:
+    def _require_static_integers(self) -> None:
         if self.dtype.is_floating_point or self.is_dynamic or self.qscheme not in _QSCHEMES:
             found = f"dtype {self.dtype}, qscheme {self.qscheme}, is_dynamic {self.is_dynamic}"
             raise ConfigError(
                 f"A learned step size needs a static integer quantization, found {found}; choose another observer "
                 "for this spec."
-            )
-        info = torch.iinfo(self.dtype)
-        least, greatest = (info.min if quant_min is None else quant_min), (info.max if quant_max is None else quant_max)
-        if not info.min <= least <= 0 <= greatest <= info.max or least == greatest:
-            raise ConfigError(
-                f"A learned step size has the range {least}..{greatest}, which has to contain 0 and lie within "
-                f"{info.min}..{info.max} of {self.dtype}; change quant_min and quant_max."
             )
 
     @property
