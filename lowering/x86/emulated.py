@@ -116,13 +116,12 @@ def _quantized(y: Tensor, given: Mapping[str, Any]) -> Tensor:
     return steps.round().clamp(*FULL_RANGE[dtype]).to(dtype)
 
 
-def _emulated(match: Match) -> str | None:
+def _emulated(match: Match) -> fx.Node:
     given = operands(match.root)
     given["qw"] = operands(given["qw"])["weight"]
     tensors = {name: found for name, found in given.items() if isinstance(found, fx.Node)}
     literals = {name: found for name, found in given.items() if name not in tensors}
-    substitute(match, OneDNNProduct(literals), kwargs=tensors)
-    return None
+    return substitute(match, OneDNNProduct(literals), kwargs=tensors)
 
 
 def _rule(names: tuple[str, ...], approximated: bool, floats: bool) -> Rule:

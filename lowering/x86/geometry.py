@@ -13,9 +13,8 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
-from quantplug.core.graph.editing import call, replace, viewed
+from quantplug.core.graph.editing import call, viewed
 from quantplug.core.graph.facts import operands, tensor_value
-from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, op
 from quantplug.core.patterns.rules import Rule, apply
 
@@ -126,7 +125,7 @@ def step_aside(graph: fx.Graph) -> None:
     apply(graph, STEPS)
 
 
-def _one_by_one(match: Match) -> str | None:
+def _one_by_one(match: Match) -> fx.Node | str:
     node, given = match.root, operands(match.root)
     image, packed = tensor_value(given["qx"]), operands(given["qw"])
     weight = tensor_value(packed["weight"])
@@ -140,11 +139,9 @@ def _one_by_one(match: Match) -> str | None:
     weights = call(node, given["qw"].target, tuple({**packed, **steps}.values()), given["qw"])
     product = call(node, node.target, tuple({**given, **steps, "qw": weights}.values()), node)
     product.meta["val"] = value.new_empty(*value.shape[:-1], image.shape[-1] + 2 * given["padding"][-1] - reach)
-    absorb(product, node)
     # A slice would give open sizes other terms than those of the convolution, and they would no longer fit others.
     columns = viewed(node, aten.unfold.default, product, -1, 1, stride[-1])
-    replace(node, viewed(node, aten.squeeze.dim, columns, -1))
-    return None
+    return viewed(node, aten.squeeze.dim, columns, -1)
 
 
 STEPS = (Rule(op("onednn::qconv_pointwise.default", "onednn::qconv_pointwise.tensor"), _one_by_one),)

@@ -5,15 +5,14 @@ quantized result. Residual sums write onto the other summand's memory, which exp
 express; so they are a step of their own, `fuse_sums`, taken where the graph is about to run or be compiled.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
-from quantplug.core.graph.editing import call, replace
+from quantplug.core.graph.editing import call
 from quantplug.core.graph.facts import operands, tensor_value
-from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, Op, Pattern, either, op, single_use, value
 from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.qparams import QD, QParams, dequantize, qparams, quantize
@@ -69,7 +68,7 @@ def set_args(node: fx.Node, changes: dict[int, Any]) -> None:
 def _unary(
     function: Op, name: str, scalars: Callable[[dict[str, Any]], list[Any] | str], algorithm: str = "approximate"
 ) -> Rule:
-    def rewrite(match: Match) -> str | None:
+    def rewrite(match: Match) -> fx.Node | str:
         given = operands(match.root)
         numbers = scalars(given)
         if isinstance(numbers, str):
@@ -79,9 +78,7 @@ def _unary(
         if reason:
             return reason
         set_args(node, {UNARY: name, SCALARS: numbers, ALGORITHM: given.get(algorithm, "")})
-        absorb(node, *match.nodes)
-        replace(match.root, node)
-        return None
+        return node
 
     return Rule(function, rewrite)
 
@@ -164,25 +161,19 @@ def _rectified(total: Op) -> Pattern:
     return single_use(either(op("relu", self=single_use(total), name="relu"), total))
 
 
-def _fuse_integer_sum(match: Match) -> str | None:
+def _fuse_integer_sum(match: Match) -> fx.Node | str:
     """The kernel adds onto integers of the output's dtype, in their place."""
     theirs, ours = qparams(match["dequantize"]), qparams(match.root)
     if not (theirs.is_static and ours.is_static) or theirs.dtype != ours.dtype:
         return "the sum's other input is not quantized as its output is"
-    reason = _shape_objection(match, match["integers"])
-    if reason is None:
-        _replace_by_sum(match, match["integers"], theirs, ours)
-    return reason
+    return _shape_objection(match, match["integers"]) or _with_summand(match, match["integers"], theirs, ours)
 
 
-def _fuse_float_sum(match: Match) -> str | None:
+def _fuse_float_sum(match: Match) -> fx.Node | str:
     other = tensor_value(match["other"])
     if other is None or other.dtype != torch.float32:
         return "the sum's other input is not torch.float32"
-    reason = _shape_objection(match, match["other"])
-    if reason is None:
-        _replace_by_sum(match, match["other"], FLOAT, FLOAT)
-    return reason
+    return _shape_objection(match, match["other"]) or _with_summand(match, match["other"], FLOAT, FLOAT)
 
 
 def _shape_objection(match: Match, other: fx.Node) -> str | None:
@@ -194,7 +185,7 @@ def _shape_objection(match: Match, other: fx.Node) -> str | None:
     return None
 
 
-def _replace_by_sum(match: Match, other: fx.Node, theirs: QParams, ours: QParams) -> None:
+def _with_summand(match: Match, other: fx.Node, theirs: QParams, ours: QParams) -> fx.Node:
     product: fx.Node = match["kernel"]
     scales = (ours.scale, ours.zero_point, ours.dtype, theirs.scale, theirs.zero_point)
     unary = ("relu" if "relu" in match else "none", NO_SCALARS, "")
@@ -209,10 +200,9 @@ def _replace_by_sum(match: Match, other: fx.Node, theirs: QParams, ours: QParams
         target = IMAGE_SUMS[not is_static]
         args = (*product.args[:6], other, *product.args[6:11], *scales, "sum", 1.0, *unary)
     new = call(match.root, target, args, match.root, ours.dtype)
-    absorb(new, product, *match.nodes)
-    replace(match.root, _clamped(new, ours))
     if "sum" in args:
-        _give_own_memory(new, other)
+        _give_own_memory(new, other, match.nodes)
+    return _clamped(new, ours)
 
 
 def _contiguous(before: fx.Node, other: fx.Node) -> fx.Node:
@@ -244,16 +234,20 @@ CHANNELS_LAST = frozenset((onednn.qconv_pointwise.default, onednn.qconv_pointwis
 CONTIGUOUS = frozenset((*LINEARS, onednn.qlinear_pointwise.binary, onednn.qlinear_pointwise.binary_tensor))
 
 
-def _give_own_memory(kernel: fx.Node, accumulator: fx.Node) -> None:
+def _give_own_memory(kernel: fx.Node, accumulator: fx.Node, piece: Container[fx.Node]) -> None:
     """Copies what a kernel adds onto, unless nobody else can read that memory from then on.
 
     Convolutions add onto channels-last memory only, linears onto contiguous; where the producer may have another
     layout it is changed.
+
+    Args:
+        kernel: what adds.
+        accumulator: what it adds onto.
+        piece: the operators that the kernel takes the place of, which read it no more.
     """
-    order = {node: position for position, node in enumerate(kernel.graph.nodes)}
-    others = [user for user in accumulator.users if user is not kernel]
+    others = [user for user in accumulator.users if user is not kernel and user not in piece]
     is_free = accumulator.target in FRESH and accumulator is not kernel.args[0]
-    is_free = is_free and all(user.target in FRESH and order[user] < order[kernel] for user in others)
+    is_free = is_free and all(user.target in FRESH and user < kernel for user in others)
     is_image = kernel.target in IMAGE_SUMS
     if is_free and accumulator.target in (CHANNELS_LAST if is_image else CONTIGUOUS):
         return
@@ -287,16 +281,14 @@ FLOAT_SUMS = tuple(
 # ---- output quantization
 
 
-def _fuse_output(match: Match) -> str | None:
+def _fuse_output(match: Match) -> fx.Node | str:
     params = qparams(match.root)
     if not params.is_static or params.dtype not in (torch.uint8, torch.int8):
         return "the kernel's output is quantized with parameters of run time"
     node: fx.Node = match["kernel"]
     set_args(node, {SCALE: params.scale, ZERO_POINT: params.zero_point, DTYPE: params.dtype})
     node.meta["val"] = node.meta["val"].to(params.dtype)
-    absorb(node, match.root)
-    replace(match.root, node if _ends_at(node, params) else _clamped(node, params))
-    return None
+    return node if _ends_at(node, params) else _clamped(node, params)
 
 
 def _ends_at(kernel: fx.Node, params: QParams) -> bool:
@@ -317,7 +309,7 @@ _ENDS: dict[Any, Callable[[Any], tuple[float, float] | None]] = {
 }
 
 
-def _fuse_sum_output(match: Match) -> str | None:
+def _fuse_sum_output(match: Match) -> fx.Node | str:
     """A linear with a float sum can still quantize its result: its own parameters stand before the sum's."""
     params = qparams(match.root)
     if not params.is_static or params.dtype not in (torch.uint8, torch.int8):
@@ -325,9 +317,7 @@ def _fuse_sum_output(match: Match) -> str | None:
     node: fx.Node = match["kernel"]
     set_args(node, {8: params.scale, 9: params.zero_point, 10: params.dtype})
     node.meta["val"] = node.meta["val"].to(params.dtype)
-    absorb(node, match.root)
-    replace(match.root, _clamped(node, params))
-    return None
+    return _clamped(node, params)
 
 
 def _clamped(kernel: fx.Node, params: QParams) -> fx.Node:

@@ -6,17 +6,16 @@ The weight stays an int8 constant with a prepack node, since the packed layout d
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph.editing import call, constant, replace
+from quantplug.core.graph.editing import call, constant
 from quantplug.core.graph.facts import constant_value, likely_sizes, operands, rank, tensor_value
-from quantplug.core.graph.meta import PAIR, absorb
+from quantplug.core.graph.meta import PAIR
 from quantplug.core.patterns.language import Match, Op, op, optional, value
-from quantplug.core.patterns.rules import Rule
+from quantplug.core.patterns.rules import Rewrite, Rule
 from quantplug.core.qdq.qparams import IntegerWeight, QParams, dequantize, integer_weight, qparams
 from quantplug.lowering.processor import as_unsigned, largest_pair, pair_objection
 from quantplug.lowering.x86.geometry import Geometry, geometry, objection
@@ -59,8 +58,8 @@ def _as_matrix(sizes: list[int] | None) -> list[int] | None:
     return None if sizes is None else [math.prod(sizes[:-1]), sizes[-1]]
 
 
-def _lower_convolution(choose: Choice) -> Callable[[Match], str | None]:
-    def lower(match: Match) -> str | None:
+def _lower_convolution(choose: Choice) -> Rewrite:
+    def lower(match: Match) -> fx.Node | str:
         weight, params = integer_weight(match["weight"]), qparams(match["dequantize"])
         found = _geometry(match, weight)
         checks = (weight, found, activation_objection(params, weight, conv=True))
@@ -72,14 +71,13 @@ def _lower_convolution(choose: Choice) -> Callable[[Match], str | None]:
         reason = _measured_convolution(choose, match, weight, found)
         if reason:
             return reason
-        convolve(match, weight, found)
-        return None
+        return convolve(match, weight, found)
 
     return lower
 
 
-def convolve(match: Match, weight: IntegerWeight, geometry: Geometry) -> None:
-    """Puts the kernel of a convolution in the place of a match's root; it yields float32.
+def convolve(match: Match, weight: IntegerWeight, geometry: Geometry) -> fx.Node:
+    """Returns the kernel of a convolution for the place of a match's root; it yields float32.
 
     Args:
         match: binds "integers", their "dequantize" and perhaps "bias".
@@ -98,8 +96,7 @@ def convolve(match: Match, weight: IntegerWeight, geometry: Geometry) -> None:
     args = (match["integers"], scale, zero_point, packed, scales, zeros, match.get("bias"), *geometry)
     kernel = call(node, kernel_of, (*args, *NO_OUTPUT_QPARAMS, *NO_UNARY), node)
     PAIR.put(kernel, _pair(params, weight))
-    absorb(kernel, node)
-    replace(node, kernel)
+    return kernel
 
 
 def _measured_convolution(choose: Choice, match: Match, weight: IntegerWeight, geometry: Geometry) -> str | None:
@@ -139,8 +136,8 @@ def _geometry(match: Match, weight: IntegerWeight | str) -> Geometry | str:
     return reason or found
 
 
-def _lower_linear(channel_axis: int, choose: Choice) -> Callable[[Match], str | None]:
-    def lower(match: Match) -> str | None:
+def _lower_linear(channel_axis: int, choose: Choice) -> Rewrite:
+    def lower(match: Match) -> fx.Node | str:
         node, params = match.root, qparams(match["dequantize"])
         weight = integer_weight(match["weight"], channel_axis)
         reason = weight if isinstance(weight, str) else activation_objection(params, weight, conv=False)
@@ -158,9 +155,7 @@ def _lower_linear(channel_axis: int, choose: Choice) -> Callable[[Match], str | 
         args = (match["integers"], params.scale, params.zero_point, packed, scales, zeros, match.get("bias"))
         kernel = call(node, kernel_of, (*args, *NO_OUTPUT_QPARAMS, *NO_UNARY), node)
         PAIR.put(kernel, _pair(params, weight))
-        absorb(kernel, node)
-        replace(node, kernel)
-        return None
+        return kernel
 
     return lower
 
