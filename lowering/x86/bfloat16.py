@@ -23,7 +23,10 @@ CAST = aten.to.dtype
 HALF = torch.bfloat16
 PRODUCTS = frozenset(
     target
-    for name in ("linear", "addmm", "mm", "bmm", "baddbmm", "matmul", "conv1d", "conv2d", "conv3d", "convolution")
+    for name in (
+        *("linear", "addmm", "mm", "bmm", "baddbmm", "matmul", "conv1d", "conv2d", "conv3d", "convolution"),
+        *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    )
     for target in op(name).targets
 ) | {aten.scaled_dot_product_attention.default}
 MOVERS = frozenset(op(*MOVES, *REPEATS).targets)

@@ -103,23 +103,17 @@ def _sink_pad(match: Match) -> fx.Node | str:
 def _sink_max_pool(match: Match) -> fx.Node | str:
     """The integer maximum is the maximum; the padding is the lowest integer in both."""
     given = operands(match.root)
-    kernel = _pair(given["kernel_size"])
     target = torch.ops.quantized.max_pool2d.default
     if qparams(match["dequantize"]).dtype != torch.uint8:
         return "the integer max-pool takes torch.uint8"
-    rest = (_pair(given["stride"]) or kernel, _pair(given["padding"]), _pair(given["dilation"]), given["ceil_mode"])
+    window = [given[name] for name in ("kernel_size", "stride", "padding", "dilation", "ceil_mode")]
     is_single = rank(match["integers"]) == 3
     images = viewed(match.root, aten.unsqueeze.default, match["integers"], 0) if is_single else match["integers"]
-    pooled = call(match.root, target, (images, kernel, *rest), match.root, torch.uint8)
+    pooled = call(match.root, target, (images, *window), match.root, torch.uint8)
     if is_single:
         pooled.meta["val"] = pooled.meta["val"].unsqueeze(0)
         pooled = viewed(match.root, aten.squeeze.dim, pooled, 0)
     return _dequantized(match.root, pooled, qparams(match["dequantize"]))
-
-
-def _pair(found: int | list[int]) -> list[int]:
-    both = [found] if isinstance(found, int) else list(found)
-    return both * 2 if len(both) == 1 else both
 
 
 SINK = (

@@ -53,16 +53,15 @@ def _sum(match: Match, dims: list[int], *, keepdim: bool) -> fx.Node | str:
 
 def _windows(match: Match) -> fx.Node | str:
     given = operands(match.root)
-    kernel = _pair(given["kernel_size"])
-    padding = _pair(given["padding"])
+    kernel, padding = given["kernel_size"], given["padding"]
     if given["ceil_mode"] or (any(padding) and not given["count_include_pad"]):
         return "its windows at the border have other sizes than those inside"
-    return _average(match, kernel, _pair(given["stride"]) or kernel, padding, given["divisor_override"])
+    return _average(match, kernel, given["stride"], padding, given["divisor_override"])
 
 
 def _even_windows(match: Match) -> fx.Node | str:
     """Adaptive pooling whose windows all have one size."""
-    sizes, wanted = _sizes(match["integers"])[-2:], _pair(operands(match.root)["output_size"])
+    sizes, wanted = _sizes(match["integers"])[-2:], operands(match.root)["output_size"]
     if any(not isinstance(size, int) or size % out for size, out in zip(sizes, wanted, strict=True)):
         return f"an image of {tuple(sizes)} has no equal windows for {tuple(wanted)} averages"
     kernel = [size // out for size, out in zip(sizes, wanted, strict=True)]
@@ -86,11 +85,6 @@ def _average(
 def _sizes(node: fx.Node) -> tuple[Any, ...]:
     found = tensor_value(node)
     return () if found is None else tuple(found.shape)
-
-
-def _pair(found: int | list[int]) -> list[int]:
-    both = [found] if isinstance(found, int) else list(found)
-    return both * 2 if len(both) == 1 else both
 
 
 AVERAGES = (

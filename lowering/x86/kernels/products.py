@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.graph.editing import call, constant
-from quantplug.core.graph.facts import constant_value, likely_sizes, operands, rank, tensor_value
+from quantplug.core.graph.facts import constant_value, likely_sizes, rank, tensor_value
 from quantplug.core.graph.meta import PAIR
 from quantplug.core.patterns.language import Match, Op, op, optional, value
 from quantplug.core.patterns.rules import Rewrite, Rule
@@ -136,10 +136,10 @@ def _geometry(match: Match, weight: IntegerWeight | str) -> Geometry | str:
     return reason or found
 
 
-def _lower_linear(channel_axis: int, choose: Choice) -> Rewrite:
+def _lower_linear(choose: Choice) -> Rewrite:
     def lower(match: Match) -> fx.Node | str:
         node, params = match.root, qparams(match["dequantize"])
-        weight = integer_weight(match["weight"], channel_axis)
+        weight = integer_weight(match["weight"])
         reason = weight if isinstance(weight, str) else activation_objection(params, weight, conv=False)
         reason = reason or _linear_objection(match, weight)
         if reason:
@@ -182,16 +182,11 @@ def _linear_objection(match: Match, weight: IntegerWeight | str) -> str | None:
         return "its weight is not a matrix"
     if bias is not None and (constant_value(bias) is None or rank(bias) != 1):
         return "its bias is not a constant vector"
-    if match.root.target is torch.ops.aten.addmm.default and (
-        operands(match.root)["alpha"],
-        operands(match.root)["beta"],
-    ) != (1, 1):
-        return "addmm with alpha or beta other than 1"
     return None
 
 
-def _weighted(name: str) -> Op:
-    return op(name, input=ACTIVATION, weight=value("weight"), bias=optional(value("bias")))
+def _weighted(*names: str) -> Op:
+    return op(*names, input=ACTIVATION, weight=value("weight"), bias=optional(value("bias")))
 
 
 def products(choose: Choice = always_integer) -> tuple[Rule, ...]:
@@ -200,14 +195,7 @@ def products(choose: Choice = always_integer) -> tuple[Rule, ...]:
     Args:
         choose: says for a layer that could run on integers why it should stay float, or None.
     """
-    convolve = _lower_convolution(choose)
     return (
-        *(Rule(_weighted(name), convolve) for name in CONVOLUTIONS),
-        Rule(_weighted("linear"), _lower_linear(0, choose)),
-        Rule(op("addmm", self=value("bias"), mat1=ACTIVATION, mat2=value("weight")), _lower_linear(1, choose)),
-        Rule(op("mm", self=ACTIVATION, mat2=value("weight")), _lower_linear(1, choose)),
-        Rule(op("matmul", self=ACTIVATION, other=value("weight")), _lower_linear(1, choose)),
+        Rule(_weighted("conv1d", "conv2d", "conv3d"), _lower_convolution(choose)),
+        Rule(_weighted("linear"), _lower_linear(choose)),
     )
-
-
-CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution")

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from quantplug.core.graph.editing import call, constant, viewed
 from quantplug.core.graph.facts import rank, tensor_value
 from quantplug.core.patterns.language import Match, op, optional, value
-from quantplug.core.patterns.rules import Rewrite, Rule
+from quantplug.core.patterns.rules import Rule
 from quantplug.core.qdq.nodes import is_qdq
 from quantplug.core.qdq.qparams import IntegerWeight, integer_weight
 from quantplug.lowering.x86.kernels.four_bits import PACK, GroupedWeight, grouped_weight, integers, scales_and_zeros
@@ -28,19 +28,15 @@ VECTOR = 16
 NO_FLOAT = "its activation is no float32 tensor"
 
 
-def _lower(channel_axis: int) -> Rewrite:
-    def lower(match: Match) -> fx.Node | str:
-        grouped = grouped_weight(match["weight"], channel_axis)
-        if isinstance(grouped, GroupedWeight):
-            return _of_groups(match, grouped)
-        weight = integer_weight(match["weight"], channel_axis)
-        reason = weight if isinstance(weight, str) else _objection(match["x"], weight)
-        if reason is not None:
-            return reason
-        assert isinstance(weight, IntegerWeight)
-        return product_in_half(match, match["x"], weight.values, weight.scales)
-
-    return lower
+def _lower(match: Match) -> fx.Node | str:
+    grouped = grouped_weight(match["weight"])
+    if isinstance(grouped, GroupedWeight):
+        return _of_groups(match, grouped)
+    weight = integer_weight(match["weight"])
+    if isinstance(weight, str):
+        return weight
+    objection = _objection(match["x"], weight)
+    return objection or product_in_half(match, match["x"], weight.values, weight.scales)
 
 
 def _objection(x: fx.Node, weight: IntegerWeight) -> str | None:
@@ -128,9 +124,4 @@ def _as_before(node: fx.Node, x: fx.Node, result: fx.Node) -> fx.Node:
     return call(node, aten.reshape.default, (result, sizes), node)
 
 
-_BIAS = optional(value("bias"))
-WEIGHT_ONLY = (
-    Rule(op("linear", input=value("x"), weight=value("weight"), bias=_BIAS), _lower(0)),
-    Rule(op("addmm", self=value("bias"), mat1=value("x"), mat2=value("weight"), beta=1, alpha=1), _lower(1)),
-    Rule(op("mm", self=value("x"), mat2=value("weight")), _lower(1)),
-)
+WEIGHT_ONLY = (Rule(op("linear", input=value("x"), weight=value("weight"), bias=optional(value("bias"))), _lower),)
