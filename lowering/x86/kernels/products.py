@@ -19,13 +19,12 @@ from quantplug.core.patterns.rules import Rewrite, Rule
 from quantplug.core.qdq.qparams import IntegerWeight, QParams, dequantize, integer_weight, qparams
 from quantplug.lowering.processor import as_unsigned, largest_pair, pair_objection
 from quantplug.lowering.x86.geometry import Geometry, geometry, objection
+from quantplug.lowering.x86.kernels.calls import NO_SCALARS
 from quantplug.lowering.x86.kernels.few_rows import is_read_faster
 from quantplug.lowering.x86.running.autotune import Choice, always_integer
 
 onednn, aten = torch.ops.onednn, torch.ops.aten
 NO_OUTPUT_QPARAMS = (1.0, 0, torch.float32)
-# torch.export cannot serialize an empty list of numbers; the kernels read none of it here
-NO_SCALARS = [0.0]
 NO_UNARY = ("none", NO_SCALARS, "")
 
 ACTIVATION = dequantize(input=value("integers"), name="dequantize")

@@ -15,8 +15,8 @@ from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.peers.torch_names import custom_graph_pass
 from quantplug.lowering.starting import starting
 from quantplug.lowering.x86.bfloat16 import KERNELS
-from quantplug.lowering.x86.kernels.epilogues import fuse_sums
 from quantplug.lowering.x86.kernels.few_rows import stream
+from quantplug.lowering.x86.kernels.sums import fuse_sums
 from quantplug.lowering.x86.running.packing import UNPACK, fold
 from quantplug.lowering.x86.running.runtime_ranges import spell_out_ranges
 
