@@ -10,28 +10,14 @@ import torch
 from torch import fx
 
 from quantplug.core.errors import LoweringError
-from quantplug.core.graph.editing import finish
 from quantplug.core.graph.facts import require_graph_module
 from quantplug.core.graph.meta import PAIR
-from quantplug.core.patterns.rules import apply
-from quantplug.lowering.halves import spell_out_halves
 from quantplug.lowering.placement import place, record
 from quantplug.lowering.program import require_float_dtype
-from quantplug.lowering.rewrites.folding import all_constant_expressions_are_folded
 from quantplug.lowering.starting import starting
-from quantplug.lowering.x86.attention import OPEN_MASKS
-from quantplug.lowering.x86.bfloat16 import compute_in_half, is_half_for_free
-from quantplug.lowering.x86.cleaning import clean
-from quantplug.lowering.x86.geometry import step_aside
-from quantplug.lowering.x86.integer_flow import move
-from quantplug.lowering.x86.kernels.embedding import EMBEDDINGS
-from quantplug.lowering.x86.kernels.epilogues import fuse
-from quantplug.lowering.x86.kernels.pooling import AVERAGES
-from quantplug.lowering.x86.kernels.products import products
-from quantplug.lowering.x86.kernels.weight_only import WEIGHT_ONLY
-from quantplug.lowering.x86.row_scales import spell_out_rows
-from quantplug.lowering.x86.running.autotune import always_integer, measured, measured_half
+from quantplug.lowering.steps import run
 from quantplug.lowering.x86.running.program import X86Program
+from quantplug.lowering.x86.steps import Told, steps
 
 
 def lower(
@@ -65,28 +51,14 @@ def lower(
     _require_inputs(source, example_inputs)
     module = starting(source)
     require_float_dtype(float_dtype)
-    recorded = record(module.graph)
-    all_constant_expressions_are_folded(module)
-    folded = {operator.node for operator in recorded} - {node.name for node in module.graph.nodes}
-    halves = spell_out_halves(module.graph)
-    rows = spell_out_rows(module.graph)
-    clean(module, example_inputs)
-    apply(module.graph, OPEN_MASKS)
-    move(module.graph)
-    choose = measured(module, example_inputs) if autotune else always_integer
-    apply(module.graph, (*products(choose), *WEIGHT_ONLY, *AVERAGES, *EMBEDDINGS))
+    recorded, told = record(module.graph), Told()
+    run(steps(example_inputs, told, autotune=autotune, float_dtype=float_dtype), module)
     pair = max((PAIR.get(node, 0) for node in module.graph.nodes), default=0)
-    fuse(module.graph)
-    step_aside(module.graph)
-    if float_dtype == torch.bfloat16:
-        compute_in_half(module.graph, lambda product: None)
-    elif autotune:
-        compute_in_half(module.graph, measured_half(is_half_for_free))
-    finish(module)
     program = X86Program(module, example_inputs, dynamic_shapes, pair=pair)
-    ops = place(recorded, program.module.graph, ("onednn", "quantized"), folded)
-    reasons = rows | halves
-    program.ops = tuple(replace(o, reason=reasons[o.node]) if o.reason and o.node in reasons else o for o in ops)
+    ops = place(recorded, program.module.graph, ("onednn", "quantized"), told.folded)
+    program.ops = tuple(
+        replace(o, reason=told.reasons[o.node]) if o.reason and o.node in told.reasons else o for o in ops
+    )
     return program
 
 

@@ -76,7 +76,6 @@ from quantplug.core.graph.editing import constant as add_constant
 from quantplug.core.graph.editing import replace as replace_node
 from quantplug.core.graph.editing import viewed as add_view
 from quantplug.core.graph.facts import constant_value, operands
-from quantplug.core.graph.meta import absorb
 from quantplug.core.named import named
 from quantplug.core.observers import observer
 from quantplug.core.patterns.language import (
@@ -96,7 +95,7 @@ from quantplug.core.patterns.language import (
     value,
 )
 from quantplug.core.patterns.rules import Rule as LoweringRule
-from quantplug.core.qdq.qparams import IntegerWeight, QParams, integer_weight, qparams
+from quantplug.core.qdq.qparams import IntegerWeight, QParams, StaticQParams, integer_weight, qparams
 from quantplug.core.qdq.qparams import dequantize as dequantize_op
 from quantplug.core.qdq.qparams import is_static as has_static_qparams
 from quantplug.core.qdq.qparams import quantize as quantize_op
@@ -206,7 +205,7 @@ __all__ = [  # noqa: RUF022 - in the groups of the docstring
     "IntegerWeight",
     "LoweringRule",
     "QParams",
-    "absorb",
+    "StaticQParams",
     "add_call",
     "add_constant",
     "add_view",
