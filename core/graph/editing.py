@@ -176,14 +176,14 @@ def finish(module: fx.GraphModule) -> None:
 
 
 def drop_unread_attributes(module: fx.GraphModule) -> None:
-    """Deletes parameters and buffers that no node reads: float weights next to their integer copies."""
-    read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
-    held = [
-        name
-        for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    ]
-    for name in held:
-        if name not in read:
+    """Deletes parameters and buffers that no node reads, by itself or with its submodel: float weights beside integers.
+
+    An exporter would store them in the file.
+    """
+    read = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}
+    held = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    for name in [name for name, _ in held]:
+        if read.isdisjoint(itertools.accumulate(name.split("."), "{}.{}".format)):
             owner, _, leaf = name.rpartition(".")
             delattr(attribute(module, owner) if owner else module, leaf)
 

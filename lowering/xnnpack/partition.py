@@ -176,4 +176,4 @@ def _given(node: fx.Node) -> fx.Node:
 
 
 def _is_weight_only(node: fx.Node, names: set[str], legal: Legalized) -> bool:
-    return bool(names & legal.weight_only) and operator_name(node) == "aten::linear"
+    return bool(names & legal.weight_only.keys()) and operator_name(node) == "aten::linear"
