@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph.editing import call, replace
+from quantplug.core.graph.editing import call
 from quantplug.core.graph.facts import operands
-from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, Pattern, op, single_use
 from quantplug.core.patterns.rules import Rule
 from quantplug.core.qdq.qparams import QParams, is_static, qparams, quantize
@@ -43,19 +42,18 @@ def bounds_of(clamp: fx.Node, name: str) -> list[Any]:
 
 
 def _rule(name: str, source: Pattern) -> Rule:
-    def rewrite(match: Match) -> str | None:
+    def rewrite(match: Match) -> fx.Node | str:
         clamp, params = match["clamp"], qparams(match.root)
         bounds = bounds_of(clamp, name)
         if params.dtype not in (torch.uint8, torch.int8) or any(isinstance(bound, fx.Node) for bound in bounds):
             return "its bounds are tensors or its integers wider than a byte"
-        _clamp_integers(match, params, bounds)
-        return None
+        return _clamp_integers(match, params, bounds)
 
     pattern = quantize(input=single_use(op(name, self=source, name="clamp")))
     return Rule(pattern.where(lambda match: is_static(match.root)), rewrite)
 
 
-def _clamp_integers(match: Match, params: QParams, bounds: list[Any]) -> None:
+def _clamp_integers(match: Match, params: QParams, bounds: list[Any]) -> fx.Node:
     node, clamp = match.root, match["clamp"]
     source = clamp.args[0]
     low, high = (_integer(bound, params) for bound in bounds)
@@ -63,8 +61,7 @@ def _clamp_integers(match: Match, params: QParams, bounds: list[Any]) -> None:
     integers = call(clamp, node.target, (source, *params.args()), source, params.dtype)
     if (low, high) != (params.quant_min, params.quant_max):
         integers = call(clamp, aten.clamp.default, (integers, low, high), node)
-    absorb(integers, clamp, node)
-    replace(node, integers)
+    return integers
 
 
 def _integer(bound: float | None, params: QParams) -> int | None:

@@ -3,7 +3,8 @@
 Before: a cleaned q/dq graph is recorded; after the rules the lowered graph is compared with the record.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import fx
@@ -38,22 +39,28 @@ def place(
         folded: names of operators that became constants.
     """
     once = dict.fromkeys(folded, "it is the same at every call, and computed once")
-    kernels = {name for node in graph.nodes if _is_integer(node, libraries) for name in origins(node)}
-    reasons = dict.fromkeys({found.node for found in recorded} - kernels, NOTHING)
-    reasons |= once | dict(_reasons(graph, libraries))
-    return tuple(_placed(operator, reasons.get(operator.node, "")) for operator in recorded)
+    carriers: dict[str, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        for name in origins(node):
+            carriers[name].append(node)
+    reasons = {found.node: _reason(carriers[found.node], libraries) for found in recorded} | once
+    return tuple(_placed(operator, reasons[operator.node]) for operator in recorded)
+
+
+def _reason(carriers: list[fx.Node], libraries: Collection[str]) -> str:
+    """Returns why none of the nodes that carry an operator out is an integer kernel, "" where one is.
+
+    Conversions to and from integers are none, unless they are all that is left of it.
+    """
+    kernels = [node for node in carriers if not is_qdq(node)] or carriers
+    if any(_is_integer(node, libraries) for node in kernels):
+        return ""
+    return (REASON.get(kernels[-1]) or _no_rule(kernels[-1])) if kernels else NOTHING
 
 
 def _placed(operator: LoweredOp, reason: str) -> LoweredOp:
     placement = "float" if reason else "int8"
     return LoweredOp(operator.node, operator.target, operator.module_path, placement, reason)
-
-
-def _reasons(graph: fx.Graph, libraries: Collection[str]) -> Iterator[tuple[str, str]]:
-    for node in graph.nodes:
-        if not _is_integer(node, libraries):
-            for name in origins(node):
-                yield name, REASON.get(node) or _no_rule(node)
 
 
 def _is_integer(node: fx.Node, libraries: Collection[str]) -> bool:

@@ -6,7 +6,7 @@ What is spelled keeps its node, its name and its metadata.
 """
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +26,7 @@ from quantplug.core.graph.facts import (
 from quantplug.core.graph.meta import absorb
 from quantplug.core.qdq.nodes import is_dequantize
 from quantplug.core.qdq.qparams import DEQUANTIZE_PER_TENSOR, QD, TRANSPOSES, qparams
-from quantplug.lowering.sizes import write_sizes_out
+from quantplug.lowering.sizes import for_each_dimension, write_sizes_out
 
 _ATEN = torch.ops.aten
 _CONVOLUTIONS = (_ATEN.conv1d.default, _ATEN.conv2d.default, _ATEN.conv3d.default)
@@ -59,17 +59,24 @@ def _padded_in_words(node: fx.Node) -> None:
     weight = tensor_value(given["weight"])
     if not isinstance(given["padding"], str) or weight is None:
         return
-    sizes = [int(size) - 1 for size in weight.shape[2:]]
-    dilation = given["dilation"] * len(sizes) if len(given["dilation"]) == 1 else given["dilation"]
-    both = [d * size for d, size in zip(dilation, sizes, strict=True)]
-    padding = [0 for _ in both] if given["padding"] == "valid" else [total // 2 for total in both]
-    uneven = [total % 2 for total in both]
-    source = given["input"]
-    if given["padding"] == "same" and any(uneven):
-        source = _with_more_behind(node, given["input"], uneven)
+    padding, uneven = padding_in_numbers(given["padding"], weight.shape[2:], given["dilation"])
+    source = _with_more_behind(node, given["input"], uneven) if any(uneven) else given["input"]
     if source is not None:
         args = (source, given["weight"], given["bias"], given["stride"], padding, given["dilation"], given["groups"])
-        node.target, node.args, node.kwargs = _CONVOLUTIONS[len(both) - 1], args, {}
+        node.target, node.args, node.kwargs = _CONVOLUTIONS[len(padding) - 1], args, {}
+
+
+def padding_in_numbers(padding: str, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Returns what a padding in words puts on both sides of each dimension, and what it puts more behind it.
+
+    Args:
+        padding: "same" or "valid".
+        kernel: sizes of the window.
+        dilation: of each of its dimensions, or one for all.
+    """
+    spread = for_each_dimension(dilation, len(kernel))
+    reach = [step * (int(size) - 1) * (padding == "same") for step, size in zip(spread, kernel, strict=True)]
+    return [total // 2 for total in reach], [total % 2 for total in reach]
 
 
 def _with_more_behind(node: fx.Node, source: fx.Node, uneven: list[int]) -> fx.Node | None:

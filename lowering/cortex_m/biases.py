@@ -13,7 +13,7 @@ from quantplug.core.patterns.language import op
 from quantplug.core.qdq.qparams import IntegerWeight, dequantize, integer_weight, qparams
 
 _QDQ = torch.ops.quantized_decomposed
-_PRODUCTS = op("conv1d", "conv2d", "convolution", "linear").overloads
+_PRODUCTS = op("conv1d", "conv2d", "linear").overloads
 _LIMITS = torch.iinfo(torch.int32)
 
 

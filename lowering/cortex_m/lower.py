@@ -35,14 +35,14 @@ from quantplug.lowering.cortex_m.biases import quantize_biases
 from quantplug.lowering.cortex_m.program import CortexMProgram, channels_last
 from quantplug.lowering.executorch_names import unchecked
 from quantplug.lowering.program import LoweredOp, refusal
-from quantplug.lowering.sizes import write_sizes_out
+from quantplug.lowering.spelling import spell_plainly
 from quantplug.lowering.starting import starting, starting_from_state, twin
 
 _ATEN = torch.ops.aten
 # Operators that the passes want whole.
 _PRESERVED = (_ATEN.linear.default, _ATEN.silu.default)
 # ExecuTorch 1.4's passes lose the quantization of what a clamp that is not fused stands behind.
-_CLAMPS = clamp_rules(single_use(op("conv2d", "convolution", "linear", "add")))
+_CLAMPS = clamp_rules(single_use(op("conv2d", "linear", "add")))
 # Tensors of one number, into which the passes fold quantization whether or not their readers are of integers.
 _FILLED = op("full", "ones", "zeros", "full_like", "ones_like", "zeros_like", "new_full", "new_ones", "new_zeros")
 _PORTABLE = "no cortex_m kernel takes it in this place"
@@ -107,7 +107,7 @@ def _marked(module: fx.GraphModule) -> fx.GraphModule:
         node.meta["custom"] = custom
     for node in module.graph.find_nodes(op="call_function", target=_ATEN.view.default):
         node.target = _ATEN.reshape.default  # maps are channels-last there, of which not every view exists
-    write_sizes_out(module.graph)
+    spell_plainly(module.graph)
     apply(module.graph, _CLAMPS)
     _hold_filled(module.graph)
     quantize_biases(module.graph)

@@ -217,13 +217,13 @@ def _apply(prepared: Prepared, rows: tuple[Row, ...], levels: dict[str, Level]) 
 def _noted(rule: Rule, level: Level, floats: Mapping[str, str], levels: dict[str, Level]) -> Rule:
     """Returns a rule that leaves alone what the target keeps float and notes the level of what it takes."""
 
-    def rewrite(match: Match) -> str | None:
+    def rewrite(match: Match) -> fx.Node | str:
         operators = frozenset().union(*(origins(node) for node in match.nodes))
         kept = next((floats[node.name] for node in match.nodes if node.name in floats), None)
-        reason = kept or rule.rewrite(match)
-        if reason is None:
+        found = kept or rule.rewrite(match)
+        if isinstance(found, fx.Node):
             levels.update(dict.fromkeys(operators, level))
-        return reason
+        return found
 
     return Rule(rule.pattern, rewrite)
 

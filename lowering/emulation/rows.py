@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph.editing import fresh_name, replace
+from quantplug.core.graph.editing import fresh_name
 from quantplug.core.graph.facts import constant_value, operands
-from quantplug.core.graph.meta import absorb
 from quantplug.core.graph.operators import DROPOUTS, MOVES, REPEATS
 from quantplug.core.patterns.language import Match, Op, Pattern, anything, each, either, op, optional, single_use, value
-from quantplug.core.patterns.rules import Rule
+from quantplug.core.patterns.rules import Rewrite, Rule
 from quantplug.core.peers.torch_names import schema_of
 from quantplug.core.qdq.qparams import IntegerWeight, QParams, dequantize, folded, integer_weight, qparams, quantize
 from quantplug.core.specs.levels import Level
@@ -55,8 +54,8 @@ class Row:
 
 def substitute(
     match: Match, kernel: torch.nn.Module, inputs: Sequence[fx.Node] = (), kwargs: Mapping[str, fx.Node] | None = None
-) -> None:
-    """Puts a module call in the place of a match."""
+) -> fx.Node:
+    """Returns a module call for the place of a match."""
     owner = match.root.graph.owning_module
     assert owner is not None
     name = fresh_name(owner, f"{match.root.name}_kernel")
@@ -64,8 +63,7 @@ def substitute(
     with match.root.graph.inserting_before(match.root):
         node = match.root.graph.call_module(name, tuple(inputs), dict(kwargs or {}))
     node.meta.update(match.root.meta)
-    absorb(node, *match.nodes)
-    replace(match.root, node)
+    return node
 
 
 # ---- around an operator
@@ -109,10 +107,10 @@ def _integer(number: float, out: QParams) -> int:
     return int((float32(number) / float32(out.scale)).round()) + zero(out)
 
 
-def _build(make: Callable[[Match, QParams], Kernel | str], *inputs: str) -> Callable[[Match], str | None]:
+def _build(make: Callable[[Match, QParams], Kernel | str], *inputs: str) -> Rewrite:
     """Returns a rewrite: makes the kernel, bounds it and puts it into the graph."""
 
-    def rewrite(match: Match) -> str | None:
+    def rewrite(match: Match) -> fx.Node | str:
         out = qparams(match.root)
         bounds = _bounds(match, out)
         kernel = make(match, out)
@@ -121,8 +119,7 @@ def _build(make: Callable[[Match, QParams], Kernel | str], *inputs: str) -> Call
             return reason
         assert isinstance(kernel, Kernel)
         kernel.bound(*bounds)
-        substitute(match, kernel, [match[f"{name}_integers"] for name in inputs])
-        return None
+        return substitute(match, kernel, [match[f"{name}_integers"] for name in inputs])
 
     return rewrite
 
@@ -286,37 +283,33 @@ def _rescaling(match: Match, source: fx.Node) -> str | None:
     return None if same and other.is_full_range else "its integers are rescaled on the way"
 
 
-def _move(match: Match) -> str | None:
-    reason = _rescaling(match, match["x"])
-    if reason is None:
-        _on_integers(match, (match["x_integers"], *match["inner"].args[1:]))
-    return reason
+def _move(match: Match) -> fx.Node | str:
+    args = (match["x_integers"], *match["inner"].args[1:])
+    return _rescaling(match, match["x"]) or _on_integers(match, args)
 
 
-def _pad(match: Match) -> str | None:
+def _pad(match: Match) -> fx.Node | str:
     given, params = operands(match["inner"]), qparams(match.root)
     if given.get("mode", "constant") != "constant" or given.get("value"):
         return "only padding with zeros stays on integers"
     reason = _rescaling(match, match["x"])
-    if reason is None:
-        match["inner"].target = torch.ops.aten.constant_pad_nd.default
-        match["inner"].kwargs = {}
-        _on_integers(match, (match["x_integers"], given["pad"], zero(params)))
-    return reason
+    if reason is not None:
+        return reason
+    match["inner"].target = torch.ops.aten.constant_pad_nd.default
+    match["inner"].kwargs = {}
+    return _on_integers(match, (match["x_integers"], given["pad"], zero(params)))
 
 
-def _join(match: Match) -> str | None:
+def _join(match: Match) -> fx.Node | str:
     sources = match["sources"]
     reason = next(filter(None, (_rescaling(match, source) for source in sources)), None)
-    if reason is None:
-        _on_integers(match, ([source.args[0] for source in sources], *match["inner"].args[1:]))
-    return reason
+    return reason or _on_integers(match, ([source.args[0] for source in sources], *match["inner"].args[1:]))
 
 
-def _on_integers(match: Match, args: tuple[Any, ...]) -> None:
-    match["inner"].args = args
-    absorb(match["inner"], match.root)
-    replace(match.root, match["inner"])
+def _on_integers(match: Match, args: tuple[Any, ...]) -> fx.Node:
+    inner: fx.Node = match["inner"]
+    inner.args = args
+    return inner
 
 
 # ---- conversions
@@ -325,8 +318,7 @@ def _on_integers(match: Match, args: tuple[Any, ...]) -> None:
 def quantizations() -> tuple[Rule, ...]:
     """Returns the rules of float tensors that become integers."""
 
-    def rewrite(match: Match) -> str | None:
-        substitute(match, Quantize(qparams(match.root)), [match["x"]])
-        return None
+    def rewrite(match: Match) -> fx.Node | str:
+        return substitute(match, Quantize(qparams(match.root)), [match["x"]])
 
     return (Rule(quantize(input=value("x")).where(lambda m: _static(m.root)), rewrite),)

@@ -93,16 +93,17 @@ def run_time_products(*operators: str) -> tuple[Rule, ...]:
         operators: ATen names with operands input, weight and bias.
     """
 
-    def rewrite(match: Match) -> str | None:
+    def rewrite(match: Match) -> fx.Node | str:
         node, given = match.root, operands(match.root)
         chain, weight, bias = chain_of(given["input"]), _weight(given["weight"]), given.get("bias")
         held = None if bias is None else constant_value(bias)
         reason = weight if isinstance(weight, str) else _objection(chain, bias, held)
-        if reason or chain is None or isinstance(weight, str):
+        if reason is not None:
             return reason
+        assert chain is not None
+        assert not isinstance(weight, str)
         samples = "conv" in str(node.target)
-        substitute(match, RunTimeProduct(_runner(node), weight, held, samples), [chain.source])
-        return None
+        return substitute(match, RunTimeProduct(_runner(node), weight, held, samples), [chain.source])
 
     return (Rule(op(*operators, input=value("x"), weight=value("weight")), rewrite),)
 

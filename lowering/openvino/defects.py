@@ -12,9 +12,8 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from quantplug.core.errors import LoweringError
-from quantplug.core.graph.editing import call, constant, replace, viewed
+from quantplug.core.graph.editing import call, constant, viewed
 from quantplug.core.graph.facts import constant_value, describe, operands, tensor_value
-from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, item, op, value
 from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.nodes import is_dequantize
@@ -38,7 +37,7 @@ def step_aside(graph: fx.Graph) -> None:
     apply(graph, OTHERS)
 
 
-def _uneven(match: Match) -> str | None:
+def _uneven(match: Match) -> fx.Node | str:
     """Past biases that are all one number OpenVINO moves the scales of channels on.
 
     Kernels that follow, such as reductions of rows, then apply them along another dimension.
@@ -51,10 +50,10 @@ def _uneven(match: Match) -> str | None:
     if bias is None:
         return _NO_CHANGE
     node.args, node.kwargs = tuple({**given, "bias": bias}.values()), {}
-    return None
+    return node
 
 
-def _uneven_product(match: Match) -> str | None:
+def _uneven_product(match: Match) -> fx.Node | str:
     """The same of products, whose columns are the channels."""
     node, given = match.root, operands(match.root)
     is_sum = "mat1" in given
@@ -63,11 +62,8 @@ def _uneven_product(match: Match) -> str | None:
         return _NO_CHANGE
     if is_sum:
         node.replace_input_with(given["self"], bias)
-        return None
-    product = call(node, aten.addmm.default, (bias, *node.args), node)
-    absorb(product, node)
-    replace(node, product)
-    return None
+        return node
+    return call(node, aten.addmm.default, (bias, *node.args), node)
 
 
 def _uneven_bias(node: fx.Node, bias: Any, channels: int | torch.SymInt) -> fx.Node | None:
@@ -84,7 +80,7 @@ def _uneven_bias(node: fx.Node, bias: Any, channels: int | torch.SymInt) -> fx.N
     return constant(node, f"{node.name}_bias", numbers)
 
 
-def _column_by_column(match: Match) -> str | None:
+def _column_by_column(match: Match) -> fx.Node | str:
     """Where a stride makes one column of an image, steps of one column are right."""
     node, given = match.root, operands(match.root)
     image, weight, stride = tensor_value(given["input"]), tensor_value(given["weight"]), given["stride"]
@@ -99,12 +95,10 @@ def _column_by_column(match: Match) -> str | None:
     product = call(node, node.target, tuple({**given, "stride": [*steps, 1]}.values()), node)
     width = image.shape[-1] + 2 * padding[spatial - 1] - dilation[spatial - 1] * (weight.shape[-1] - 1)
     product.meta["val"] = result.new_empty(*result.shape[:-1], width)
-    absorb(product, node)
-    replace(node, viewed(node, aten.slice.Tensor, product, -1, 0, sys.maxsize, stride[-1]))
-    return None
+    return viewed(node, aten.slice.Tensor, product, -1, 0, sys.maxsize, stride[-1])
 
 
-def _padded_before(match: Match) -> str | None:
+def _padded_before(match: Match) -> fx.Node | str:
     """What stands over the image where sizes are rounded up counts as padding in OpenVINO, and not in torch.
 
     Padding that counts around integers is the integer zero there, not that of the number zero.
@@ -125,17 +119,15 @@ def _padded_before(match: Match) -> str | None:
     edges = [edge for width in reversed(widths) for edge in (width, width)]
     padded = viewed(node, aten.constant_pad_nd.default, match["x"], edges)
     pooled = viewed(node, node.target, padded, *tuple({**given, "padding": [0] * spatial}.values())[1:])
-    absorb(pooled, node)
     for dim, size in enumerate(sizes, -spatial):  # torch leaves out a window that begins in the padding
         pooled = viewed(node, aten.slice.Tensor, pooled, dim, 0, size)
-    replace(node, pooled)
-    return None
+    return pooled
 
 
-def _selected(match: Match) -> str | None:
+def _selected(match: Match) -> fx.Node:
     """Clamps of integers that others read too are computed on the integers, by bounds whose fractions are cut off."""
     node = match.root
-    found: Any = match["x"]
+    found: fx.Node = match["x"]
     bounds = bounds_of(node, str(node.target).split(".")[1])  # "aten.clamp.default"
     for bound, compare in zip(bounds, (aten.lt.Scalar, aten.gt.Scalar), strict=True):
         if bound is None:
@@ -143,25 +135,18 @@ def _selected(match: Match) -> str | None:
         beyond = call(node, compare, (found, bound), node, torch.bool)
         limit = constant(node, f"{node.name}_bound", torch.tensor(float(bound), dtype=node.meta["val"].dtype))
         found = call(node, aten.where.self, (beyond, limit, found), node)
-    absorb(found, node)
-    replace(node, found)
-    return None
+    return found
 
 
-def _apart(match: Match) -> str | None:
+def _apart(match: Match) -> fx.Node | str:
     """Maxima of floats are written in the integers that something behind quantizes to, without the zero point."""
     node, extremes = match.root, match["extremes"]
     if is_dequantize(extremes.all_input_nodes[0]) or not node.meta["val"].is_floating_point():
         return "it compares integers"
-    readers = list(node.users)
-    found = _selection(node.next, node)
-    absorb(found, node)
-    for reader in readers:
-        reader.replace_input_with(node, found)
-    return None
+    return _selection(node.next, node)
 
 
-def _normed_in_float(match: Match) -> str | None:
+def _normed_in_float(match: Match) -> fx.Node | str:
     """Norms of integers that others read too add their epsilon to the variance of the integers."""
     node, source = match.root, match["x"]
     while len(source.all_input_nodes) == 1 and not is_dequantize(source):
@@ -169,7 +154,7 @@ def _normed_in_float(match: Match) -> str | None:
     if not is_dequantize(source):
         return "it reads floats"
     node.replace_input_with(match["x"], _selection(node, match["x"]))
-    return None
+    return node
 
 
 def _selection(before: fx.Node, source: fx.Node) -> fx.Node:

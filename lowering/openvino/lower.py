@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.errors import LoweringError
-from quantplug.core.graph.editing import call, constant, erase_unused, finish, replace
+from quantplug.core.graph.editing import call, constant, erase_unused, finish
 from quantplug.core.graph.facts import (
     constant_value,
     describe,
@@ -26,11 +26,10 @@ from quantplug.core.graph.facts import (
     require_graph_module,
     tensor_value,
 )
-from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, op, value
 from quantplug.core.patterns.rules import Rule, apply
-from quantplug.core.qdq.nodes import is_dequantize
-from quantplug.core.qdq.qparams import FULL_RANGE, QD, dequantize, qparams, quantize
+from quantplug.core.qdq.nodes import is_dequantize, is_quantize
+from quantplug.core.qdq.qparams import FULL_RANGE, QD, dequantize, is_static, qparams, quantize
 from quantplug.lowering.agreement import agreement
 from quantplug.lowering.halves import spell_out_halves
 from quantplug.lowering.open_sizes import open_sizes
@@ -91,7 +90,7 @@ def lower(
     halves = spell_out_halves(module.graph)
     step_aside(module.graph)
     apply(module.graph, GIVEN)
-    apply(module.graph, OUTPUTS)
+    _write_outputs_out(module.graph)
     apply(module.graph, NARROW)
     outputs = make_distinct(module)
     finish(module)
@@ -207,7 +206,7 @@ def _first_known(node: fx.Node, operators: Set[str]) -> str:
     return name
 
 
-def _scaled(match: Match) -> str | None:
+def _scaled(match: Match) -> fx.Node | str:
     """Writes (integers - zero point) * scale in float32."""
     node, given = match.root, operands(match.root)
     is_given = is_held(given["input"]) or given["input"].op == "placeholder"
@@ -219,9 +218,7 @@ def _scaled(match: Match) -> str | None:
     step = call(node, _ATEN.to.dtype, (given["input"], torch.float32), node)
     if bool(zero_point.any()):
         step = call(node, _ATEN.sub.Tensor, (step, constant(node, f"{node.name}_zero_point", zero_point)), node)
-    step = call(node, _ATEN.mul.Tensor, (step, constant(node, f"{node.name}_scale", scale)), node)
-    replace(node, step)
-    return None
+    return call(node, _ATEN.mul.Tensor, (step, constant(node, f"{node.name}_scale", scale)), node)
 
 
 def _along_axis(found: Any, integers: Tensor, axis: int | None) -> Tensor:
@@ -232,7 +229,7 @@ def _along_axis(found: Any, integers: Tensor, axis: int | None) -> Tensor:
     return torch.as_tensor(0 if numbers is None else numbers).detach().to(torch.float32).reshape(shape)
 
 
-def _clamped(match: Match) -> str | None:
+def _clamped(match: Match) -> fx.Node | str:
     """Lets floats end where the integers do: OpenVINO has kernels for whole ranges only."""
     node, params = match.root, qparams(match.root)
     if params.is_full_range or params.dtype not in FULL_RANGE or node.target is not QD.quantize_per_tensor.default:
@@ -244,30 +241,31 @@ def _clamped(match: Match) -> str | None:
     for reader in list(node.users):
         reader.args = (node, *whole)
     node.args = (clamped, *whole)
-    return None
+    return node
 
 
-def _integers(match: Match) -> str | None:
-    """Writes out how an output's integers are made: OpenVINO takes quantize for a rounding of floats."""
-    node, params, outputs = match.root, qparams(match.root), match.root.graph.output_node()
+def _write_outputs_out(graph: fx.Graph) -> None:
+    """Writes out how integers of outputs are made: OpenVINO takes quantize for a rounding of floats."""
+    outputs = graph.output_node()
+    for node in list(outputs.all_input_nodes):
+        if is_quantize(node) and is_static(node) is None:
+            outputs.replace_input_with(node, _integers(node))
+            erase_unused((node,))
+
+
+def _integers(node: fx.Node) -> fx.Node:
+    source, params = operands(node)["input"], qparams(node)
     scale, zero_point = params.scale, params.zero_point
-    if outputs not in node.users:
-        return "it is no output"
-    if isinstance(scale, fx.Node) or isinstance(zero_point, fx.Node):
-        return "its quantization parameters are computed at run time"
-    step = call(node, _ATEN.mul.Tensor, (match["x"], 1.0 / scale), match["x"])
+    assert isinstance(scale, float)
+    assert isinstance(zero_point, int)
+    step = call(node, _ATEN.mul.Tensor, (source, 1.0 / scale), source)
     step = call(node, _ATEN.round.default, (step,), step)
     step = call(node, _ATEN.add.Tensor, (step, float(zero_point)), step)
     step = call(node, _ATEN.clamp.default, (step, params.quant_min, params.quant_max), step)
-    step = call(node, _ATEN.to.dtype, (step, params.dtype), node, params.dtype)
-    absorb(step, node)
-    outputs.replace_input_with(node, step)
-    erase_unused((node,))
-    return None
+    return call(node, _ATEN.to.dtype, (step, params.dtype), node, params.dtype)
 
 
 NARROW = (Rule(quantize(input=value("x")), _clamped),)
-OUTPUTS = (Rule(quantize(input=value("x")), _integers),)
 GIVEN = (
     Rule(dequantize(input=value("integers")), _scaled),
     Rule(op("quantized_decomposed::dequantize_per_channel", input=value("integers")), _scaled),

@@ -3,7 +3,7 @@
 import torch
 from torch import fx
 
-from quantplug.core.graph.editing import call, replace
+from quantplug.core.graph.editing import call
 from quantplug.core.graph.facts import operands, tensor_value
 from quantplug.core.patterns.language import Match, op, value
 from quantplug.core.patterns.rules import Rule, apply
@@ -19,7 +19,7 @@ def means_are_poolings(model: fx.GraphModule) -> fx.GraphModule:
     return model
 
 
-def _pool(match: Match) -> str | None:
+def _pool(match: Match) -> fx.Node | str:
     node, source = match["op"], match["x"]
     shape = tensor_value(source)
     if shape is None or shape.dim() != 4 or not _is_global(node):
@@ -27,10 +27,7 @@ def _pool(match: Match) -> str | None:
     height, width = shape.shape[2:]
     pooled = call(node, _ATEN.avg_pool2d.default, (source, [height, width]), node)
     pooled.meta["val"] = shape.mean((2, 3), keepdim=True)
-    if not operands(node).get("keepdim", True):
-        pooled = call(node, _ATEN.flatten.using_ints, (pooled, 1), node)
-    replace(node, pooled)
-    return None
+    return pooled if operands(node).get("keepdim", True) else call(node, _ATEN.flatten.using_ints, (pooled, 1), node)
 
 
 def _is_global(node: fx.Node) -> bool:

@@ -13,14 +13,14 @@ from quantplug.core.patterns.language import Match, op, value
 from quantplug.core.patterns.rules import Rule
 
 
-def _unmask(match: Match) -> str | None:
+def _unmask(match: Match) -> fx.Node | str:
     mask = match["mask"]
     known = constant_value(_source(mask))
     if known is None or known.dtype != torch.bool or not bool(known.all()):
         return "its mask is not known to let everything through"
     match.root.args, match.root.kwargs = (), {**operands(match.root), "attn_mask": None}
     erase_unused((mask,))
-    return None
+    return match.root
 
 
 def _source(node: fx.Node) -> fx.Node:

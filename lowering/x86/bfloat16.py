@@ -11,19 +11,21 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from quantplug.core.graph.editing import call, erase_dead_code, erase_unused
-from quantplug.core.graph.facts import is_constant, tensor_value
+from quantplug.core.graph.editing import call, erase_dead_code, erase_unused, set_operand
+from quantplug.core.graph.facts import is_constant, operands, tensor_value
 from quantplug.core.graph.meta import REASON
 from quantplug.core.graph.operators import MOVES, REPEATS
 from quantplug.core.patterns.language import op
-from quantplug.lowering.x86.kernels.epilogues import DTYPE, set_args
 
 aten, onednn = torch.ops.aten, torch.ops.onednn
 CAST = aten.to.dtype
 HALF = torch.bfloat16
 PRODUCTS = frozenset(
     target
-    for name in ("linear", "addmm", "mm", "bmm", "baddbmm", "matmul", "conv1d", "conv2d", "conv3d", "convolution")
+    for name in (
+        *("linear", "addmm", "mm", "bmm", "baddbmm", "matmul", "conv1d", "conv2d", "conv3d", "convolution"),
+        *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    )
     for target in op(name).targets
 ) | {aten.scaled_dot_product_attention.default}
 MOVERS = frozenset(op(*MOVES, *REPEATS).targets)
@@ -91,8 +93,8 @@ def _move_up(node: fx.Node) -> None:
         return
     if node.target is CAST and _dtype(node.all_input_nodes[0]) == HALF:
         _skip_casts(node, node.all_input_nodes[0])
-    elif node.target in KERNELS and node.args[DTYPE] == torch.float32:
-        set_args(node, {DTYPE: HALF})
+    elif node.target in KERNELS and operands(node)["output_dtype"] == torch.float32:
+        set_operand(node, "output_dtype", HALF)
         _skip_casts(node, node)
     elif node.target in MOVERS and _dtype(node) == torch.float32:
         (source,) = _operands(node)

@@ -5,6 +5,7 @@ constants. After: only computation; every node has a tensor value; static activa
 the one activation dtype that all integer kernels of oneDNN in torch take (x - 128 in int8 is x in uint8).
 """
 
+import itertools
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, fx
 
 from quantplug.core.graph.editing import constant, erase_unused, replace
 from quantplug.core.graph.facts import constant_value, is_constant, operands
-from quantplug.core.graph.meta import absorb
+from quantplug.core.graph.meta import REASON, absorb
 from quantplug.core.graph.operators import ALIASES, DROPOUTS
 from quantplug.core.patterns.language import Match, op, value
 from quantplug.core.patterns.rules import Rule, apply
@@ -34,7 +35,7 @@ def clean(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:
     """Removes what computes nothing, folds constants, gives every node a value, makes activations uint8."""
     _remove_guards(module.graph)
     make_functional(module.graph)
-    apply(module.graph, NO_OPS)
+    _pass_by_no_ops(module.graph)
     _fold_quantized_constants(module.graph)
     _give_values(module, example_inputs)
     apply(module.graph, LAYOUT_FREE)
@@ -55,25 +56,25 @@ def _schema_name(node: fx.Node) -> str:
     return schema_of(node.target).name if isinstance(node.target, OpOverload) else ""
 
 
-def _skip(match: Match) -> str | None:
-    """Takes an operator out that computes nothing; integers pass by it as they are."""
-    source = match["x"]
-    if is_dequantize(source):
-        absorb(source.all_input_nodes[0], match.root)
-    replace(match.root, source)
-    return None
+_NO_OPS = (op(*DROPOUTS, input=value("x"), train=False), op(*ALIASES, self=value("x")))
 
 
-NO_OPS = (
-    Rule(op(*DROPOUTS, input=value("x"), train=False), _skip),
-    Rule(op(*ALIASES, self=value("x")), _skip),
-)
+def _pass_by_no_ops(graph: fx.Graph) -> None:
+    """Takes operators out that compute nothing; of those between integers it is noted that integers pass by."""
+    for node, pattern in itertools.product(list(graph.nodes), _NO_OPS):
+        found = pattern.match(node)
+        if isinstance(found, Match):
+            if is_dequantize(found["x"]):
+                absorb(found["x"].all_input_nodes[0], node)
+            replace(node, found["x"])
+        elif node.target in pattern.targets:
+            REASON.put(node, found.reason)
 
 
-def _reshape(match: Match) -> str | None:
+def _reshape(match: Match) -> fx.Node:
     """The kernels yield channels-last memory, which a view cannot always regroup; a reshape copies then."""
     match.root.target = torch.ops.aten.reshape.default
-    return None
+    return match.root
 
 
 LAYOUT_FREE = (Rule(op("view.default", "_unsafe_view", self=value("x")), _reshape),)
@@ -139,7 +140,7 @@ def _give_values(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> Non
         _Values(module, mode).run(*inputs, enable_io_processing=False)
 
 
-def _to_unsigned(match: Match) -> str | None:
+def _to_unsigned(match: Match) -> fx.Node | str:
     node = match.root
     users = list(node.users)
     strangers = [user for user in users if user.target not in DEQUANTIZE_STATIC or is_static(user)]
@@ -154,7 +155,7 @@ def _to_unsigned(match: Match) -> str | None:
     node.meta["val"] = node.meta["val"].to(torch.uint8)
     for user in users:
         user.target, user.args, user.kwargs = QD.dequantize_per_tensor.default, (node, *params.args()), {}
-    return None
+    return node
 
 
 DEQUANTIZE_STATIC = (

@@ -25,7 +25,8 @@ from quantplug.lowering.emulation.cases import INTEGER_OPERATORS
 from quantplug.lowering.emulation.emulate import KernelSet, Prepared
 from quantplug.lowering.emulation.kernels import float32
 from quantplug.lowering.emulation.rows import Row, substitute
-from quantplug.lowering.x86.kernels.epilogues import fuse_sums
+from quantplug.lowering.x86.kernels.calls import ending
+from quantplug.lowering.x86.kernels.sums import fuse_sums
 from quantplug.lowering.x86.lower import lower
 
 CONVOLUTIONS = ("onednn::qconv_pointwise", "onednn::qconv2d_pointwise", "onednn::qconv2d_pointwise.binary")
@@ -66,19 +67,12 @@ class OneDNNProduct(nn.Module):
         if given["bias"] is not None:
             y = y + _along(given["bias"], y, channels_last)
         y = _residual(y, given)
-        name, options, form = (_first(given, *names) for names in _UNARY_OPERANDS)
+        name, options, form = ending(given)
         return _quantized(_UNARY[name](y, options, form), given)
 
     def extra_repr(self) -> str:
         """Shows the literal operands."""
         return ", ".join(f"{name}={found}" for name, found in self.literals.items())
-
-
-_UNARY_OPERANDS = (
-    ("attr", "unary_attr", "post_op_name", "unary_post_op"),
-    ("scalars", "unary_scalars", "post_op_args", "unary_post_op_args"),
-    ("algorithm", "unary_algorithm", "post_op_algorithm", "unary_post_op_algorithm"),
-)
 
 
 def _first(given: Mapping[str, Any], *names: str) -> Any:
@@ -116,19 +110,18 @@ def _quantized(y: Tensor, given: Mapping[str, Any]) -> Tensor:
     return steps.round().clamp(*FULL_RANGE[dtype]).to(dtype)
 
 
-def _emulated(match: Match) -> str | None:
+def _emulated(match: Match) -> fx.Node:
     given = operands(match.root)
     given["qw"] = operands(given["qw"])["weight"]
     tensors = {name: found for name, found in given.items() if isinstance(found, fx.Node)}
     literals = {name: found for name, found in given.items() if name not in tensors}
-    substitute(match, OneDNNProduct(literals), kwargs=tensors)
-    return None
+    return substitute(match, OneDNNProduct(literals), kwargs=tensors)
 
 
 def _rule(names: tuple[str, ...], approximated: bool, floats: bool) -> Rule:
     def holds(match: Match) -> str | None:
         given = operands(match.root)
-        is_approximated = _first(given, *_UNARY_OPERANDS[0]) in _APPROXIMATED
+        is_approximated = ending(given)[0] in _APPROXIMATED
         is_float = given["output_dtype"] == torch.float32
         return None if (is_approximated, is_float) == (approximated, floats) else "it is another row's"
 

@@ -13,11 +13,12 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
-from quantplug.core.graph.editing import call, replace, viewed
+from quantplug.core.graph.editing import call, viewed
 from quantplug.core.graph.facts import operands, tensor_value
-from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, op
 from quantplug.core.patterns.rules import Rule, apply
+from quantplug.lowering.sizes import for_each_dimension
+from quantplug.lowering.spelling import padding_in_numbers
 
 aten = torch.ops.aten
 Geometry = tuple[list[int], list[int], list[int], int]
@@ -31,31 +32,21 @@ def geometry(node: fx.Node, kernel: Sequence[int]) -> Geometry | str:
     """Returns stride, padding, dilation and groups of a convolution as the kernels take them, or why they cannot.
 
     Args:
-        node: the convolution.
+        node: the convolution, as the model's graph spells it.
         kernel: sizes of its window.
     """
     given, spatial = operands(node), len(kernel)
     if given.get("transposed"):
         return "transposed convolutions have no integer kernel in torch's oneDNN operators"
-    stride, dilation = (_spread(given[name], spatial) for name in ("stride", "dilation"))
-    padding = given["padding"]
+    padding, uneven = given["padding"], [0]
     if isinstance(padding, str):
-        padding = _named_padding(padding, kernel, dilation)
-    if padding is None:
+        padding, uneven = padding_in_numbers(padding, kernel, given["dilation"])
+    if any(uneven):
         return "padding 'same' is uneven for an even kernel size"
-    return stride, _spread(padding, spatial), dilation, given["groups"]
-
-
-def _spread(found: Any, spatial: int) -> list[int]:
-    both = [found] if isinstance(found, int) else list(found)
-    return both * spatial if len(both) == 1 else both
-
-
-def _named_padding(name: str, kernel: Sequence[int], dilation: list[int]) -> list[int] | None:
-    if name == "valid":
-        return [0] * len(dilation)
-    totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-    return None if any(total % 2 for total in totals) else [total // 2 for total in totals]
+    stride, padding, dilation = (
+        for_each_dimension(sizes, spatial) for sizes in (given["stride"], padding, given["dilation"])
+    )
+    return stride, padding, dilation, given["groups"]
 
 
 def objection(sizes: Sequence[Any], weight: Sequence[int], given: Geometry) -> str | None:
@@ -126,7 +117,7 @@ def step_aside(graph: fx.Graph) -> None:
     apply(graph, STEPS)
 
 
-def _one_by_one(match: Match) -> str | None:
+def _one_by_one(match: Match) -> fx.Node | str:
     node, given = match.root, operands(match.root)
     image, packed = tensor_value(given["qx"]), operands(given["qw"])
     weight = tensor_value(packed["weight"])
@@ -140,11 +131,9 @@ def _one_by_one(match: Match) -> str | None:
     weights = call(node, given["qw"].target, tuple({**packed, **steps}.values()), given["qw"])
     product = call(node, node.target, tuple({**given, **steps, "qw": weights}.values()), node)
     product.meta["val"] = value.new_empty(*value.shape[:-1], image.shape[-1] + 2 * given["padding"][-1] - reach)
-    absorb(product, node)
     # A slice would give open sizes other terms than those of the convolution, and they would no longer fit others.
     columns = viewed(node, aten.unfold.default, product, -1, 1, stride[-1])
-    replace(node, viewed(node, aten.squeeze.dim, columns, -1))
-    return None
+    return viewed(node, aten.squeeze.dim, columns, -1)
 
 
 STEPS = (Rule(op("onednn::qconv_pointwise.default", "onednn::qconv_pointwise.tensor"), _one_by_one),)

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantplug.core.graph.editing import call, replace, viewed
+from quantplug.core.graph.editing import call, viewed
 from quantplug.core.graph.facts import operands, rank, tensor_value
-from quantplug.core.graph.meta import absorb
 from quantplug.core.graph.operators import MOVES, REPEATS
-from quantplug.core.patterns.language import Match, each, item, op, single_use, value
+from quantplug.core.patterns.language import Match, each, op, single_use, value
 from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.qparams import QD, QParams, dequantize, is_static, qparams, quantize
 from quantplug.lowering.clamps import clamp_rules
@@ -31,16 +30,14 @@ def move(graph: fx.Graph) -> None:
     apply(graph, CANCEL)
 
 
-def _hoist(match: Match) -> str | None:
+def _hoist(match: Match) -> fx.Node | str:
     quantize_node, mover = match.root, match["mover"]
     if tensor_value(match["source"]) is None:
         return "its source has no known value"
     below = call(mover, quantize_node.target, (match["source"], *quantize_node.args[1:]), match["source"], torch.uint8)
     moved = call(mover, mover.target, (below, *mover.args[1:]), quantize_node)
     moved.kwargs = mover.kwargs
-    absorb(moved, mover, quantize_node)
-    replace(quantize_node, moved)
-    return None
+    return moved
 
 
 HOIST = (
@@ -53,23 +50,20 @@ HOIST = (
 )
 
 
-def _sink(match: Match) -> str | None:
+def _sink(match: Match) -> fx.Node:
     mover = match.root
     integers = call(
         mover, mover.target, (match["integers"], *mover.args[1:]), mover, qparams(match["dequantize"]).dtype
     )
     integers.kwargs = mover.kwargs
-    absorb(integers, mover)
-    _dequantize_instead(mover, integers, qparams(match["dequantize"]))
-    return None
+    return _dequantized(mover, integers, qparams(match["dequantize"]))
 
 
-def _dequantize_instead(old: fx.Node, integers: fx.Node, params: QParams) -> None:
-    below = call(old, QD.dequantize_per_tensor.default, (integers, *params.args()), old)
-    replace(old, below)
+def _dequantized(old: fx.Node, integers: fx.Node, params: QParams) -> fx.Node:
+    return call(old, QD.dequantize_per_tensor.default, (integers, *params.args()), old)
 
 
-def _sink_join(match: Match) -> str | None:
+def _sink_join(match: Match) -> fx.Node | str:
     """Cat and stack of tensors that share one set of parameters."""
     sources = match["sources"]
     params = {qparams(source) for source in sources}
@@ -79,24 +73,20 @@ def _sink_join(match: Match) -> str | None:
     integers = [source.args[0] for source in sources]
     joined = call(match.root, match.root.target, (integers, *match.root.args[1:]), match.root, shared.dtype)
     joined.kwargs = match.root.kwargs
-    absorb(joined, match.root)
-    _dequantize_instead(match.root, joined, shared)
-    return None
+    return _dequantized(match.root, joined, shared)
 
 
-def _sink_relu(match: Match) -> str | None:
+def _sink_relu(match: Match) -> fx.Node:
     """max(x, 0) is max(integer, zero point), and nothing where no integer stands for a negative number."""
     params = qparams(match["dequantize"])
     integers: Any = match["integers"]
     if params.zero_point != params.quant_min:
         clamp = aten.clamp_min.default
         integers = call(match.root, clamp, (integers, params.zero_point), match.root, params.dtype)
-    absorb(integers, match.root)
-    _dequantize_instead(match.root, integers, params)
-    return None
+    return _dequantized(match.root, integers, params)
 
 
-def _sink_pad(match: Match) -> str | None:
+def _sink_pad(match: Match) -> fx.Node | str:
     params, given = qparams(match["dequantize"]), operands(match.root)
     number: Any = given.get("value") or 0.0
     assert not isinstance(params.scale, fx.Node)
@@ -107,50 +97,25 @@ def _sink_pad(match: Match) -> str | None:
         return f"the padding value {number} is no integer of its quantization"
     pad = aten.constant_pad_nd.default
     padded = call(match.root, pad, (match["integers"], given["pad"], integer), match.root, params.dtype)
-    absorb(padded, match.root)
-    _dequantize_instead(match.root, padded, params)
-    return None
+    return _dequantized(match.root, padded, params)
 
 
-def _sink_max_pool(match: Match) -> str | None:
+def _sink_max_pool(match: Match) -> fx.Node | str:
     """The integer maximum is the maximum; the padding is the lowest integer in both."""
     given = operands(match.root)
-    kernel = _pair(given["kernel_size"])
     target = torch.ops.quantized.max_pool2d.default
     if qparams(match["dequantize"]).dtype != torch.uint8:
         return "the integer max-pool takes torch.uint8"
-    rest = (_pair(given["stride"]) or kernel, _pair(given["padding"]), _pair(given["dilation"]), given["ceil_mode"])
+    window = [given[name] for name in ("kernel_size", "stride", "padding", "dilation", "ceil_mode")]
     is_single = rank(match["integers"]) == 3
     images = viewed(match.root, aten.unsqueeze.default, match["integers"], 0) if is_single else match["integers"]
-    pooled = call(match.root, target, (images, kernel, *rest), match.root, torch.uint8)
-    absorb(pooled, match.root)
+    pooled = call(match.root, target, (images, *window), match.root, torch.uint8)
     if is_single:
         pooled.meta["val"] = pooled.meta["val"].unsqueeze(0)
         pooled = viewed(match.root, aten.squeeze.dim, pooled, 0)
-    _dequantize_instead(match.root, pooled, qparams(match["dequantize"]))
-    return None
+    return _dequantized(match.root, pooled, qparams(match["dequantize"]))
 
 
-def _pair(found: int | list[int]) -> list[int]:
-    both = [found] if isinstance(found, int) else list(found)
-    return both * 2 if len(both) == 1 else both
-
-
-def _sink_indexed_max_pool(match: Match) -> str | None:
-    """As above, where a decomposed graph takes result 0 of max_pool2d_with_indices."""
-    indexed = match["pool"]
-    if any(user is not match.root for user in indexed.users):
-        return "the indices of the maximum are used"
-    given = operands(indexed)
-    values = [given[name] for name in ("self", "kernel_size", "stride", "padding", "dilation", "ceil_mode")]
-    plain = call(match.root, aten.max_pool2d.default, values, match.root)
-    absorb(plain, indexed, match.root)
-    replace(match.root, plain)
-    inner = SINK_MAX_POOL.pattern.match(plain)
-    return _sink_max_pool(inner) if isinstance(inner, Match) else None
-
-
-SINK_MAX_POOL = Rule(op("max_pool2d", self=STATIC_DEQUANTIZE), _sink_max_pool)
 SINK = (
     *(Rule(op(name, self=STATIC_DEQUANTIZE), _sink) for name in MOVES),
     Rule(op("cat", "stack", tensors=each(dequantize(), "sources")), _sink_join),
@@ -158,20 +123,15 @@ SINK = (
     *clamp_rules(STATIC_DEQUANTIZE),
     Rule(op("constant_pad_nd", self=STATIC_DEQUANTIZE), _sink_pad),
     Rule(op("pad", self=STATIC_DEQUANTIZE, mode="constant"), _sink_pad),
-    SINK_MAX_POOL,
-    Rule(
-        item(op("max_pool2d_with_indices", self=single_use(STATIC_DEQUANTIZE), name="pool"), 0),
-        _sink_indexed_max_pool,
-    ),
+    Rule(op("max_pool2d", self=STATIC_DEQUANTIZE), _sink_max_pool),
 )
 
 
-def _cancel(match: Match) -> str | None:
+def _cancel(match: Match) -> fx.Node | str:
     if qparams(match.root) != qparams(match["dequantize"]):
         return "its integers are rescaled"
-    absorb(match["integers"], match.root)
-    replace(match.root, match["integers"])
-    return None
+    integers: fx.Node = match["integers"]
+    return integers
 
 
 CANCEL = (Rule(quantize(input=STATIC_DEQUANTIZE), _cancel),)

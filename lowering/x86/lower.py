@@ -18,6 +18,7 @@ from quantplug.lowering.halves import spell_out_halves
 from quantplug.lowering.placement import place, record
 from quantplug.lowering.program import require_float_dtype
 from quantplug.lowering.rewrites.folding import all_constant_expressions_are_folded
+from quantplug.lowering.spelling import spell_plainly
 from quantplug.lowering.starting import starting
 from quantplug.lowering.x86.attention import OPEN_MASKS
 from quantplug.lowering.x86.bfloat16 import compute_in_half, is_half_for_free
@@ -66,6 +67,7 @@ def lower(
     module = starting(source)
     require_float_dtype(float_dtype)
     recorded = record(module.graph)
+    spell_plainly(module.graph)
     all_constant_expressions_are_folded(module)
     folded = {operator.node for operator in recorded} - {node.name for node in module.graph.nodes}
     halves = spell_out_halves(module.graph)

@@ -76,7 +76,6 @@ from quantplug.core.graph.editing import constant as add_constant
 from quantplug.core.graph.editing import replace as replace_node
 from quantplug.core.graph.editing import viewed as add_view
 from quantplug.core.graph.facts import constant_value, operands
-from quantplug.core.graph.meta import absorb
 from quantplug.core.named import named
 from quantplug.core.observers import observer
 from quantplug.core.patterns.language import (
@@ -206,7 +205,6 @@ __all__ = [  # noqa: RUF022 - in the groups of the docstring
     "IntegerWeight",
     "LoweringRule",
     "QParams",
-    "absorb",
     "add_call",
     "add_constant",
     "add_view",

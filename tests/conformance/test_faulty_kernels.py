@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from quantplug.annotators.convolution import convolution
 from quantplug.annotators.linear import linear
 from quantplug.conformance import CHECKS, judge, trials, verdicts
-from quantplug.core.graph.editing import call, constant, replace
+from quantplug.core.graph.editing import call, constant
 from quantplug.core.graph.facts import constant_value, operands
-from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import op, optional, value
 from quantplug.core.patterns.rules import Rule
 from quantplug.core.qdq.qparams import dequantize, integer_weight, is_static, qparams, quantize
@@ -100,9 +99,7 @@ def to_product(match, fault):
         form = [*(n for sizes in each for n in (list(sizes) * 2)[:2]), given["groups"]]
     zeros = [into.zero_point, out.zero_point]
     args = (match["x"], *held, zeros, form, fault)
-    kernel = call(match.root, torch.ops.faulty_npu.product.default, args, match["op"], torch.int8)
-    absorb(kernel, *match.nodes)
-    replace(match.root, kernel)
+    return call(match.root, torch.ops.faulty_npu.product.default, args, match["op"], torch.int8)
 
 
 INTO = dequantize(input=value("x"), name="into", where=(lambda match: is_static(match["into"]),))

@@ -124,7 +124,7 @@ class Emulated(torch.nn.Module):
 
 def emulation(rounded, level=Level.EXACT):
     def rewrite(match):
-        rows.substitute(match, Emulated(match, rounded), (match["a"], match["b"]))
+        return rows.substitute(match, Emulated(match, rounded), (match["a"], match["b"]))
 
     (rule,) = TINY_NPU.lowering.keywords["rules"]
     return KernelSet("tiny_npu", (rows.Row("sums", (Rule(rule.pattern, rewrite),), level),))

@@ -10,8 +10,7 @@ from torch import nn
 
 import quantplug
 from quantplug.annotators.matmul import matmul
-from quantplug.core.graph.editing import call, constant, replace
-from quantplug.core.graph.meta import absorb
+from quantplug.core.graph.editing import call, constant
 from quantplug.core.patterns.language import op, optional, value
 from quantplug.core.patterns.rules import Rule
 from quantplug.core.qdq.qparams import dequantize, integer_weight, is_static, qparams
@@ -40,10 +39,8 @@ def to_int_mm(match):
     }
     w, shift, scale = (constant(node, name, number) for name, number in held.items())
     sums = call(node, aten._int_mm.default, (match["x"], w), node, torch.int32)
-    absorb(sums, node)
     result = call(node, aten.mul.Tensor, (call(node, aten.sub.Tensor, (sums, shift), node, torch.int32), scale), node)
-    replace(node, call(node, aten.add.Tensor, (result, match["b"]), node) if "b" in match else result)
-    return None
+    return call(node, aten.add.Tensor, (result, match["b"]), node) if "b" in match else result
 
 
 RULES = (Rule(op("linear", input=INTO, weight=value("w"), bias=optional(value("b")), name="op"), to_int_mm),)
@@ -126,12 +123,8 @@ def to_integer_product(match):
         for node, given in zip(whole, entered, strict=True)
     ]
     sums = call(root, aten.bmm.default, tuple(centred), match["op"], torch.int32)
-    absorb(sums, match["op"])
     scaled = call(root, aten.mul.Tensor, (sums, entered[0].scale * entered[1].scale), match["op"])
-    fused = call(root, root.target, (scaled, *root.args[1:]), root)
-    absorb(fused, root)
-    replace(root, fused)
-    return
+    return call(root, root.target, (scaled, *root.args[1:]), root)
 
 
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
@@ -161,6 +154,8 @@ def test_r27_an_activation_fused_onto_a_product_runs_behind_its_integers_in_a_fi
     quantizer = type("Mine", (BackendQuantizer,), {"backend": backend})()
     artefact = quantplug.quantize(Of(), calls[0], quantizer, calls, progress=False)
     assert {row.rule for row in artefact.report.rows} == {f"bmm_{activation}"}
+    (placed,) = (each.placement for each in artefact.program.ops if activation in each.target)
+    assert placed == "float", "whatever the rule puts before it, the activation is computed in float"
     loaded = torch.export.load(artefact.save(tmp_path / "mine.pt2")).module()
     (product,) = loaded.graph.find_nodes(op="call_function", target=aten.bmm.default)
     assert product.meta["val"].dtype == torch.int32

@@ -7,7 +7,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import quantplug
+from quantplug.core.graph.editing import call, constant
+from quantplug.core.patterns.language import op, value
+from quantplug.core.patterns.rules import Rule, apply
+from quantplug.core.qdq.qparams import dequantize, quantize
+from quantplug.lowering.placement import place, record
 from quantplug.lowering.xnnpack import lower
+
+aten = torch.ops.aten
 
 
 class Between(nn.Module):
@@ -76,3 +83,68 @@ def test_where_the_scales_of_a_linear_are_too_far_apart_the_program_says_float()
     placed = next(found for found in artefact.program.ops if "linear" in found.target)
     assert placed.placement == "float"
     assert "ratio" in placed.reason
+
+
+def placed_by(rewrite):
+    """Where hardswish between quantize and dequantize runs after a rule for it."""
+
+    class Piece(nn.Module):
+        def forward(self, x):
+            q = torch.ops.quantized_decomposed
+            x = q.dequantize_per_tensor(
+                q.quantize_per_tensor(x, 0.1, 3, -128, 127, torch.int8), 0.1, 3, -128, 127, torch.int8
+            )
+            return q.quantize_per_tensor(torch.nn.functional.hardswish(x), 0.1, 3, -128, 127, torch.int8)
+
+    graph = torch.export.export(Piece(), (torch.randn(4),)).module().graph
+    recorded = record(graph)
+    pattern = quantize(input=op("hardswish", self=dequantize(input=value("integers"), name="into"), name="op"))
+    apply(graph, [Rule(pattern, rewrite)])
+    (found,) = place(recorded, graph)
+    return found
+
+
+def kernel_and_view(match):
+    kernel = call(match.root, aten.bitwise_xor.Scalar, (match["integers"], 1), match.root, torch.int8)
+    return call(match.root, aten.clamp.default, (kernel, 0, 6), match.root, torch.int8)
+
+
+def kernel_to_float_and_back(match):
+    kernel = call(match.root, aten.sum.dim_IntList, (match["integers"], [0], True), match["op"], torch.int32)
+    scaled = call(match.root, aten.mul.Tensor, (kernel, 0.5), match["op"])
+    return call(match.root, match.root.target, (scaled, *match.root.args[1:]), match.root)
+
+
+def float_arithmetic(match):
+    gate = call(match.root, aten.hardsigmoid.default, (match["into"],), match["op"])
+    product = call(match.root, aten.mul.Tensor, (match["into"], gate), match["op"])
+    return call(match.root, match.root.target, (product, *match.root.args[1:]), match.root)
+
+
+def float_arithmetic_with_integer_constants(match):
+    held = constant(match.root, "held", torch.ones(4, dtype=torch.int8))
+    real = call(match.root, aten.to.dtype, (held, torch.float32), match["op"])
+    product = call(match.root, aten.mul.Tensor, (match["into"], real), match["op"])
+    return call(match.root, match.root.target, (product, *match.root.args[1:]), match.root)
+
+
+def the_same_again(match):
+    widened = call(match.root, aten.to.dtype, (match["integers"], torch.float32), match["op"])
+    again = call(match.root, aten.hardswish.default, (widened,), match["op"])
+    return call(match.root, match.root.target, (again, *match.root.args[1:]), match.root)
+
+
+@pytest.mark.parametrize("rewrite", [kernel_and_view, kernel_to_float_and_back])
+def test_what_a_rule_brings_to_a_kernel_is_int8_wherever_the_kernel_stands(rewrite):
+    assert placed_by(rewrite).placement == "int8"
+
+
+@pytest.mark.parametrize("rewrite", [float_arithmetic, float_arithmetic_with_integer_constants, the_same_again])
+def test_what_a_rule_computes_in_float_is_float_whatever_stands_beside_it(rewrite):
+    found = placed_by(rewrite)
+    assert found.placement == "float"
+    assert "no integer kernel for aten" in found.reason
+
+
+def test_what_a_rule_refuses_is_float_with_its_reason():
+    assert placed_by(lambda match: "never").placement == "float"

@@ -24,8 +24,7 @@ from quantplug.annotators.matmul import matmul
 from quantplug.annotators.presets import get_symmetric_quantization_config
 from quantplug.core.annotation.annotator import Annotator
 from quantplug.core.errors import LoweringError
-from quantplug.core.graph.editing import call, replace
-from quantplug.core.graph.meta import absorb
+from quantplug.core.graph.editing import call
 from quantplug.core.patterns.language import op, value
 from quantplug.core.patterns.rules import Rule
 from quantplug.core.qdq.format import is_reference_quantized
@@ -142,9 +141,7 @@ def shrink_rule():
     def rewrite(match):
         entered, leaves = qparams(match["into"]), qparams(match.root)
         args = (match["x"], match["op"].args[1], entered.scale, entered.zero_point, leaves.scale, leaves.zero_point)
-        kernel = call(match.root, torch.ops.quantplug_test.shrink_int8.default, args, match["op"], torch.int8)
-        absorb(kernel, match["op"])
-        replace(match.root, kernel)
+        return call(match.root, torch.ops.quantplug_test.shrink_int8.default, args, match["op"], torch.int8)
 
     return Rule(pattern, rewrite)
 
@@ -192,9 +189,7 @@ def relu_backend(rewrite):
 
 def integer_clamp(match):
     zero_point = qparams(match["into"]).zero_point
-    clamp = call(match.root, torch.ops.aten.clamp.default, (match["x"], zero_point, None), match["op"], torch.int8)
-    absorb(clamp, match["op"])
-    replace(match.root, clamp)
+    return call(match.root, torch.ops.aten.clamp.default, (match["x"], zero_point, None), match["op"], torch.int8)
 
 
 def test_r21_r06_relu_becomes_an_integer_clamp_at_the_zero_point():
@@ -215,7 +210,7 @@ def test_r21_r06_relu_becomes_an_integer_clamp_at_the_zero_point():
 
 def test_a_rule_that_breaks_the_graph_is_one_error():
     def wrong(match):
-        replace(match.root, call(match.root, torch.ops.aten.mm.default, (match["x"], match["x"]), match["op"]))
+        return call(match.root, torch.ops.aten.mm.default, (match["x"], match["x"]), match["op"])
 
     x = torch.randn(2, 20)
     backend = relu_backend(wrong)

@@ -7,9 +7,8 @@ as integers, and only they are dequantized; the same numbers.
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph.editing import call, constant, replace
+from quantplug.core.graph.editing import call, constant
 from quantplug.core.graph.facts import constant_value, operands
-from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, op, value
 from quantplug.core.patterns.rules import Rule
 from quantplug.core.qdq.qparams import dequantize
@@ -17,30 +16,26 @@ from quantplug.core.qdq.qparams import dequantize
 aten = torch.ops.aten
 
 
-def _scale_by_row(match: Match) -> str | None:
+def _scale_by_row(match: Match) -> fx.Node | str:
     """Each row has a scale, and perhaps a zero point, of its own: they are looked up like the row."""
     node, given = match.root, operands(match["table"])
     values, scales, zeros = (constant_value(given[name]) for name in ("input", "scales", "zero_points"))
     if values is None or scales is None or given["axis"] != 0:
         return "its table is no constant with one scale for each row"
     rows = _look_up(match, "table", values)
-    absorb(rows, node)
     step = call(node, aten.to.dtype, (rows, torch.float32), node)
     if zeros is not None and bool(zeros.any()):
         step = call(node, aten.sub.Tensor, (step, _look_up(match, "zero_points", _column(zeros))), node)
-    replace(node, call(node, aten.mul.Tensor, (step, _look_up(match, "scales", _column(scales))), node))
-    return None
+    return call(node, aten.mul.Tensor, (step, _look_up(match, "scales", _column(scales))), node)
 
 
-def _scale_at_once(match: Match) -> str | None:
+def _scale_at_once(match: Match) -> fx.Node | str:
     node, table = match.root, match["table"]
     values = constant_value(operands(table)["input"])
     if values is None:
         return "its table is no constant"
     rows = _look_up(match, "table", values)
-    absorb(rows, node)
-    replace(node, call(node, table.target, (rows, *table.args[1:]), node))
-    return None
+    return call(node, table.target, (rows, *table.args[1:]), node)
 
 
 def _column(numbers: Tensor) -> Tensor:

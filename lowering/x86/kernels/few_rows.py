@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantplug.core.graph.editing import call, fresh_name, replace
+from quantplug.core.graph.editing import call, fresh_name
 from quantplug.core.graph.facts import constant_value, operands, tensor_value
-from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, op, optional, value
 from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.qparams import FULL_RANGE, QD, IntegerWeight
@@ -61,18 +60,18 @@ def is_read_faster(activation: fx.Node, weight: IntegerWeight) -> bool:
 Given = dict[str, Any]
 
 
-def _by_fbgemm(match: Match) -> str | None:
+def _by_fbgemm(match: Match) -> fx.Node | str:
     return _instead(match, _fbgemm, most_rows(), LEAST_ELEMENTS)
 
 
-def _in_half(match: Match) -> str | None:
+def _in_half(match: Match) -> fx.Node | str:
     return _instead(match, _half, HALF_ROWS, LEAST_HALF_ELEMENTS)
 
 
 def _instead(
     match: Match, product: Callable[[Match, Given, IntegerWeight], fx.Node], most_rows: int, least_elements: int
-) -> str | None:
-    """Puts another product in the place of a kernel; returns why it does not, or None."""
+) -> fx.Node | str:
+    """Returns another product for the place of a kernel, or why there is none."""
     given = operands(match.root)
     found = (operands(given["qw"]).get("weight"), given["w_scale"])
     values, scales = (constant_value(node) if isinstance(node, fx.Node) else None for node in found)
@@ -83,9 +82,7 @@ def _instead(
         return "it ends in what only oneDNN fuses"
     weight = IntegerWeight(values, scales)
     reason = size_objection(x, weight, most_rows, least_elements)
-    if reason is None:
-        _replace(match.root, given, product(match, given, weight))
-    return reason
+    return reason or _quantized(match.root, given, product(match, given, weight))
 
 
 def _fbgemm(match: Match, given: Given, weight: IntegerWeight) -> fx.Node:
@@ -95,7 +92,6 @@ def _fbgemm(match: Match, given: Given, weight: IntegerWeight) -> fx.Node:
     has_relu = given["post_op_name"] == "relu"
     args = (x, *parameters, _packed(match, weight))
     product = call(node, _WITH_RELU if has_relu else _PLAIN, args, node, torch.float32)
-    absorb(product, node)
     return product if has_relu else _activated(node, given, product)
 
 
@@ -112,7 +108,6 @@ def _real(before: fx.Node, integers: fx.Node, parameters: tuple[Any, ...]) -> fx
 def _half(match: Match, given: Given, weight: IntegerWeight) -> fx.Node:
     node = match.root
     half = call(node, aten.to.dtype, (given["qx"], torch.bfloat16), given["qx"], torch.bfloat16)
-    absorb(half, node)  # the integers themselves are multiplied
     centred = call(node, aten.sub.Tensor, (half, given["x_zero_point"]), half)  # exact: 8 bits
     return _activated(node, given, product_in_half(match, centred, weight.values, weight.scales * given["x_scale"]))
 
@@ -131,13 +126,13 @@ def _activated(node: fx.Node, given: Given, product: fx.Node) -> fx.Node:
     return call(node, function, (product, *bounds), product)
 
 
-def _replace(node: fx.Node, given: Given, product: fx.Node) -> None:
-    """Puts a float product in the place of a kernel, quantized if the kernel's result was."""
+def _quantized(node: fx.Node, given: Given, product: fx.Node) -> fx.Node:
+    """Returns a float product, quantized if the kernel's result was."""
     dtype = given["output_dtype"]
-    if dtype != torch.float32:
-        to = (given["output_scale"], given["output_zero_point"], *FULL_RANGE[dtype], dtype)
-        product = call(node, QD.quantize_per_tensor.default, (product, *to), product, dtype)
-    replace(node, product)
+    if dtype == torch.float32:
+        return product
+    to = (given["output_scale"], given["output_zero_point"], *FULL_RANGE[dtype], dtype)
+    return call(node, QD.quantize_per_tensor.default, (product, *to), product, dtype)
 
 
 def _packed(match: Match, weight: IntegerWeight) -> fx.Node:

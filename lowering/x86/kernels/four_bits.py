@@ -15,7 +15,6 @@ from quantplug.core.graph.editing import call
 from quantplug.core.graph.facts import constant_value, operands, tensor_value
 from quantplug.core.patterns.language import Match
 from quantplug.core.qdq.nodes import AFFINE_OPS, DEQUANTIZE_OPS
-from quantplug.core.qdq.qparams import TRANSPOSES
 from quantplug.core.specs.dtypes import group_size
 
 aten = torch.ops.aten
@@ -75,16 +74,9 @@ class GroupedWeight:
         return 2 * self.packed.shape[1]
 
 
-def grouped_weight(node: fx.Node, channel_axis: int = 0) -> GroupedWeight | str:
-    """Returns the constant of four bits behind a weight operand, or why it is none that the kernel multiplies.
-
-    Args:
-        node: the weight operand; a two-dimensional transpose of the dequantized constant is seen through.
-        channel_axis: the operand's axis of output channels.
-    """
-    if node.target in TRANSPOSES and node.args and isinstance(node.args[0], fx.Node):
-        return grouped_weight(node.args[0], 1 - channel_axis)
-    if node.target not in _GROUPS or channel_axis != 0:
+def grouped_weight(node: fx.Node) -> GroupedWeight | str:
+    """Returns the constant of four bits behind a linear's weight, or why it is none that the kernel multiplies."""
+    if node.target not in _GROUPS:
         return "its weight is not quantized in groups of input channels"
     given = operands(node)
     values, scales, zeros = (_constant(given.get(name)) for name in ("input", "scale", "zero_point"))

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantplug.core.graph.editing import call, constant, replace, viewed
+from quantplug.core.graph.editing import call, constant, viewed
 from quantplug.core.graph.facts import constant_value, likely_sizes, operands, rank
-from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, op, value
 from quantplug.core.patterns.rules import Rule, apply
 
@@ -27,7 +26,7 @@ def as_images(graph: fx.Graph) -> None:
     apply(graph, SAME_IMAGE)
 
 
-def _as_image(match: Match) -> str | None:
+def _as_image(match: Match) -> fx.Node | str:
     node, given = match.root, operands(match.root)
     dimensions = len(given["stride"])
     missing = [BATCH] * (rank(given["qx"]) == dimensions + 1) + [ROW] * (dimensions == 1)
@@ -40,11 +39,9 @@ def _as_image(match: Match) -> str | None:
     kernel = call(node, node.target, tuple({**given, **changes}.values()), node)
     for dimension in missing:
         kernel.meta["val"] = kernel.meta["val"].unsqueeze(dimension)
-    absorb(kernel, node)
     for dimension in reversed(missing):
         kernel = viewed(node, aten.squeeze.dim, kernel, dimension)
-    replace(node, kernel)
-    return None
+    return kernel
 
 
 def _packed(before: fx.Node, packed: fx.Node, image: fx.Node) -> fx.Node:
@@ -68,12 +65,11 @@ def _over_two(given: dict[str, Any]) -> dict[str, list[int]]:
     return {"stride": [1, *given["stride"]], "padding": [0, *given["padding"]], "dilation": [1, *given["dilation"]]}
 
 
-def _is_that_image(match: Match) -> str | None:
-    if rank(match.root) != rank(match["image"]):
+def _is_that_image(match: Match) -> fx.Node | str:
+    image: fx.Node = match["image"]
+    if rank(match.root) != rank(image):
         return "the dimension that is squeezed has other than one element"
-    absorb(match["image"], match.root)
-    replace(match.root, match["image"])
-    return None
+    return image
 
 
 AS_IMAGES = (Rule(op("onednn::qconv_pointwise.default", "onednn::qconv_pointwise.tensor"), _as_image),)

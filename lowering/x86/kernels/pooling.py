@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantplug.core.graph.editing import call, replace
+from quantplug.core.graph.editing import call
 from quantplug.core.graph.facts import operands, tensor_value
-from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, literal, op
 from quantplug.core.patterns.rules import Rule
 from quantplug.core.qdq.qparams import QD, IntegerWeight, QParams, qparams
@@ -26,19 +25,19 @@ aten = torch.ops.aten
 _MOST = 2**31 // 255
 
 
-def _mean(match: Match) -> str | None:
+def _mean(match: Match) -> fx.Node | str:
     given, source = operands(match.root), match["integers"]
     dims = given.get("dim") or list(range(len(_sizes(source))))
     return _sum(match, dims, keepdim=given.get("keepdim", False))
 
 
-def _global_pool(match: Match) -> str | None:
+def _global_pool(match: Match) -> fx.Node | str:
     if set(operands(match.root)["output_size"]) != {1}:
         return "its windows are smaller than the image"
     return _sum(match, [-2, -1], keepdim=True)
 
 
-def _sum(match: Match, dims: list[int], *, keepdim: bool) -> str | None:
+def _sum(match: Match, dims: list[int], *, keepdim: bool) -> fx.Node | str:
     sizes = [_sizes(match["integers"])[dim] for dim in dims]
     if not all(isinstance(size, int) for size in sizes):
         return "the number of its elements is known at run time only"
@@ -47,32 +46,31 @@ def _sum(match: Match, dims: list[int], *, keepdim: bool) -> str | None:
         return f"the sum of {number} integers may overflow, or their scale is computed at run time"
     total = call(match.root, aten.sum.dim_IntList, (match["integers"], dims, keepdim), match.root, torch.int32)
     total.kwargs = {"dtype": torch.int32}
-    absorb(total, match.root)
     scale, zero_point = float(params.scale), int(params.zero_point)  # type: ignore[arg-type]
     of_sum = QParams(scale / number, zero_point * number, -(2**31), 2**31 - 1, torch.int32)
-    replace(match.root, call(match.root, QD.dequantize_per_tensor.default, (total, *of_sum.args()), match.root))
-    return None
+    return call(match.root, QD.dequantize_per_tensor.default, (total, *of_sum.args()), match.root)
 
 
-def _windows(match: Match) -> str | None:
+def _windows(match: Match) -> fx.Node | str:
     given = operands(match.root)
-    kernel = _pair(given["kernel_size"])
-    padding = _pair(given["padding"])
+    kernel, padding = given["kernel_size"], given["padding"]
     if given["ceil_mode"] or (any(padding) and not given["count_include_pad"]):
         return "its windows at the border have other sizes than those inside"
-    return _average(match, kernel, _pair(given["stride"]) or kernel, padding, given["divisor_override"])
+    return _average(match, kernel, given["stride"], padding, given["divisor_override"])
 
 
-def _even_windows(match: Match) -> str | None:
+def _even_windows(match: Match) -> fx.Node | str:
     """Adaptive pooling whose windows all have one size."""
-    sizes, wanted = _sizes(match["integers"])[-2:], _pair(operands(match.root)["output_size"])
+    sizes, wanted = _sizes(match["integers"])[-2:], operands(match.root)["output_size"]
     if any(not isinstance(size, int) or size % out for size, out in zip(sizes, wanted, strict=True)):
         return f"an image of {tuple(sizes)} has no equal windows for {tuple(wanted)} averages"
     kernel = [size // out for size, out in zip(sizes, wanted, strict=True)]
     return _average(match, kernel, kernel, [0, 0], None)
 
 
-def _average(match: Match, kernel: list[int], stride: list[int], padding: list[int], divisor: int | None) -> str | None:
+def _average(
+    match: Match, kernel: list[int], stride: list[int], padding: list[int], divisor: int | None
+) -> fx.Node | str:
     sizes = _sizes(match["integers"])
     channels: Any = sizes[1] if len(sizes) == 4 else None
     if not isinstance(channels, int):
@@ -81,20 +79,12 @@ def _average(match: Match, kernel: list[int], stride: list[int], padding: list[i
     ones = IntegerWeight(torch.ones(channels, 1, *kernel, dtype=torch.int8), scale)
     geometry = (stride, padding, [1, 1], channels)
     reason = activation_objection(qparams(match["dequantize"]), ones, conv=True)
-    reason = reason or objection(sizes, ones.values.shape, geometry)
-    if reason is None:
-        convolve(match, ones, geometry)
-    return reason
+    return reason or objection(sizes, ones.values.shape, geometry) or convolve(match, ones, geometry)
 
 
 def _sizes(node: fx.Node) -> tuple[Any, ...]:
     found = tensor_value(node)
     return () if found is None else tuple(found.shape)
-
-
-def _pair(found: int | list[int]) -> list[int]:
-    both = [found] if isinstance(found, int) else list(found)
-    return both * 2 if len(both) == 1 else both
 
 
 AVERAGES = (

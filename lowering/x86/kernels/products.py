@@ -6,27 +6,25 @@ The weight stays an int8 constant with a prepack node, since the packed layout d
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph.editing import call, constant, replace
-from quantplug.core.graph.facts import constant_value, likely_sizes, operands, rank, tensor_value
-from quantplug.core.graph.meta import PAIR, absorb
+from quantplug.core.graph.editing import call, constant
+from quantplug.core.graph.facts import constant_value, likely_sizes, rank, tensor_value
+from quantplug.core.graph.meta import PAIR
 from quantplug.core.patterns.language import Match, Op, op, optional, value
-from quantplug.core.patterns.rules import Rule
+from quantplug.core.patterns.rules import Rewrite, Rule
 from quantplug.core.qdq.qparams import IntegerWeight, QParams, dequantize, integer_weight, qparams
 from quantplug.lowering.processor import as_unsigned, largest_pair, pair_objection
 from quantplug.lowering.x86.geometry import Geometry, geometry, objection
+from quantplug.lowering.x86.kernels.calls import NO_SCALARS
 from quantplug.lowering.x86.kernels.few_rows import is_read_faster
 from quantplug.lowering.x86.running.autotune import Choice, always_integer
 
 onednn, aten = torch.ops.onednn, torch.ops.aten
 NO_OUTPUT_QPARAMS = (1.0, 0, torch.float32)
-# torch.export cannot serialize an empty list of numbers; the kernels read none of it here
-NO_SCALARS = [0.0]
 NO_UNARY = ("none", NO_SCALARS, "")
 
 ACTIVATION = dequantize(input=value("integers"), name="dequantize")
@@ -59,8 +57,8 @@ def _as_matrix(sizes: list[int] | None) -> list[int] | None:
     return None if sizes is None else [math.prod(sizes[:-1]), sizes[-1]]
 
 
-def _lower_convolution(choose: Choice) -> Callable[[Match], str | None]:
-    def lower(match: Match) -> str | None:
+def _lower_convolution(choose: Choice) -> Rewrite:
+    def lower(match: Match) -> fx.Node | str:
         weight, params = integer_weight(match["weight"]), qparams(match["dequantize"])
         found = _geometry(match, weight)
         checks = (weight, found, activation_objection(params, weight, conv=True))
@@ -72,14 +70,13 @@ def _lower_convolution(choose: Choice) -> Callable[[Match], str | None]:
         reason = _measured_convolution(choose, match, weight, found)
         if reason:
             return reason
-        convolve(match, weight, found)
-        return None
+        return convolve(match, weight, found)
 
     return lower
 
 
-def convolve(match: Match, weight: IntegerWeight, geometry: Geometry) -> None:
-    """Puts the kernel of a convolution in the place of a match's root; it yields float32.
+def convolve(match: Match, weight: IntegerWeight, geometry: Geometry) -> fx.Node:
+    """Returns the kernel of a convolution for the place of a match's root; it yields float32.
 
     Args:
         match: binds "integers", their "dequantize" and perhaps "bias".
@@ -98,8 +95,7 @@ def convolve(match: Match, weight: IntegerWeight, geometry: Geometry) -> None:
     args = (match["integers"], scale, zero_point, packed, scales, zeros, match.get("bias"), *geometry)
     kernel = call(node, kernel_of, (*args, *NO_OUTPUT_QPARAMS, *NO_UNARY), node)
     PAIR.put(kernel, _pair(params, weight))
-    absorb(kernel, node)
-    replace(node, kernel)
+    return kernel
 
 
 def _measured_convolution(choose: Choice, match: Match, weight: IntegerWeight, geometry: Geometry) -> str | None:
@@ -139,10 +135,10 @@ def _geometry(match: Match, weight: IntegerWeight | str) -> Geometry | str:
     return reason or found
 
 
-def _lower_linear(channel_axis: int, choose: Choice) -> Callable[[Match], str | None]:
-    def lower(match: Match) -> str | None:
+def _lower_linear(choose: Choice) -> Rewrite:
+    def lower(match: Match) -> fx.Node | str:
         node, params = match.root, qparams(match["dequantize"])
-        weight = integer_weight(match["weight"], channel_axis)
+        weight = integer_weight(match["weight"])
         reason = weight if isinstance(weight, str) else activation_objection(params, weight, conv=False)
         reason = reason or _linear_objection(match, weight)
         if reason:
@@ -158,9 +154,7 @@ def _lower_linear(channel_axis: int, choose: Choice) -> Callable[[Match], str | 
         args = (match["integers"], params.scale, params.zero_point, packed, scales, zeros, match.get("bias"))
         kernel = call(node, kernel_of, (*args, *NO_OUTPUT_QPARAMS, *NO_UNARY), node)
         PAIR.put(kernel, _pair(params, weight))
-        absorb(kernel, node)
-        replace(node, kernel)
-        return None
+        return kernel
 
     return lower
 
@@ -187,16 +181,11 @@ def _linear_objection(match: Match, weight: IntegerWeight | str) -> str | None:
         return "its weight is not a matrix"
     if bias is not None and (constant_value(bias) is None or rank(bias) != 1):
         return "its bias is not a constant vector"
-    if match.root.target is torch.ops.aten.addmm.default and (
-        operands(match.root)["alpha"],
-        operands(match.root)["beta"],
-    ) != (1, 1):
-        return "addmm with alpha or beta other than 1"
     return None
 
 
-def _weighted(name: str) -> Op:
-    return op(name, input=ACTIVATION, weight=value("weight"), bias=optional(value("bias")))
+def _weighted(*names: str) -> Op:
+    return op(*names, input=ACTIVATION, weight=value("weight"), bias=optional(value("bias")))
 
 
 def products(choose: Choice = always_integer) -> tuple[Rule, ...]:
@@ -205,14 +194,7 @@ def products(choose: Choice = always_integer) -> tuple[Rule, ...]:
     Args:
         choose: says for a layer that could run on integers why it should stay float, or None.
     """
-    convolve = _lower_convolution(choose)
     return (
-        *(Rule(_weighted(name), convolve) for name in CONVOLUTIONS),
-        Rule(_weighted("linear"), _lower_linear(0, choose)),
-        Rule(op("addmm", self=value("bias"), mat1=ACTIVATION, mat2=value("weight")), _lower_linear(1, choose)),
-        Rule(op("mm", self=ACTIVATION, mat2=value("weight")), _lower_linear(1, choose)),
-        Rule(op("matmul", self=ACTIVATION, other=value("weight")), _lower_linear(1, choose)),
+        Rule(_weighted("conv1d", "conv2d", "conv3d"), _lower_convolution(choose)),
+        Rule(_weighted("linear"), _lower_linear(choose)),
     )
-
-
-CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution")

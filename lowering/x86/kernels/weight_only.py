@@ -5,15 +5,13 @@ streams the integers. It multiplies in bfloat16 and adds in float32, but its res
 about 50 dB. Scales of channels are applied afterwards, those of groups by the kernel.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph.editing import call, constant, replace, viewed
+from quantplug.core.graph.editing import call, constant, viewed
 from quantplug.core.graph.facts import rank, tensor_value
-from quantplug.core.graph.meta import absorb
 from quantplug.core.patterns.language import Match, op, optional, value
 from quantplug.core.patterns.rules import Rule
 from quantplug.core.qdq.nodes import is_qdq
@@ -30,19 +28,15 @@ VECTOR = 16
 NO_FLOAT = "its activation is no float32 tensor"
 
 
-def _lower(channel_axis: int) -> Callable[[Match], str | None]:
-    def lower(match: Match) -> str | None:
-        grouped = grouped_weight(match["weight"], channel_axis)
-        if isinstance(grouped, GroupedWeight):
-            return _of_groups(match, grouped)
-        weight = integer_weight(match["weight"], channel_axis)
-        reason = weight if isinstance(weight, str) else _objection(match["x"], weight)
-        if reason is None:
-            assert isinstance(weight, IntegerWeight)
-            replace(match.root, product_in_half(match, match["x"], weight.values, weight.scales))
-        return reason
-
-    return lower
+def _lower(match: Match) -> fx.Node | str:
+    grouped = grouped_weight(match["weight"])
+    if isinstance(grouped, GroupedWeight):
+        return _of_groups(match, grouped)
+    weight = integer_weight(match["weight"])
+    if isinstance(weight, str):
+        return weight
+    objection = _objection(match["x"], weight)
+    return objection or product_in_half(match, match["x"], weight.values, weight.scales)
 
 
 def _objection(x: fx.Node, weight: IntegerWeight) -> str | None:
@@ -58,8 +52,8 @@ def _float_tensor(x: fx.Node) -> Tensor | None:
     return None if found is None or found.dtype != torch.float32 or is_qdq(x) else found
 
 
-def _of_groups(match: Match, weight: GroupedWeight) -> str | None:
-    """Puts the kernel of four bits in the place of a linear; returns why it does not, or None."""
+def _of_groups(match: Match, weight: GroupedWeight) -> fx.Node | str:
+    """Returns the kernel of four bits for the place of a linear, or why there is none."""
     if _float_tensor(match["x"]) is None:
         return NO_FLOAT
     node = match.root
@@ -68,8 +62,7 @@ def _of_groups(match: Match, weight: GroupedWeight) -> str | None:
     packed, scales = call(node, PACK, (integers(node, packed), 1), packed), scales_and_zeros(node, scales)
     half = _in_half(node, match["x"], weight.columns)
     product = call(node, aten._weight_int4pack_mm_for_cpu.default, (half, packed, weight.size, scales), node, HALF)
-    replace(node, _widened(match, match["x"], product))
-    return None
+    return _widened(match, match["x"], product)
 
 
 def size_objection(x: Tensor, weight: IntegerWeight, most_rows: int, least_elements: int) -> str | None:
@@ -107,7 +100,6 @@ def _in_half(before: fx.Node, x: fx.Node, columns: int) -> fx.Node:
 def _widened(match: Match, x: fx.Node, product: fx.Node, scales: fx.Node | None = None) -> fx.Node:
     """Returns what stands for the linear: the product in float32, with scales and bias, in the linear's form."""
     node = match.root
-    absorb(product, node)
     result = call(node, aten.to.dtype, (product, torch.float32), node)
     if scales is not None:
         result = call(node, aten.mul.Tensor, (result, scales), node)
@@ -132,9 +124,4 @@ def _as_before(node: fx.Node, x: fx.Node, result: fx.Node) -> fx.Node:
     return call(node, aten.reshape.default, (result, sizes), node)
 
 
-_BIAS = optional(value("bias"))
-WEIGHT_ONLY = (
-    Rule(op("linear", input=value("x"), weight=value("weight"), bias=_BIAS), _lower(0)),
-    Rule(op("addmm", self=value("bias"), mat1=value("x"), mat2=value("weight"), beta=1, alpha=1), _lower(1)),
-    Rule(op("mm", self=value("x"), mat2=value("weight")), _lower(1)),
-)
+WEIGHT_ONLY = (Rule(op("linear", input=value("x"), weight=value("weight"), bias=optional(value("bias"))), _lower),)

@@ -7,8 +7,7 @@ steps in the same order, so the same integers, in place after the first.
 import torch
 from torch import fx
 
-from quantplug.core.graph.editing import call, replace
-from quantplug.core.graph.meta import absorb
+from quantplug.core.graph.editing import call
 from quantplug.core.patterns.language import Match, value
 from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.qparams import QParams, dequantize, is_static, qparams, quantize
@@ -21,18 +20,14 @@ def spell_out(graph: fx.Graph) -> None:
     apply(graph, CONVERSIONS)
 
 
-def _quantize(match: Match) -> str | None:
+def _quantize(match: Match) -> fx.Node:
     node, params = match.root, qparams(match.root)
-    if params.dtype == torch.uint8:
-        # ATen converts float to int8 in vectors, to uint8 one by one, which takes five times as long.
-        signed = params.shifted(-128, torch.int8)
-        view = call(node, aten.view.dtype, (_integers(match, signed), torch.uint8), node)
-        integers = call(node, aten.bitwise_xor_.Scalar, (view, 128), node)
-    else:
-        integers = _integers(match, params)
-    absorb(integers, node)
-    replace(node, integers)
-    return None
+    if params.dtype != torch.uint8:
+        return _integers(match, params)
+    # ATen converts float to int8 in vectors, to uint8 one by one, which takes five times as long.
+    signed = params.shifted(-128, torch.int8)
+    view = call(node, aten.view.dtype, (_integers(match, signed), torch.uint8), node)
+    return call(node, aten.bitwise_xor_.Scalar, (view, 128), node)
 
 
 def _integers(match: Match, params: QParams) -> fx.Node:
@@ -46,15 +41,12 @@ def _integers(match: Match, params: QParams) -> fx.Node:
     return call(node, aten.to.dtype, (step, params.dtype), node, params.dtype)
 
 
-def _dequantize(match: Match) -> str | None:
+def _dequantize(match: Match) -> fx.Node:
     node, params = match.root, qparams(match.root)
     step = call(node, aten.to.dtype, (match["x"], torch.float32), node)
     if params.zero_point:
         step = call(node, aten.sub_.Tensor, (step, params.zero_point), step)
-    step = call(node, aten.mul_.Tensor, (step, params.scale), step)
-    absorb(step, node)
-    replace(node, step)
-    return None
+    return call(node, aten.mul_.Tensor, (step, params.scale), step)
 
 
 def _is_static(match: Match) -> str | None:

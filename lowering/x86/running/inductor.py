@@ -15,8 +15,8 @@ from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.peers.torch_names import custom_graph_pass
 from quantplug.lowering.starting import starting
 from quantplug.lowering.x86.bfloat16 import KERNELS
-from quantplug.lowering.x86.kernels.epilogues import fuse_sums
 from quantplug.lowering.x86.kernels.few_rows import stream
+from quantplug.lowering.x86.kernels.sums import fuse_sums
 from quantplug.lowering.x86.running.packing import UNPACK, fold
 from quantplug.lowering.x86.running.runtime_ranges import spell_out_ranges
 
@@ -39,12 +39,12 @@ def for_compilers(portable: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def _channels_last(match: Match) -> str | None:
+def _channels_last(match: Match) -> fx.Node:
     """Puts images in the memory in which inductor is told that the max-pool's result lies, whatever its input's."""
     rows = viewed(match.root, aten.permute.default, match["images"], (0, 2, 3, 1))
     rows = call(match.root, aten.contiguous.default, (rows,), rows)
     match.root.replace_input_with(match["images"], viewed(match.root, aten.permute.default, rows, (0, 3, 1, 2)))
-    return None
+    return match.root
 
 
 MAX_POOLS = (Rule(op("quantized::max_pool2d", qx=value("images")), _channels_last),)

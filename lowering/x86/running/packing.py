@@ -16,9 +16,9 @@ from quantplug.core.graph.facts import constant_value, is_constant
 from quantplug.lowering.halves import is_half_constant
 from quantplug.lowering.rewrites.folding import all_constant_expressions_are_folded
 from quantplug.lowering.starting import starting
-from quantplug.lowering.x86.kernels.epilogues import fuse_sums
 from quantplug.lowering.x86.kernels.few_rows import read_faster
 from quantplug.lowering.x86.kernels.four_bits import UNPACK as UNPACK_FOUR_BITS
+from quantplug.lowering.x86.kernels.sums import fuse_sums
 from quantplug.lowering.x86.running.eager_conversions import spell_out
 
 onednn = torch.ops.onednn

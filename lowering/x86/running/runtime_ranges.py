@@ -13,8 +13,6 @@ from torch import fx
 
 from quantplug.core.graph.editing import replace
 from quantplug.core.graph.facts import operands
-from quantplug.core.patterns.language import Match, op
-from quantplug.core.patterns.rules import Rule, apply
 
 aten, QD = torch.ops.aten, torch.ops.quantized_decomposed
 UNSIGNED_MIDDLE = 128  # the zero point of symmetric uint8
@@ -22,18 +20,18 @@ UNSIGNED_MIDDLE = 128  # the zero point of symmetric uint8
 
 def spell_out_ranges(graph: fx.Graph) -> None:
     """Replaces the operators that measure ranges by the ATen operators that they stand for."""
-    apply(graph, RANGES)
+    for node in [node for node in graph.nodes if node.target in (QD.choose_qparams.tensor, SYMMETRIC)]:
+        _spell_out(node)
 
 
-def _spell_out(match: Match) -> str | None:
-    node, given = match.root, operands(match.root)
+def _spell_out(node: fx.Node) -> None:
+    given = operands(node)
     with node.graph.inserting_before(node):
         choose = _symmetric if node.target is SYMMETRIC else _affine
         chosen = choose(node.graph, given)
         results = _vector(node.graph, chosen[0], torch.float64), _vector(node.graph, chosen[1], torch.int64)
     for item in list(node.users):  # operator.getitem
         replace(item, results[0 if item.args[1] == 0 else 1])
-    return None
 
 
 def _range(graph: fx.Graph, x: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -71,4 +69,3 @@ def _vector(graph: fx.Graph, number: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 SYMMETRIC = QD.choose_qparams_symmetric.tensor
-RANGES = (Rule(op(QD.choose_qparams.tensor, SYMMETRIC), _spell_out),)

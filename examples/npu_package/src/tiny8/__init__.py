@@ -4,22 +4,21 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 
 import quantplug.plugin as qp
 from tiny8.kernels import scaled, scaled_alike, scaled_by_channel
 
 
-def _to_kernel(match: qp.Match, name: str, *args: Any) -> None:
-    kernel = qp.add_call(match.root, getattr(torch.ops.tiny8, name).default, args, match["op"], torch.int8)
-    qp.absorb(kernel, *match.nodes)  # the report knows what the kernel does
-    qp.replace_node(match.root, kernel)
+def _kernel(match: qp.Match, name: str, *args: Any) -> fx.Node:
+    return qp.add_call(match.root, getattr(torch.ops.tiny8, name).default, args, match["op"], torch.int8)
 
 
 def _low(match: qp.Match) -> int:
     return qp.qparams(match.root).zero_point if "relu" in match else -128
 
 
-def _weighted(match: qp.Match, name: str, *geometry: str) -> str | None:
+def _weighted(match: qp.Match, name: str, *geometry: str) -> fx.Node | str:
     weight, x, out = qp.integer_weight(match["w"]), qp.qparams(match["x_in"]), qp.qparams(match.root)
     if isinstance(weight, str):
         return weight
@@ -32,38 +31,37 @@ def _weighted(match: qp.Match, name: str, *geometry: str) -> str | None:
     names = ("weight", "bias", "multipliers", "divisors")
     held = [qp.add_constant(match.root, name, number) for name, number in zip(names, numbers, strict=True)]
     sizes = [qp.operands(match["op"])[name] for name in geometry]
-    _to_kernel(match, name, match["x"], *held, [x.zero_point, out.zero_point], _low(match), *sizes)
-    return None
+    return _kernel(match, name, match["x"], *held, [x.zero_point, out.zero_point], _low(match), *sizes)
 
 
-def _pair(match: qp.Match, name: str) -> None:
+def _pair(match: qp.Match, name: str) -> fx.Node:
     one, other, out = (qp.qparams(node) for node in (match["a_in"], match["b_in"], match.root))
     product, each_one = one.scale * other.scale / out.scale, (one.scale / out.scale, other.scale / out.scale)
     numbers = scaled(product) if name == "mul" else scaled_alike(*each_one)
     zero_points = [one.zero_point, other.zero_point, out.zero_point]
-    _to_kernel(match, name, match["a"], match["b"], *numbers, zero_points, _low(match))
+    return _kernel(match, name, match["a"], match["b"], *numbers, zero_points, _low(match))
 
 
-def _mean(match: qp.Match) -> None:
+def _mean(match: qp.Match) -> fx.Node:
     x, out, given = qp.qparams(match["x_in"]), qp.qparams(match.root), qp.operands(match["op"])
     sizes = (given.get("dim") or [], given.get("keepdim", False))
-    _to_kernel(match, "mean", match["x"], *sizes, *scaled(x.scale / out.scale), [x.zero_point, out.zero_point])
+    return _kernel(match, "mean", match["x"], *sizes, *scaled(x.scale / out.scale), [x.zero_point, out.zero_point])
 
 
-def _sigmoid(match: qp.Match) -> None:
+def _sigmoid(match: qp.Match) -> fx.Node:
     x, out = qp.qparams(match["x_in"]), qp.qparams(match.root)
     real = torch.sigmoid((torch.arange(-128, 128) - x.zero_point) * x.scale)
     table = (real / out.scale).round().add(out.zero_point).clamp(-128, 127).to(torch.int8)
-    _to_kernel(match, "sigmoid", match["x"], qp.add_constant(match.root, "table", table))
+    return _kernel(match, "sigmoid", match["x"], qp.add_constant(match.root, "table", table))
 
 
-def _max_pool2d(match: qp.Match) -> None:
+def _max_pool2d(match: qp.Match) -> fx.Node:
     names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
-    _to_kernel(match, "max_pool2d", match["x"], *(qp.operands(match["op"])[name] for name in names))
+    return _kernel(match, "max_pool2d", match["x"], *(qp.operands(match["op"])[name] for name in names))
 
 
-def _cat(match: qp.Match) -> None:
-    _to_kernel(match, "cat", [qp.operands(node)["input"] for node in match["xs"]], qp.operands(match["op"])["dim"])
+def _cat(match: qp.Match) -> fx.Node:
+    return _kernel(match, "cat", [qp.operands(node)["input"] for node in match["xs"]], qp.operands(match["op"])["dim"])
 
 
 def _read(name: str) -> qp.Op:

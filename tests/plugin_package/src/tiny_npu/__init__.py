@@ -3,12 +3,11 @@
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from quantplug import Backend
 from quantplug.annotators.elementwise import binary
-from quantplug.core.graph.editing import call, replace
-from quantplug.core.graph.meta import absorb
+from quantplug.core.graph.editing import call
 from quantplug.core.patterns.language import Match, either, op, single_use, value
 from quantplug.core.patterns.rules import Rule
 from quantplug.core.qdq.qparams import dequantize, qparams, quantize
@@ -28,16 +27,14 @@ def _(one: Tensor, other: Tensor, ratios: list[float], zero_points: list[int], l
     return torch.empty_like(one + other)
 
 
-def to_kernel(match: Match) -> None:
-    """Replaces dequantize, add, relu and quantize by the kernel."""
+def to_kernel(match: Match) -> fx.Node:
+    """Returns the kernel for dequantize, add, relu and quantize."""
     one, other, out = (qparams(node) for node in (match["one"], match["other"], match.root))
     low = out.zero_point if "relu" in match else out.quant_min
     ratios = [params.scale / out.scale for params in (one, other)]
     zero_points = [params.zero_point for params in (one, other, out)]
     args = (match["a"], match["b"], ratios, zero_points, low)
-    kernel = call(match.root, torch.ops.tiny_npu.add.default, args, match["op"], torch.int8)
-    absorb(kernel, *match.nodes)
-    replace(match.root, kernel)
+    return call(match.root, torch.ops.tiny_npu.add.default, args, match["op"], torch.int8)
 
 
 SUM = op(
