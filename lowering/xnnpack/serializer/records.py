@@ -11,9 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from quantplug.lowering.xnnpack.serializer.broken_rows import break_chains
-from quantplug.lowering.xnnpack.serializer.graph import operands, tensor
-from quantplug.lowering.xnnpack.serializer.spare_calls import make_room
+from quantplug.lowering.xnnpack.serializer.graph import break_chains, make_room, operands, tensor
 
 
 @dataclass(frozen=True)
