@@ -10,6 +10,7 @@ import torch
 import torchao.quantization.pt2e  # noqa: F401  (registers the operators of quantized_decomposed)
 from torch import Tensor, fx
 
+from quantplug.core.errors import LoweringError
 from quantplug.core.graph.editing import call_like
 from quantplug.core.graph.facts import constant_value, operands, operator_name, sole_user
 from quantplug.core.patterns.language import Op, op
@@ -55,16 +56,27 @@ class QParams:
     @property
     def bounds(self) -> tuple[float, float]:
         """The lowest and the highest real value, of static parameters."""
-        assert not isinstance(self.scale, fx.Node)
-        assert not isinstance(self.zero_point, fx.Node)
-        return (self.quant_min - self.zero_point) * self.scale, (self.quant_max - self.zero_point) * self.scale
+        scale, zero_point = self.static().scale, self.static().zero_point
+        return (self.quant_min - zero_point) * scale, (self.quant_max - zero_point) * scale
+
+    def static(self) -> "StaticQParams":
+        """Returns the same parameters, typed as numbers.
+
+        Raises:
+            LoweringError: they are computed at run time, which `is_static` tells.
+        """
+        if isinstance(self.scale, fx.Node) or isinstance(self.zero_point, fx.Node):
+            raise LoweringError(
+                f"Scale {self.scale} and zero point {self.zero_point} are computed at run time, where numbers are "
+                "needed; ask `is_static` first, or `has_static_qparams` in the pattern."
+            )
+        return StaticQParams(self.scale, self.zero_point, self.quant_min, self.quant_max, self.dtype)
 
     def shifted(self, by: int, dtype: torch.dtype) -> "QParams":
         """Returns the parameters of the same real values with every integer moved by a constant."""
-        assert isinstance(self.zero_point, int)
         return replace(
             self,
-            zero_point=self.zero_point + by,
+            zero_point=self.static().zero_point + by,
             quant_min=self.quant_min + by,
             quant_max=self.quant_max + by,
             dtype=dtype,

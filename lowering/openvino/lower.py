@@ -254,13 +254,10 @@ def _write_outputs_out(graph: fx.Graph) -> None:
 
 
 def _integers(node: fx.Node) -> fx.Node:
-    source, params = operands(node)["input"], qparams(node)
-    scale, zero_point = params.scale, params.zero_point
-    assert isinstance(scale, float)
-    assert isinstance(zero_point, int)
-    step = call(node, _ATEN.mul.Tensor, (source, 1.0 / scale), source)
+    source, params = operands(node)["input"], qparams(node).static()
+    step = call(node, _ATEN.mul.Tensor, (source, 1.0 / params.scale), source)
     step = call(node, _ATEN.round.default, (step,), step)
-    step = call(node, _ATEN.add.Tensor, (step, float(zero_point)), step)
+    step = call(node, _ATEN.add.Tensor, (step, float(params.zero_point)), step)
     step = call(node, _ATEN.clamp.default, (step, params.quant_min, params.quant_max), step)
     return call(node, _ATEN.to.dtype, (step, params.dtype), node, params.dtype)
 

@@ -87,10 +87,8 @@ def _sink_relu(match: Match) -> fx.Node:
 
 
 def _sink_pad(match: Match) -> fx.Node | str:
-    params, given = qparams(match["dequantize"]), operands(match.root)
+    params, given = qparams(match["dequantize"]).static(), operands(match.root)
     number: Any = given.get("value") or 0.0
-    assert not isinstance(params.scale, fx.Node)
-    assert not isinstance(params.zero_point, fx.Node)
     integer = round(float(number) / params.scale) + params.zero_point
     exact = (integer - params.zero_point) * params.scale
     if not params.quant_min <= integer <= params.quant_max or abs(exact - float(number)) > 1e-6 * params.scale:

@@ -95,7 +95,7 @@ from quantplug.core.patterns.language import (
     value,
 )
 from quantplug.core.patterns.rules import Rule as LoweringRule
-from quantplug.core.qdq.qparams import IntegerWeight, QParams, integer_weight, qparams
+from quantplug.core.qdq.qparams import IntegerWeight, QParams, StaticQParams, integer_weight, qparams
 from quantplug.core.qdq.qparams import dequantize as dequantize_op
 from quantplug.core.qdq.qparams import is_static as has_static_qparams
 from quantplug.core.qdq.qparams import quantize as quantize_op
@@ -205,6 +205,7 @@ __all__ = [  # noqa: RUF022 - in the groups of the docstring
     "IntegerWeight",
     "LoweringRule",
     "QParams",
+    "StaticQParams",
     "add_call",
     "add_constant",
     "add_view",

@@ -46,8 +46,8 @@ def _sum(match: Match, dims: list[int], *, keepdim: bool) -> fx.Node | str:
         return f"the sum of {number} integers may overflow, or their scale is computed at run time"
     total = call(match.root, aten.sum.dim_IntList, (match["integers"], dims, keepdim), match.root, torch.int32)
     total.kwargs = {"dtype": torch.int32}
-    scale, zero_point = float(params.scale), int(params.zero_point)  # type: ignore[arg-type]
-    of_sum = QParams(scale / number, zero_point * number, -(2**31), 2**31 - 1, torch.int32)
+    one = params.static()
+    of_sum = QParams(one.scale / number, one.zero_point * number, -(2**31), 2**31 - 1, torch.int32)
     return call(match.root, QD.dequantize_per_tensor.default, (total, *of_sum.args()), match.root)
 
 

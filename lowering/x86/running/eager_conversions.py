@@ -32,8 +32,7 @@ def _quantize(match: Match) -> fx.Node:
 
 def _integers(match: Match, params: QParams) -> fx.Node:
     node = match.root
-    assert isinstance(params.scale, float)
-    scaled = call(node, aten.mul.Tensor, (match["x"], 1.0 / params.scale), match["x"])
+    scaled = call(node, aten.mul.Tensor, (match["x"], 1.0 / params.static().scale), match["x"])
     step = call(node, aten.round_.default, (scaled,), scaled)
     if params.zero_point:
         step = call(node, aten.add_.Tensor, (step, params.zero_point), step)

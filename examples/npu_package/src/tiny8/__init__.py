@@ -14,12 +14,16 @@ def _kernel(match: qp.Match, name: str, *args: Any) -> fx.Node:
     return qp.add_call(match.root, getattr(torch.ops.tiny8, name).default, args, match["op"], torch.int8)
 
 
+def _numbers(*nodes: fx.Node) -> list[qp.StaticQParams]:
+    return [qp.qparams(node).static() for node in nodes]
+
+
 def _low(match: qp.Match) -> int:
-    return qp.qparams(match.root).zero_point if "relu" in match else -128
+    return _numbers(match.root)[0].zero_point if "relu" in match else -128
 
 
 def _weighted(match: qp.Match, name: str, *geometry: str) -> fx.Node | str:
-    weight, x, out = qp.integer_weight(match["w"]), qp.qparams(match["x_in"]), qp.qparams(match.root)
+    weight, (x, out) = qp.integer_weight(match["w"]), _numbers(match["x_in"], match.root)
     if isinstance(weight, str):
         return weight
     steps = weight.scales.double() * x.scale
@@ -35,7 +39,7 @@ def _weighted(match: qp.Match, name: str, *geometry: str) -> fx.Node | str:
 
 
 def _pair(match: qp.Match, name: str) -> fx.Node:
-    one, other, out = (qp.qparams(node) for node in (match["a_in"], match["b_in"], match.root))
+    one, other, out = _numbers(match["a_in"], match["b_in"], match.root)
     product, each_one = one.scale * other.scale / out.scale, (one.scale / out.scale, other.scale / out.scale)
     numbers = scaled(product) if name == "mul" else scaled_alike(*each_one)
     zero_points = [one.zero_point, other.zero_point, out.zero_point]
@@ -43,13 +47,13 @@ def _pair(match: qp.Match, name: str) -> fx.Node:
 
 
 def _mean(match: qp.Match) -> fx.Node:
-    x, out, given = qp.qparams(match["x_in"]), qp.qparams(match.root), qp.operands(match["op"])
+    (x, out), given = _numbers(match["x_in"], match.root), qp.operands(match["op"])
     sizes = (given.get("dim") or [], given.get("keepdim", False))
     return _kernel(match, "mean", match["x"], *sizes, *scaled(x.scale / out.scale), [x.zero_point, out.zero_point])
 
 
 def _sigmoid(match: qp.Match) -> fx.Node:
-    x, out = qp.qparams(match["x_in"]), qp.qparams(match.root)
+    x, out = _numbers(match["x_in"], match.root)
     real = torch.sigmoid((torch.arange(-128, 128) - x.zero_point) * x.scale)
     table = (real / out.scale).round().add(out.zero_point).clamp(-128, 127).to(torch.int8)
     return _kernel(match, "sigmoid", match["x"], qp.add_constant(match.root, "table", table))
@@ -72,7 +76,7 @@ def _read(name: str) -> qp.Op:
 
 def _rule(rewrite: Any, product: qp.Op, *, relu: bool = False) -> qp.LoweringRule:
     fused = qp.either(qp.op("relu", self=qp.single_use(product), name="relu"), product) if relu else product
-    return qp.LoweringRule(qp.quantize_op(input=fused), rewrite)
+    return qp.LoweringRule(qp.quantize_op(input=fused).where(lambda m: qp.has_static_qparams(m.root)), rewrite)
 
 
 _OF_X: dict[str, Any] = {"self": _read("x"), "name": "op"}
