@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.errors import LoweringError
-from quantplug.core.graph.editing import fresh_name
+from quantplug.core.graph.editing import free_name
 from quantplug.core.graph.facts import attribute
 
 _HIGHER = torch.ops.higher_order
@@ -89,7 +89,7 @@ def _adopted(model: fx.GraphModule, submodel: fx.GraphModule, inner: Any) -> Map
 
 
 def _add(model: fx.GraphModule, value: Any) -> str:
-    name = fresh_name(model, "inlined")
+    name = free_name(model, "inlined")
     if isinstance(value, torch.nn.Parameter):
         model.register_parameter(name, value)
     elif isinstance(value, Tensor):

@@ -54,7 +54,7 @@ def new_parameter(model: fx.GraphModule, origin: fx.Node, suffix: str, value: Te
     It is named after the constant that it comes from ("conv.weight", "folded" give "conv_weight_folded"),
     stands right after it in the graph, and takes over its metadata.
     """
-    name = free_name(model, f"{str(origin.target).replace('.', '_')}_{suffix}")
+    name = free_name(model, f"{origin.target}_{suffix}")
     model.register_parameter(name, torch.nn.Parameter(value.detach(), requires_grad=value.requires_grad))
     with origin.graph.inserting_after(origin):
         node = origin.graph.get_attr(name)
@@ -95,16 +95,6 @@ def like(node: fx.Node, model: fx.Node) -> fx.Node:
     return node
 
 
-def add_constant(owner: fx.GraphModule, graph: fx.Graph, value: Tensor, name: str) -> fx.Node:
-    """Registers a parameter or buffer under a free name and creates its `get_attr` at the insertion point."""
-    free = free_name(owner, f"_quantplug_{name}")
-    if isinstance(value, nn.Parameter):
-        owner.register_parameter(free, value)
-    else:
-        owner.register_buffer(free, value)
-    return graph.get_attr(free)
-
-
 def call(before: fx.Node, target: Any, args: Sequence[Any], like: fx.Node, dtype: torch.dtype | None = None) -> fx.Node:
     """Inserts an operator call before a node.
 
@@ -135,29 +125,27 @@ def viewed(before: fx.Node, view: Any, source: fx.Node, *args: Any) -> fx.Node:
 
 
 def constant(before: fx.Node, name: str, value: Tensor) -> fx.Node:
-    """Registers a tensor as a buffer under a fresh name and inserts a node that reads it before a node."""
+    """Registers a tensor under a free name and inserts a node that reads it before a node.
+
+    It is a parameter if the tensor is one, a buffer otherwise.
+    """
     owner = before.graph.owning_module
     assert owner is not None
-    fresh = fresh_name(owner, name)
-    owner.register_buffer(fresh, value)
+    free = free_name(owner, name)
+    if isinstance(value, nn.Parameter):
+        owner.register_parameter(free, value)
+    else:
+        owner.register_buffer(free, value)
     with before.graph.inserting_before(before):
-        node = before.graph.get_attr(fresh)
+        node = before.graph.get_attr(free)
     node.meta["val"] = value
     return node
 
 
-def fresh_name(owner: Any, name: str) -> str:
-    """Returns a name under which a module has no attribute yet, made from a readable one."""
+def free_name(owner: Any, name: str) -> str:
+    """Returns a name under which a module has no attribute yet: the one given without dots, or that with a number."""
     stem = name.replace(".", "_")
-    return _first_free(owner, (f"{stem}_{number}" for number in itertools.count()))
-
-
-def free_name(owner: Any, stem: str) -> str:
-    """Returns a name under which a module has no attribute yet: the one given, or that with a number."""
-    return _first_free(owner, itertools.chain((stem,), (f"{stem}_{number}" for number in itertools.count(1))))
-
-
-def _first_free(owner: Any, names: Iterable[str]) -> str:
+    names = itertools.chain((stem,), (f"{stem}_{number}" for number in itertools.count(1)))
     return next(name for name in names if not hasattr(owner, name))
 
 
@@ -176,14 +164,14 @@ def finish(module: fx.GraphModule) -> None:
 
 
 def drop_unread_attributes(module: fx.GraphModule) -> None:
-    """Deletes parameters and buffers that no node reads: float weights next to their integer copies."""
-    read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
-    held = [
-        name
-        for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    ]
-    for name in held:
-        if name not in read:
+    """Deletes parameters and buffers that no node reads, by itself or with its submodel: float weights beside integers.
+
+    An exporter would store them in the file.
+    """
+    read = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}
+    held = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    for name in [name for name, _ in held]:
+        if read.isdisjoint(itertools.accumulate(name.split("."), "{}.{}".format)):
             owner, _, leaf = name.rpartition(".")
             delattr(attribute(module, owner) if owner else module, leaf)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph.editing import fresh_name
+from quantplug.core.graph.editing import free_name
 from quantplug.core.graph.facts import constant_value, operands
 from quantplug.core.graph.operators import DROPOUTS, MOVES, REPEATS
 from quantplug.core.patterns.language import Match, Op, Pattern, anything, each, either, op, optional, single_use, value
@@ -58,7 +58,7 @@ def substitute(
     """Returns a module call for the place of a match."""
     owner = match.root.graph.owning_module
     assert owner is not None
-    name = fresh_name(owner, f"{match.root.name}_kernel")
+    name = free_name(owner, f"{match.root.name}_kernel")
     owner.add_submodule(name, kernel)
     with match.root.graph.inserting_before(match.root):
         node = match.root.graph.call_module(name, tuple(inputs), dict(kwargs or {}))

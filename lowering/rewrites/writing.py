@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph.editing import add_constant, erase_dead_code, like
+from quantplug.core.graph.editing import constant, erase_dead_code, like
 from quantplug.core.graph.facts import constant_value, operands, operator_name, tensor_value
 from quantplug.core.peers.torch_names import schema_or_none
 
@@ -32,8 +32,7 @@ class Writer:
 
     def constant(self, value: Tensor, name: str) -> fx.Node:
         """Registers a constant, a parameter if the value is one, and creates its node before the node."""
-        with self.model.graph.inserting_before(self.node):
-            created = add_constant(self.model, self.model.graph, value, name)
+        created = constant(self.node, f"_quantplug_{name}", value)
         # The value is a fake tensor of the graph's own mode, so that later operators can be evaluated on it.
         reference = tensor_value(self.node)
         mode = getattr(reference, "fake_mode", None)

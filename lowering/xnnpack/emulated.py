@@ -30,6 +30,7 @@ from quantplug.lowering.emulation.rows import (
     through_float,
 )
 from quantplug.lowering.emulation.run_time import run_time_products
+from quantplug.lowering.spelling import spell_plainly
 from quantplug.lowering.xnnpack.legalize import legalize
 from quantplug.lowering.xnnpack.run_time import as_kernels_choose
 
@@ -37,6 +38,7 @@ _NUMERICS = Numerics()
 
 
 def _legalized(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> Prepared:
+    spell_plainly(module.graph)
     as_kernels_choose(module)
     return Prepared(module, legalize(module).floats)
 

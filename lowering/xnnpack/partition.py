@@ -11,8 +11,10 @@ from typing import Any
 
 import networkx
 from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
 
 from quantplug.core.graph.facts import operator_name
+from quantplug.core.qdq.nodes import is_dequantize
 from quantplug.lowering.xnnpack.legalize import Legalized
 from quantplug.lowering.xnnpack.placement import origins
 
@@ -31,6 +33,8 @@ _WITH_WEIGHTS = (
     *("aten::convolution", "aten::linear", "aten::addmm", "aten::mm", "aten::prelu", "aten::_prelu_kernel"),
     *("aten::native_batch_norm", "aten::_native_batch_norm_legit", "aten::_native_batch_norm_legit_no_training"),
 )
+# Copies that only export needs.
+_COPIES = {"aten::clone", "dim_order_ops::_clone_dim_order"}
 _GEMM_CONFIGS = ("ConvolutionConfig", "LinearConfig", "AddmmConfig", "MMConfig")
 
 
@@ -176,4 +180,23 @@ def _given(node: fx.Node) -> fx.Node:
 
 
 def _is_weight_only(node: fx.Node, names: set[str], legal: Legalized) -> bool:
-    return bool(names & legal.weight_only) and operator_name(node) == "aten::linear"
+    return bool(names & legal.weight_only.keys()) and operator_name(node) == "aten::linear"
+
+
+def copies_of_dequantized_are_dropped(edge: fx.GraphModule) -> PassResult:
+    """Lets what reads a copy of a dequantized tensor read the tensor: nobody else has a name for its memory.
+
+    `dequantize -> copy -> view`, as export writes a reshape of a turned tensor, becomes `dequantize -> view`, which
+    takes integers. Tensors of the edge program are all contiguous, so that the copy says nothing there.
+    """
+    copies = [node for node in edge.graph.nodes if operator_name(node) in _COPIES and _says_nothing(node)]
+    for node in copies:
+        node.replace_all_uses_with(node.args[0])
+        edge.graph.erase_node(node)
+    edge.recompile()
+    return PassResult(edge, bool(copies))
+
+
+def _says_nothing(copy: fx.Node) -> bool:
+    source = copy.args[0]
+    return is_dequantize(source) and source.meta["val"].dim_order() == copy.meta["val"].dim_order()

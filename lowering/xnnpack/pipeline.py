@@ -26,14 +26,12 @@ from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.program import LoweredOp, refusal
 from quantplug.lowering.scopes import require_no_autocast
 from quantplug.lowering.signature import Signature
-from quantplug.lowering.sizes import write_sizes_out
+from quantplug.lowering.spelling import spell_plainly
 from quantplug.lowering.starting import starting, starting_from_state
 from quantplug.lowering.xnnpack.capacity import largest_sizes, one_way_to_convolve, require_capacity, require_limits
-from quantplug.lowering.xnnpack.copies import copies_of_dequantized_are_dropped
-from quantplug.lowering.xnnpack.legalize import Legalized, legalize, runs_alone
-from quantplug.lowering.xnnpack.legalize.embeddings import read_tables_by_row
+from quantplug.lowering.xnnpack.legalize import Legalized, legalize, read_tables_by_row, runs_alone
 from quantplug.lowering.xnnpack.legalize.half import compute_in_float16, compute_in_float32
-from quantplug.lowering.xnnpack.partition import keeping_whole, partitioner
+from quantplug.lowering.xnnpack.partition import copies_of_dequantized_are_dropped, keeping_whole, partitioner
 from quantplug.lowering.xnnpack.placement import place, taken_by_others
 from quantplug.lowering.xnnpack.program import XNNPACKProgram
 from quantplug.lowering.xnnpack.run_time import as_kernels_choose, as_serializer_reads
@@ -221,7 +219,7 @@ def _working_copy(model: fx.GraphModule) -> fx.GraphModule:
             with working.graph.inserting_before(node):
                 node.update_arg(1, working.graph.call_function(torch.ops.aten.clone.default, (node.args[1],)))
             node.args[1].meta = dict(node.meta)
-    write_sizes_out(working.graph)
+    spell_plainly(working.graph)
     working.recompile()
     return working
 

@@ -11,16 +11,23 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantplug.core.graph.facts import compute_nodes, module_path
-from quantplug.core.graph.operators import IDENTITIES, operator_overloads
+from quantplug.core.graph.facts import compute_nodes, module_path, operator_name
+from quantplug.core.graph.operators import IDENTITIES, MOVES, REPEATS, operator_overloads
 from quantplug.core.peers.torch_names import schema_or_none
-from quantplug.core.qdq.nodes import is_conversion
+from quantplug.core.qdq.nodes import is_conversion, is_dequantize
+from quantplug.core.qdq.qparams import quantized_output, static_qparams
+from quantplug.lowering.clamps import bounds_of
 from quantplug.lowering.placement import NOTHING
 from quantplug.lowering.program import LoweredOp
 from quantplug.lowering.xnnpack.program import KernelCounts
 from quantplug.lowering.xnnpack.serializer.records import KernelCall
 
 _IDENTITIES = frozenset().union(*map(operator_overloads, IDENTITIES))
+# What may yield the very integers that it reads.
+_STILL = _IDENTITIES.union(*map(operator_overloads, (*MOVES, *REPEATS)))
+# Operators that ExecuTorch writes as bounds of the kernel before them.
+_FUSED = {"relu", "relu6", "hardtanh"}
+_DROPPED = "no kernel was written that clamps to its bounds"
 
 
 def origins(node: fx.Node, graph: fx.Graph) -> set[str]:
@@ -103,36 +110,65 @@ def _placements(
     for node in outside:
         for name in origins(node, working.graph):
             portable[name].append(node)
-    placed: dict[fx.Node, str] = {}
-    ops = []
+    placed: dict[fx.Node, tuple[str, str]] = {}
     for node in compute_nodes(working.graph):
-        if is_conversion(node):
-            continue
-        placement, reason = _placement(node, kernels[node.name], portable[node.name], placed)
-        placed[node] = placement
-        reason = floats.get(node.name, reason) if placement != "int8" else ""
-        ops.append(LoweredOp(node.name, str(node.target), module_path(node), placement, reason))
-    return ops
+        if not is_conversion(node):
+            placed[node] = (
+                _outside(portable[node.name])
+                or _by_kernels(node, kernels[node.name])
+                or _without_kernel(node, kernels, placed)
+            )
+    return [_operator(node, *found, floats.get(node.name, "")) for node, found in placed.items()]
 
 
-def _placement(
-    node: fx.Node, kernels: list[KernelCall], portable: list[fx.Node], placed: dict[fx.Node, str]
-) -> tuple[str, str]:
-    if portable:
-        names = sorted({_operator_name(n) for n in portable})
-        return "portable", f"XNNPACK does not take {', '.join(names)} here"
+def _operator(node: fx.Node, placement: str, reason: str, known: str) -> LoweredOp:
+    reason = "" if placement == "int8" else known or reason
+    return LoweredOp(node.name, str(node.target), module_path(node), placement, reason)
+
+
+def _outside(portable: list[fx.Node]) -> tuple[str, str] | None:
+    names = sorted({_operator_name(n) for n in portable})
+    return ("portable", f"XNNPACK does not take {', '.join(names)} here") if names else None
+
+
+def _by_kernels(node: fx.Node, kernels: list[KernelCall]) -> tuple[str, str] | None:
     own = [c for c in kernels if not c.is_convert]
-    if not own and node.target in _IDENTITIES and not any(map(is_conversion, node.all_input_nodes)):
-        return "float", NOTHING
-    if not own:  # fused into its producer, a view that costs nothing, or a copy that lost its history
-        producer = next((placed[n] for n in node.all_input_nodes if n in placed), None)
-        if producer is None:
-            quantized = any(is_conversion(n) for n in node.all_input_nodes)
-            return ("int8", "") if quantized else ("portable", "it only copies or casts, outside XNNPACK")
-        return producer, "" if producer == "int8" else "runs with its producer"
-    if all(c.is_integer for c in own):
+    if not own:
+        return None
+    return ("int8", "") if all(c.is_integer for c in own) else ("float", _why_float(node))
+
+
+def _without_kernel(
+    node: fx.Node, kernels: Mapping[str, list[KernelCall]], placed: Mapping[fx.Node, tuple[str, str]]
+) -> tuple[str, str]:
+    """Returns where an operator runs that no kernel was written for: fused, passed by, or nowhere."""
+    sources = node.all_input_nodes
+    producer = next((placed[source][0] for source in sources if source in placed), None)
+    bounds = _bounds(node)
+    if bounds is not None and not any(call.bounds == bounds for call in kernels[sources[0].name]):
+        return "float", _DROPPED
+    if (producer == "int8" and bounds is not None) or _passes_integers(node):
         return "int8", ""
-    return "float", _why_float(node)
+    if producer not in (None, "int8") and node.target not in _IDENTITIES:
+        return str(producer), "runs with its producer"
+    if producer is None and not any(map(is_conversion, sources)):
+        return "portable", "it only copies or casts, outside XNNPACK"
+    return "float", NOTHING
+
+
+def _bounds(node: fx.Node) -> tuple[float, float] | None:
+    """Returns the bounds that the kernel before an activation has if it is fused, None for other operators."""
+    name = operator_name(node).removeprefix("aten::").removesuffix("_")
+    if name not in _FUSED:
+        return None
+    low, high = bounds_of(node, name)
+    return low, float("inf") if high is None else high
+
+
+def _passes_integers(node: fx.Node) -> bool:
+    """Tells whether an operator yields the integers that it reads, so that a copy of them was written."""
+    entered = [static_qparams(source) for source in node.all_input_nodes if is_dequantize(source)]
+    return node.target in _STILL and None not in entered and entered == [quantized_output(node)]
 
 
 def _why_float(node: fx.Node) -> str:

@@ -22,7 +22,6 @@ from quantplug.core.qdq.qparams import INT8
 from quantplug.lowering.run_time import Chain, chain_of
 
 _Q = torch.ops.quantized_decomposed
-_ROWS = {"aten::linear": "input", "aten::addmm": "mat1", "aten::mm": "self"}
 _FINER = "the kernel chooses a scale {}, the graph {}"
 
 
@@ -77,10 +76,9 @@ def _chains(graph: fx.Graph) -> Iterator[Chain]:
 def _chooses(reader: fx.Node, chain: Chain) -> Granularity | None:
     """Returns for what the kernel of an operator chooses a scale each, None where there is no such kernel."""
     name, given, read = operator_name(reader), operands(reader), chain.dequantize
-    if name in _ROWS:
-        return PerToken() if given[_ROWS[name]] is read and given.get("weight") is not read else None
-    whole = name == "aten::conv2d" or (name == "aten::convolution" and len(given["stride"]) == 2)
-    if not whole or given.get("transposed") or given["input"] is not read or not is_dequantize(given["weight"]):
+    if name == "aten::linear":
+        return PerToken() if given["input"] is read and given["weight"] is not read else None
+    if name != "aten::conv2d" or given["input"] is not read or not is_dequantize(given["weight"]):
         return None
     weight = tensor_value(given["weight"])
     depthwise = given["groups"] > 1 and (weight is None or weight.shape[1] == 1)

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from qdq_graphs import Net, TensorWeight, fake, graph_of
 from torch import nn
+from torch.nn import functional as F
 
 import quantplug
 from quantplug.core.graph.editing import call, constant
@@ -10,6 +12,7 @@ from quantplug.core.patterns.language import op, value
 from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.qparams import dequantize, quantize
 from quantplug.lowering.placement import place, record
+from quantplug.lowering.xnnpack import lower
 
 aten = torch.ops.aten
 
@@ -45,6 +48,41 @@ def test_integers_pass_by_what_computes_nothing(backend):
     row = next(row for row in artefact.report.rows if row.node == "dropout_2")
     placed = next(found for found in artefact.program.ops if found.node == "dropout_2")
     assert row.quantized == (placed.placement == "int8")
+
+
+def test_an_activation_runs_where_a_kernel_was_written_with_its_bounds(monkeypatch):
+    """Behind it the integers end at zero, so that no number tells whether it was dropped."""
+    from executorch.backends.xnnpack._passes.fuse_activation_pass import FuseActivationPass
+
+    x = torch.randn(2, 8)
+    net = Net(lambda s, x: fake(F.relu(F.linear(fake(x), s.w())), (0.02, -128)), w=TensorWeight(4, 8))
+    graph = graph_of(net, x)
+    assert [found.placement for found in lower(graph, (x,)).ops] == ["int8", "int8"]
+    monkeypatch.setattr(FuseActivationPass, "get_fused_activation", lambda node: None)
+    linear, relu = lower(graph, (x,)).ops
+    assert linear.placement == "int8"
+    assert (relu.placement, relu.reason) == ("float", "no kernel was written that clamps to its bounds")
+
+
+class Cancelling(nn.Module):
+    """Large numbers that cancel, so that the output's steps are much finer than those of the products."""
+
+    def __init__(self):
+        super().__init__()
+        self.sum = nn.Linear(8, 4)
+        nn.init.constant_(self.sum.weight, 1.0)
+        nn.init.zeros_(self.sum.bias)
+
+    def forward(self, x):
+        return self.sum(torch.cat([x, -x], -1))
+
+
+def test_where_the_scales_of_a_linear_are_too_far_apart_the_program_says_float():
+    calls = [(torch.randn(16, 4, generator=torch.manual_seed(seed)) * 1e5,) for seed in range(2)]
+    artefact = quantplug.quantize(Cancelling().eval(), calls[0], "xnnpack", calls, progress=False)
+    placed = next(found for found in artefact.program.ops if "linear" in found.target)
+    assert placed.placement == "float"
+    assert "ratio" in placed.reason
 
 
 def placed_by(rewrite):

@@ -186,6 +186,11 @@ FLOAT = {
         [IMAGE],
         "zero points",
     ),
+    "zero point in one scale, beside floats": (
+        Net(lambda s, x: F.linear(x, s.w(), s.b), w=TensorWeight(8, 16, zero_point=5), b=bias(8)),
+        [ROWS],
+        "zero points",
+    ),
     "no output qparams": (
         Net(lambda s, x: conv(s, fake(x)), w=Weight(8, 8, 3, 3), b=bias(8)),
         [IMAGE],

@@ -11,7 +11,7 @@ from torch import nn
 
 import quantplug
 from quantplug.lowering.xnnpack import lower
-from quantplug.lowering.xnnpack.serializer.spare_calls import capacity, make_room
+from quantplug.lowering.xnnpack.serializer.graph import capacity, make_room
 
 
 @pytest.mark.parametrize(("calls", "expected"), [(1, 64), (64, 64), (65, 128), (257, 512), (513, 1024), (1025, 1536)])

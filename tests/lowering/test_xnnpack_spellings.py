@@ -36,3 +36,12 @@ def test_convolutions_in_every_spelling_run_in_integers(spelling):
     artefact = quantplug.quantize(Plain(SPELLINGS[spelling]).eval(), (x,), "xnnpack", [x], progress=False)
     assert [op.placement for op in artefact.program.ops] == ["int8", "int8"]
     assert sqnr(artefact(x), artefact.reference(x)) > 40
+
+
+def test_a_convolution_that_is_padded_unevenly_in_words_runs_in_integers():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(6, 6, (2, 3), padding="same"), nn.ReLU()).eval(), torch.randn(1, 6, 8, 8)
+    artefact = quantplug.quantize(model, (x,), "xnnpack", [x], progress=False)
+    assert {op.placement for op in artefact.program.ops} == {"int8"}
+    assert artefact.program.delegates == 1
+    assert sqnr(artefact(x), artefact.reference(x)) > 40

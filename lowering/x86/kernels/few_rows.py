@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantplug.core.graph.editing import call, fresh_name
+from quantplug.core.graph.editing import call, free_name
 from quantplug.core.graph.facts import constant_value, operands, tensor_value
 from quantplug.core.patterns.language import Match, op, optional, value
 from quantplug.core.patterns.rules import Rule, apply
@@ -141,7 +141,7 @@ def _packed(match: Match, weight: IntegerWeight) -> fx.Node:
     chosen = torch.backends.quantized.engine
     module = node.graph.owning_module
     assert module is not None
-    name = fresh_name(module, "packed")
+    name = free_name(module, "packed")
     with torch.no_grad(), warnings.catch_warnings(), node.graph.inserting_before(node):
         # Quantized tensors are on their way out: one is made, packed and gone. And fx would rather have a parameter.
         warnings.simplefilter("ignore")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph.editing import erase_unused, finish, fresh_name
+from quantplug.core.graph.editing import erase_unused, finish, free_name
 from quantplug.core.graph.facts import constant_value, is_constant
 from quantplug.lowering.halves import is_half_constant
 from quantplug.lowering.rewrites.folding import all_constant_expressions_are_folded
@@ -60,7 +60,7 @@ def _fold(module: fx.GraphModule, node: fx.Node) -> None:
     args = fx.node.map_arg(node.args, constant_value)
     with torch.no_grad():
         packed = node.target(*args, **node.kwargs)  # type: ignore[operator]
-    name = fresh_name(module, "packed")
+    name = free_name(module, "packed")
     module.register_buffer(name, packed, persistent=False)
     with module.graph.inserting_before(node):
         constant = module.graph.get_attr(name)

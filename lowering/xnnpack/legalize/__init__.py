@@ -6,52 +6,68 @@ own partitioner takes many of these constructs and writes programs that do not l
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import fx
 
 from quantplug.core.errors import LoweringError
-from quantplug.core.graph.editing import erase_dead_code
-from quantplug.core.graph.facts import describe, operands, operator_name
-from quantplug.core.qdq.qparams import folded, quantized_output
-from quantplug.lowering.xnnpack.legalize.activations import (
+from quantplug.core.graph.editing import finish
+from quantplug.core.graph.facts import describe, operator_name
+from quantplug.core.qdq.calls import QuantizedCall, quantized_calls
+from quantplug.core.qdq.qparams import folded
+from quantplug.lowering.spelling import spell_plainly
+from quantplug.lowering.steps import Step, every_node, run
+from quantplug.lowering.xnnpack.legalize import conditions
+from quantplug.lowering.xnnpack.legalize.depthwise import LARGE_DEPTHWISE
+from quantplug.lowering.xnnpack.legalize.integers import (
     clamps_as_fusable_activations,
-    find_slopes_of_other_ranks,
     narrow_ranges_as_clamps,
+    one_dequantize_per_use,
+    quantize_scalars,
+    read_tables_by_row,
+    signed_integers,
 )
-from quantplug.lowering.xnnpack.legalize.depthwise import large_depthwise_is_sum
-from quantplug.lowering.xnnpack.legalize.images import dynamic_linears_over_rows, softmax_over_rows
-from quantplug.lowering.xnnpack.legalize.integers import one_dequantize_per_use, quantize_scalars, signed_integers
-from quantplug.lowering.xnnpack.legalize.legalized import Legalized
-from quantplug.lowering.xnnpack.legalize.means import find_means_that_grow
 from quantplug.lowering.xnnpack.legalize.movement import (
     aliases_are_clones,
     concatenations_share_qparams,
     contiguous_constants,
     copies_of_integers_are_views,
-    find_reshapes_of_open_sizes,
-    find_resizing_by_other_factors,
+    dynamic_linears_over_rows,
     moves_keep_qparams,
-    one_open_size_if_1d,
+    pads_of_integers_are_moves,
     pads_stay_quantized,
-    resizes_by_ratios,
-    spell_out_pooling,
+    softmax_over_rows,
     spell_out_slopes,
 )
-from quantplug.lowering.xnnpack.legalize.narrow import narrow_convolutions_are_linear, patches_if_float
-from quantplug.lowering.xnnpack.legalize.operators import GEMMS, after_activation, calls, replace_operand
-from quantplug.lowering.xnnpack.legalize.patches import patches_are_linear
-from quantplug.lowering.xnnpack.legalize.products import (
-    adds_less_than_a_step,
-    convolutions_by_dimension,
-    find_wide_output_paddings,
-    fold_constant_biases,
-    fold_weights_without_integer_kernel,
-    narrow_weights_name_four_bits,
-    own_constants_per_use,
-    separate_weight_only_biases,
+from quantplug.lowering.xnnpack.legalize.patches import (
+    narrow_convolutions_are_linear,
+    patches_if_float,
+    tiles_are_linear,
 )
-from quantplug.lowering.xnnpack.legalize.ratios import find_scale_ratios_out_of_range
+from quantplug.lowering.xnnpack.legalize.products import (
+    GEMMS,
+    NO_INTEGER_KERNEL,
+    WEIGHT_ONLY,
+    constant_biases_are_float,
+    narrow_weights_name_four_bits,
+    own_constant,
+    own_constants_per_use,
+)
+from quantplug.lowering.xnnpack.legalize.ratios import SCALES_OUT_OF_RANGE
+from quantplug.lowering.xnnpack.legalize.refusals import (
+    MEANS,
+    PORTABLE,
+    Legalized,
+    Refusal,
+    adds_less_than_a_step,
+    one_open_size_if_1d,
+    refused,
+    resizes_by_ratios,
+)
 from quantplug.lowering.xnnpack.rewrites import AT_LOWERING
+
+_ONE_EACH = every_node(conditions.one_integer_reader)
+_PRODUCTS = every_node(conditions.product)
 
 __all__ = [
     "Legalized",
@@ -59,8 +75,10 @@ __all__ = [
     "legalize",
     "one_open_size_if_1d",
     "patches_if_float",
+    "read_tables_by_row",
     "resizes_by_ratios",
     "runs_alone",
+    "steps",
 ]
 
 
@@ -76,81 +94,92 @@ def legalize(working: fx.GraphModule) -> Legalized:
     Raises:
         LoweringError: an operator has no kernel in XNNPACK and none in the runtime's portable library.
     """
-    steps: tuple[Callable[[fx.GraphModule], None], ...] = (
-        _operators_of_the_runtime,
-        contiguous_constants,
-        signed_integers,
-        one_dequantize_per_use,
-        narrow_weights_name_four_bits,
-        convolutions_by_dimension,
-        fold_constant_biases,
-        patches_are_linear,
-        narrow_convolutions_are_linear,
-        aliases_are_clones,
-        copies_of_integers_are_views,
-        spell_out_pooling,
-        spell_out_slopes,
-        clamps_as_fusable_activations,
-        narrow_ranges_as_clamps,
-        quantize_scalars,
-        moves_keep_qparams,
-        concatenations_share_qparams,
-        pads_stay_quantized,
-        softmax_over_rows,
-        dynamic_linears_over_rows,
-    )
-    for step in steps:
-        step(working)
     found = Legalized()
-    separate_weight_only_biases(working, found)
-    fold_weights_without_integer_kernel(working, found)
-    large_depthwise_is_sum(working, found)
-    one_dequantize_per_use(working)
-    own_constants_per_use(working)
-    find_scale_ratios_out_of_range(working, found)
-    find_means_that_grow(working, found)
-    find_slopes_of_other_ranks(working, found)
-    find_wide_output_paddings(working, found)
-    find_resizing_by_other_factors(working, found)
-    find_reshapes_of_open_sizes(working, found)
-    erase_dead_code(working.graph)
-    _drop_unread_constants(working)
-    working.graph.lint()
-    working.recompile()
+    run(steps(found), working)
     return found
 
 
-def _drop_unread_constants(working: fx.GraphModule) -> None:
-    """Export would store them in the file."""
-    read = [str(node.target) for node in working.graph.find_nodes(op="get_attr")]
-    for name in [name for name, _ in (*working.named_parameters(), *working.named_buffers())]:
-        if not any(name == target or name.startswith(f"{target}.") for target in read):
-            owner, _, leaf = name.rpartition(".")
-            delattr(working.get_submodule(owner), leaf)
+def steps(found: Legalized) -> tuple[Step[fx.GraphModule], ...]:
+    """Returns what is done to a graph, in this order.
+
+    Args:
+        found: what is told of operators that XNNPACK does not take.
+    """
+    return (
+        Step("operators that the runtime has", _operators_of_the_runtime),
+        Step("one spelling", _spelled_plainly, leaves=(every_node(conditions.plain),)),
+        Step("contiguous constants", contiguous_constants, leaves=(every_node(conditions.contiguous),)),
+        Step("pads of integers between conversions", pads_of_integers_are_moves, needs=(every_node(conditions.plain),)),
+        Step("signed integers", signed_integers, leaves=(every_node(conditions.signed),)),
+        Step("one dequantize for each integer reader", one_dequantize_per_use, leaves=(_ONE_EACH,)),
+        Step("four bits named", narrow_weights_name_four_bits),
+        Step("constant biases in float", constant_biases_are_float, leaves=(every_node(conditions.float_bias),)),
+        Step("patches side by side as linear layers", tiles_are_linear),
+        Step("narrow convolutions as linear layers", narrow_convolutions_are_linear),
+        Step("aliases as copies", aliases_are_clones),
+        Step("copies of integers as views", copies_of_integers_are_views),
+        Step("slopes spelled out", spell_out_slopes),
+        Step("clamps behind kernels as activations", clamps_as_fusable_activations),
+        Step("narrow ranges as clamps", narrow_ranges_as_clamps, leaves=(every_node(conditions.whole_range),)),
+        Step("numbers as constants", quantize_scalars, leaves=(every_node(conditions.quantized_operands),)),
+        Step("moves in one scale", moves_keep_qparams),
+        Step("concatenations in one scale", concatenations_share_qparams, leaves=(every_node(conditions.joined),)),
+        Step("pads of integers yield integers", pads_stay_quantized, leaves=(_ONE_EACH,)),
+        Step("softmax over rows", softmax_over_rows),
+        Step("dynamic linear layers over rows", dynamic_linears_over_rows),
+        Step("weight-only layers", partial(_weight_only, found)),
+        Step("products without integer kernel", _refusing(found.floats, NO_INTEGER_KERNEL), leaves=(_PRODUCTS,)),
+        Step("large depthwise convolutions as sums", _refusing(found.floats, LARGE_DEPTHWISE)),
+        Step("one dequantize for each integer reader, again", one_dequantize_per_use, leaves=(_ONE_EACH,)),
+        Step("constants of its own for each product", own_constants_per_use, leaves=(conditions.own_constants,)),
+        Step("operators that stay float", _refusing(found.floats, SCALES_OUT_OF_RANGE, MEANS)),
+        Step("operators that stay portable", _refusing(found.portable, *PORTABLE)),
+        Step("nothing that is not read", finish),
+    )
+
+
+def _weight_only(found: Legalized, working: fx.GraphModule) -> None:
+    found.weight_only |= refused(working, WEIGHT_ONLY)
+    found.floats |= found.weight_only
+
+
+def _refusing(reasons: dict[str, str], *refusals: Refusal) -> Callable[[fx.GraphModule], None]:
+    """Returns the change that rewrites what is refused and adds the reasons."""
+
+    def change(working: fx.GraphModule) -> None:
+        for refusal in refusals:
+            reasons.update(refused(working, refusal))
+
+    return change
+
+
+def _spelled_plainly(working: fx.GraphModule) -> None:
+    """Branches that became operators of the graph are spelled as the rest of it."""
+    spell_plainly(working.graph)
 
 
 def runs_alone(node: fx.Node) -> bool:
     """Tells whether an operator can be taken out of the integer domain by conversions around it alone."""
-    return operator_name(node) not in GEMMS and quantized_output(after_activation(node)) is not None
+    return operator_name(node) not in GEMMS and QuantizedCall.of(node).output is not None
 
 
 def _operators_of_the_runtime(working: fx.GraphModule) -> None:
     """Operators that the runtime does not have at all become those that it has, in float."""
-    for node in calls(working, ("aten::conv3d",)):
-        for operand in (operands(node)["weight"], operands(node)["bias"]):
+    for call in quantized_calls(working.graph, ("aten::conv3d",)):
+        for operand in (call.weight, call.bias):
             value = folded(operand) if isinstance(operand, fx.Node) else None
             if value is not None:
-                replace_operand(working, node, operand, value, "volume")
+                own_constant(call.node, operand, value, "volume")
     for rewrite in AT_LOWERING:
         rewrite(working)
-    for node in calls(working, ("aten::conv3d", "aten::conv_transpose3d")):
+    for call in quantized_calls(working.graph, ("aten::conv3d", "aten::conv_transpose3d")):
         raise LoweringError(
-            f"{describe(node)} has no kernel in XNNPACK and none in ExecuTorch's portable library, "
+            f"{describe(call.node)} has no kernel in XNNPACK and none in ExecuTorch's portable library, "
             "which convolve over one or two dimensions; replace the layer or use another backend."
         )
-    for node in calls(working, (f"aten::adaptive_max_pool{dimensions}d" for dimensions in (1, 2, 3))):
+    for call in quantized_calls(working.graph, (f"aten::adaptive_max_pool{dimensions}d" for dimensions in (1, 2, 3))):
         raise LoweringError(
-            f"{describe(node)} has no kernel in XNNPACK and none in ExecuTorch's portable library, and is a max_pool "
-            "only where its windows have one static size and nobody reads the positions; choose an output size that "
-            "divides the input's, or use another backend."
+            f"{describe(call.node)} has no kernel in XNNPACK and none in ExecuTorch's portable library, and is a "
+            "max_pool only where its windows have one static size and nobody reads the positions; choose an output "
+            "size that divides the input's, or use another backend."
         )

@@ -6,54 +6,54 @@ fills a sixteenth of its registers: 7 x 7 over 24 x 24 x 96 takes 2.2 ms so and 
 """
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from quantplug.core.graph.editing import add_constant, call_like
-from quantplug.core.graph.facts import constant_value, operands, tensor_value
-from quantplug.core.qdq.nodes import is_dequantize, is_dynamic
-from quantplug.core.qdq.qparams import QParams, folded, requantize, static_qparams
-from quantplug.lowering.xnnpack.legalize.legalized import Legalized
-from quantplug.lowering.xnnpack.legalize.operators import calls
+from quantplug.core.graph.editing import call_like, constant
+from quantplug.core.graph.facts import tensor_value
+from quantplug.core.qdq.calls import QuantizedCall
+from quantplug.core.qdq.nodes import is_dequantize
+from quantplug.core.qdq.qparams import QParams, requantize, static_qparams
+from quantplug.lowering.xnnpack.legalize.refusals import Refusal
 
 _ATEN = torch.ops.aten
 # The largest depthwise kernel of XNNPACK.
 _TAPS = 25
 
 
-def large_depthwise_is_sum(working: fx.GraphModule, found: Legalized) -> None:
-    """Writes depthwise convolutions of more taps than a kernel has as sums; they differ by the rounding of floats."""
-    for node in calls(working, ("aten::conv2d",)):
-        values = operands(node)
-        weight, source, result = values["weight"], tensor_value(values["input"]), tensor_value(node)
-        kernel = folded(weight) if is_dequantize(weight) else constant_value(weight)
-        if kernel is None or source is None or result is None or is_dynamic(values["input"]):
-            continue
-        sizes = (*source.shape[2:], *result.shape[2:])
-        if source.dim() != 4 or not all(isinstance(size, int) for size in sizes) or isinstance(values["padding"], str):
-            continue
-        if kernel.shape[1] == 1 and kernel.shape[0] == values["groups"] and kernel[0].numel() > _TAPS:
-            _write_sum(working, node, values, kernel.detach(), tuple(result.shape[2:]))
-            found.floats[node.name] = f"XNNPACK's depthwise kernels end at {_TAPS} taps; in float parts it is faster"
+def _why_not_whole(call: QuantizedCall) -> str | None:
+    source, result, kernel = tensor_value(call.input), tensor_value(call.node), call.kernel
+    if kernel is None or source is None or result is None or call.is_dynamic:
+        return None
+    sizes = (*source.shape[2:], *result.shape[2:])
+    if (
+        source.dim() != 4
+        or not all(isinstance(size, int) for size in sizes)
+        or isinstance(call.operands["padding"], str)
+    ):
+        return None
+    is_large = kernel.shape[1] == 1 and kernel.shape[0] == call.operands["groups"] and kernel[0].numel() > _TAPS
+    return f"XNNPACK's depthwise kernels end at {_TAPS} taps; in float parts it is faster" if is_large else None
 
 
-def _write_sum(
-    working: fx.GraphModule, node: fx.Node, values: dict[str, Any], kernel: Tensor, size: tuple[int, ...]
-) -> None:
-    """The original node becomes the convolution with the first part."""
-    users, height, width = list(node.users), kernel.shape[2], kernel.shape[3]
+def _write_sum(working: fx.GraphModule, call: QuantizedCall) -> None:
+    """The original node becomes the convolution with the first part; the sum differs by the rounding of floats."""
+    node, values, kernel, result = call.node, call.operands, call.kernel, tensor_value(call.node)
+    assert kernel is not None
+    assert result is not None
+    size, users, (height, width) = tuple(result.shape[2:]), list(node.users), kernel.shape[2:]
     columns = min(width, _TAPS)
     rows = min(height, _TAPS // columns)
     total = node
     with working.graph.inserting_before(node):
         padded, entered = _padded(working, node, values)
     for top, left in itertools.product(range(0, height, rows), range(0, width, columns)):
-        part = kernel[:, :, top : top + rows, left : left + columns].contiguous()
+        part = kernel.detach()[:, :, top : top + rows, left : left + columns].contiguous()
+        held, seen = constant(node, "taps", part), padded
         with working.graph.inserting_before(node):
-            held = add_constant(working, working.graph, part, "taps")
-            seen = padded
             for axis, start in ((2, top), (3, left)):
                 seen = _window(working, seen, entered, values, axis, start, part.shape[axis], size[axis - 2])
         if (top, left) == (0, 0):
@@ -66,7 +66,7 @@ def _write_sum(
         user.replace_input_with(node, total)
 
 
-def _padded(working: fx.GraphModule, node: fx.Node, values: dict[str, Any]) -> tuple[fx.Node, QParams | None]:
+def _padded(working: fx.GraphModule, node: fx.Node, values: Mapping[str, Any]) -> tuple[fx.Node, QParams | None]:
     """Returns the padded input, and its parameters if it can be moved as integers."""
     source = values["input"]
     params = static_qparams(source) if is_dequantize(source) else None
@@ -83,7 +83,7 @@ def _window(
     working: fx.GraphModule,
     source: fx.Node,
     entered: QParams | None,
-    values: dict[str, Any],
+    values: Mapping[str, Any],
     axis: int,
     start: int,
     taps: int,
@@ -95,3 +95,6 @@ def _window(
     last = first + (size - 1) * stride + (taps - 1) * dilation + 1
     found = call_like(working.graph, source, _ATEN.slice.Tensor, source, axis, first, last)
     return requantize(working.graph, found, entered) if entered is not None else found
+
+
+LARGE_DEPTHWISE = Refusal(("aten::conv2d",), _why_not_whole, instead=_write_sum)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.graph.constants import written_buffers
-from quantplug.core.graph.editing import add_constant, call_like
+from quantplug.core.graph.editing import call_like, constant
 from quantplug.core.graph.facts import attribute, compute_nodes, constant_value, tensor_value
 from quantplug.core.peers.torch_names import pytree
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
@@ -122,9 +122,7 @@ def _replace_constant(working: fx.GraphModule, node: fx.Node, source: Any, dtype
         return
     if dtype == torch.float16:
         value = torch.where(value.isfinite(), value.clamp(-_LIMIT, _LIMIT), value)
-    with working.graph.inserting_before(node):
-        cast = add_constant(working, working.graph, value.detach().to(dtype), "cast")
-    node.replace_all_uses_with(cast)
+    node.replace_all_uses_with(constant(node, "cast", value.detach().to(dtype)))
     working.graph.erase_node(node)
 
 

@@ -1,21 +1,40 @@
-"""Integers as XNNPACK has them: signed, one dequantize for each reader, numbers as constants.
+"""Integers as XNNPACK has them: signed, of the whole range, one dequantize for each reader, numbers as constants.
 
-Before: a q/dq graph with unsigned integers, shared dequantizes and numbers beside tensors. After: the same reals.
+Before: a q/dq graph with unsigned integers, shared dequantizes, numbers beside tensors, clamps behind kernels, integers
+of fewer than 256 values, and embeddings of quantized tables. After: the same reals.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
-from quantplug.core.graph.editing import add_constant, call_like, like
-from quantplug.core.graph.facts import operands, operator_name, rank
+from quantplug.core.graph.editing import call_like, constant, erase_dead_code, like
+from quantplug.core.graph.facts import constant_value, operands, operator_name, rank
+from quantplug.core.qdq.calls import QuantizedCall, is_activation, quantized_calls
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
-from quantplug.core.qdq.qparams import INT8, quantized_output, static_qparams
-from quantplug.lowering.xnnpack.legalize.operators import after_activation, calls
+from quantplug.core.qdq.qparams import INT8, StaticQParams, requantize, static_qparams
+from quantplug.lowering.xnnpack.legalize.products import GEMMS
 
 _ATEN = torch.ops.aten
 _Q = torch.ops.quantized_decomposed
+# Kernels that take bounds of their results.
+_FUSING = {*GEMMS, "aten::add", "aten::sub", "aten::mul"}
+_CLAMPS = ("aten::clamp", "aten::clamp_", "aten::clamp_min", "aten::clamp_max")
+_BESIDE_NUMBERS: Mapping[str, Any] = MappingProxyType(
+    {
+        "aten::add": _ATEN.add.Tensor,
+        "aten::sub": _ATEN.sub.Tensor,
+        "aten::mul": _ATEN.mul.Tensor,
+        "aten::div": _ATEN.mul.Tensor,
+    }
+)
+# The rows of a table of which a kernel reads some have one scale each, and its integers one byte.
+_ROWS = 0
+_BYTES = (torch.int8, torch.uint8)
 
 
 def signed_integers(working: fx.GraphModule) -> None:
@@ -38,9 +57,9 @@ def one_dequantize_per_use(working: fx.GraphModule) -> None:
     conversion is carried out once.
     """
     for node in [n for n in working.graph.nodes if is_dequantize(n)]:
-        users = sorted(node.users, key=lambda user: quantized_output(after_activation(user)) is not None)
-        shared = [user for user in users if quantized_output(after_activation(user)) is None]
-        for user in users[max(1, len(shared)) :]:
+        integer = [user for user in node.users if QuantizedCall.of(user).output is not None]
+        shared = len(integer) < len(node.users)
+        for user in integer[0 if shared else 1 :]:
             with working.graph.inserting_before(node.next):
                 own = like(working.graph.node_copy(node), node)
             user.replace_input_with(node, own)
@@ -48,30 +67,104 @@ def one_dequantize_per_use(working: fx.GraphModule) -> None:
 
 def quantize_scalars(working: fx.GraphModule) -> None:
     """A number beside a quantized operand becomes an int8 constant that stands for exactly that number."""
-    kinds: dict[str, Any] = {
-        "aten::add": _ATEN.add.Tensor, "aten::sub": _ATEN.sub.Tensor, "aten::mul": _ATEN.mul.Tensor,
-    }  # fmt: skip
-    for node in calls(working, (*kinds, "aten::div")):
-        values = operands(node)
-        number, value = values.get("other"), values.get("self")
+    for call in quantized_calls(working.graph, _BESIDE_NUMBERS):
+        number, divides = call.operands.get("other"), operator_name(call.node) == "aten::div"
         if isinstance(number, fx.Node) or not isinstance(number, (int, float)) or isinstance(number, bool):
             continue
-        if not is_dequantize(value) or quantized_output(after_activation(node)) is None or values.get("alpha", 1) != 1:
+        if not is_dequantize(call.input) or call.output is None or call.operands.get("alpha", 1) != 1:
             continue
-        if operator_name(node) == "aten::div" and (values.get("rounding_mode") or not number):
+        if divides and (call.operands.get("rounding_mode") or not number):
             continue
-        number = 1.0 / number if operator_name(node) == "aten::div" else float(number)
-        with working.graph.inserting_before(node):
-            constant = _int8_number(working, node, number)
-        node.target = kinds.get(operator_name(node), _ATEN.mul.Tensor)
-        node.args, node.kwargs = (value, constant), {}
+        held = _int8_number(call.node, 1.0 / number if divides else float(number))
+        call.node.target = _BESIDE_NUMBERS[operator_name(call.node)]
+        call.node.args, call.node.kwargs = (call.input, held), {}
 
 
-def _int8_number(working: fx.GraphModule, model: fx.Node, number: float) -> fx.Node:
+def _int8_number(node: fx.Node, number: float) -> fx.Node:
     # 127 steps of |number|/127 are the number itself, up to one rounding of the scale.
     scale = abs(number) / 127 or 1.0
     # Of the other operand's rank: ExecuTorch's layout pass turns 4-D operands back beside any other.
-    shape = [1] * (rank(model) or 1)
+    shape = [1] * (rank(node) or 1)
     integer = torch.full(shape, 0 if number == 0 else 127 if number > 0 else -127, dtype=torch.int8)
-    held = add_constant(working, working.graph, integer, "number")
-    return call_like(working.graph, model, _Q.dequantize_per_tensor.default, held, scale, 0, *INT8)
+    held = constant(node, "number", integer)
+    with node.graph.inserting_before(node):
+        return call_like(node.graph, node, _Q.dequantize_per_tensor.default, held, scale, 0, *INT8)
+
+
+def clamps_as_fusable_activations(working: fx.GraphModule) -> None:
+    """XNNPACK fuses relu and hardtanh into the kernel before them, but the serializer drops a clamp."""
+    for call in quantized_calls(working.graph, _CLAMPS):
+        low, high = (call.operands.get(name) for name in ("min", "max"))
+        if call.yielded is None or not _fuses(call.input) or any(isinstance(bound, fx.Node) for bound in (low, high)):
+            continue
+        lowest, highest = call.yielded.bounds
+        bounds = (lowest if low is None else low, highest if high is None else high)
+        if bounds[0] <= bounds[1]:
+            _become_hardtanh(call.node, call.input, *map(float, bounds))
+
+
+def _fuses(kernel: fx.Node) -> bool:
+    """Tells whether an activation that reads a node is computed by its kernel."""
+    return operator_name(kernel) in _FUSING and len(kernel.users) == 1
+
+
+def _become_hardtanh(node: fx.Node, source: Any, low: float, high: float) -> None:
+    node.target, node.args, node.kwargs = _ATEN.hardtanh.default, (source, low, high), {}
+
+
+def narrow_ranges_as_clamps(working: fx.GraphModule) -> None:
+    """XNNPACK's kernels saturate to the whole of int8; a narrower range becomes a clamp and the whole range."""
+    for node in [n for n in working.graph.nodes if is_quantize(n)]:
+        params = static_qparams(node)
+        if params is not None and params.dtype == torch.int8 and not params.is_int8:
+            _bound(node, params)
+    for node in [n for n in working.graph.nodes if is_dequantize(n)]:
+        params = static_qparams(node)
+        if params is not None and params.dtype == torch.int8 and node.all_input_nodes[0].op != "get_attr":
+            node.args = (node.args[0], params.scale, params.zero_point, *INT8)  # reading needs no range
+
+
+def _bound(quantize: fx.Node, params: StaticQParams) -> None:
+    graph, value, (low, high) = quantize.graph, quantize.all_input_nodes[0], params.bounds
+    quantize.args = (value, params.scale, params.zero_point, *INT8)
+    if is_activation(value) and len(value.users) == 1:
+        given = operands(value)
+        top = 6.0 if operator_name(value) in ("aten::relu6", "aten::relu6_") else given.get("max_val", high)
+        _become_hardtanh(value, value.args[0], max(low, float(given.get("min_val", 0.0))), min(high, top))
+        return
+    with graph.inserting_before(quantize):
+        # Behind a kernel that takes no bounds the clamp works on the integers; rounding commutes with it.
+        whole = replace(params, quant_min=-128, quant_max=127)
+        source = value if _fuses(value) else requantize(graph, value, whole)
+        quantize.replace_input_with(value, call_like(graph, value, _ATEN.hardtanh.default, source, low, high))
+
+
+def read_tables_by_row(working: fx.GraphModule) -> None:
+    """Replaces embeddings of quantized tables by `embedding_byte`, in place; names are kept.
+
+    A dequantized table would be float at every call, and end the process where zero points are float (torchao's
+    `EmbeddingQuantizer`; the portable kernel takes int64). That kernel dequantizes only the rows that it is asked for.
+    """
+    import executorch.exir.passes.quant_fusion_pass  # noqa: F401  registers embedding_byte
+
+    for node in list(working.graph.nodes):
+        if operator_name(node) == "aten::embedding" and _is_table(operands(node)["weight"]):
+            _read_rows(node)
+    erase_dead_code(working.graph)
+
+
+def _is_table(weight: fx.Node) -> bool:
+    if not is_dequantize(weight) or operator_name(weight) != "quantized_decomposed::dequantize_per_channel":
+        return False
+    return bool(weight.args[3] == _ROWS) and weight.args[6] in _BYTES and weight.kwargs.get("out_dtype") is None
+
+
+def _read_rows(node: fx.Node) -> None:
+    found = operands(node)
+    table, scales, zero_points, _, low, high, _ = found["weight"].args
+    offsets = constant_value(zero_points)
+    if offsets is not None:
+        # The kernel takes zero points in the type of the scales.
+        zero_points = constant(node, f"{node.name}_zero_points", offsets.float())
+    node.target = torch.ops.quantized_decomposed.embedding_byte.default
+    node.args, node.kwargs = (table, scales, zero_points, low, high, found["indices"]), {}

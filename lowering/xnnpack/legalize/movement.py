@@ -1,24 +1,24 @@
-"""Operators that move integers, in one scale from input to output.
+"""Operators that move integers, in one scale from input to output, and what goes over the last dimension of images.
 
-Before: moves, pools, pads and concatenations whose qparams differ. After: the same numbers, rescaled beside them.
+Before: moves, pads and concatenations whose qparams differ; softmax and dynamic linears of four dimensions, which
+ExecuTorch 1.4's layout pass gets wrong. After: the same numbers, rescaled beside them; the same operators over rows.
 """
 
 from typing import Any
 
 import torch
 from torch import fx
-from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.core.graph.aliases import changed_under_other_names
-from quantplug.core.graph.editing import add_constant
-from quantplug.core.graph.facts import constant_value, operands, operator_name, tensor_value
-from quantplug.core.patterns.language import Match
+from quantplug.core.graph.editing import call_like, constant
+from quantplug.core.graph.facts import constant_value, operator_name, tensor_value
+from quantplug.core.qdq.calls import QuantizedCall, quantized_calls
 from quantplug.core.qdq.nodes import is_dequantize
-from quantplug.core.qdq.qparams import StaticQParams, quantized_output, requantize, static_qparams
+from quantplug.core.qdq.qparams import requantize, static_qparams
 from quantplug.lowering.xnnpack.legalize.integers import one_dequantize_per_use
-from quantplug.lowering.xnnpack.legalize.legalized import Legalized
-from quantplug.lowering.xnnpack.legalize.operators import calls, first_input
 
+_ATEN = torch.ops.aten
+_Q = torch.ops.quantized_decomposed
 # Kernels that move or mix integers of one scale: their output has the quantization parameters of their input.
 _MOVES = {
     "aten::max_pool2d", "aten::permute", "aten::transpose", "aten::t", "aten::view", "aten::reshape",
@@ -27,9 +27,7 @@ _MOVES = {
     "aten::pixel_shuffle", "aten::pixel_unshuffle", "aten::channel_shuffle", "aten::dropout", "aten::alias",
     "aten::detach", "aten::movedim", "aten::swapaxes", "aten::upsample_bilinear2d",
 }  # fmt: skip
-_PADS = {"aten::pad", "aten::constant_pad_nd"}
-# What ExecuTorch serializes as a reshape by numbers, or, as conv1d, as a conv2d between two of them.
-_RESHAPES = {"aten::squeeze", "aten::squeeze_", "aten::unsqueeze", "aten::unsqueeze_", "aten::conv1d"}
+_PADS = ("aten::pad", "aten::constant_pad_nd")
 
 
 def contiguous_constants(working: fx.GraphModule) -> None:
@@ -37,66 +35,8 @@ def contiguous_constants(working: fx.GraphModule) -> None:
     for node in working.graph.find_nodes(op="get_attr"):
         value = constant_value(node)
         if value is not None and not value.is_contiguous():
-            with working.graph.inserting_before(node):
-                plain = add_constant(working, working.graph, value.detach().contiguous(), "contiguous")
-            node.replace_all_uses_with(plain)
+            node.replace_all_uses_with(constant(node, "contiguous", value.detach().contiguous()))
             working.graph.erase_node(node)
-
-
-def find_resizing_by_other_factors(working: fx.GraphModule, found: Legalized) -> None:
-    """Finds resizing by rounded factors: ExecuTorch hands it to XNNPACK, which takes the ratios of sizes."""
-    for node in calls(working, ("aten::upsample_bilinear2d",)):
-        reason = _rounded_factors(node)
-        if reason is not None:
-            found.portable[node.name] = reason
-
-
-def resizes_by_ratios(match: Match, config: QuantizationConfig | None) -> str | None:
-    """Holds for resizing by the ratios of its sizes, as XNNPACK takes every factor to be."""
-    return _rounded_factors(match["op"])
-
-
-def _rounded_factors(node: fx.Node) -> str | None:
-    given = operands(node)
-    factors, image = given["scale_factors"] or (), tensor_value(given["input"])
-    sizes = () if image is None else tuple(image.shape[2:])
-    rounds = any(isinstance(size, int) and size * factor % 1 for size, factor in zip(sizes, factors, strict=False))
-    if given["align_corners"] or not rounds:
-        return None
-    return f"its factors {list(factors)} of {list(sizes)} are rounded, and XNNPACK's are ratios of sizes"
-
-
-def find_reshapes_of_open_sizes(working: fx.GraphModule, found: Legalized) -> None:
-    """Finds reshapes of two open sizes or more: ExecuTorch hands them to XNNPACK, and its serializer fails on them."""
-    for node in calls(working, _RESHAPES):
-        reason = _open_sizes(node)
-        if reason is not None:
-            found.portable[node.name] = reason
-
-
-def one_open_size_if_1d(match: Match, config: QuantizationConfig | None) -> str | None:
-    """Holds for convolutions over two dimensions, and for those over one of a result with at most one open size."""
-    return _open_sizes(match["op"]) if operator_name(match["op"]) in _RESHAPES else None
-
-
-def _open_sizes(node: fx.Node) -> str | None:
-    result = tensor_value(node)
-    number = 0 if result is None else sum(not isinstance(size, int) for size in result.shape)
-    if number < 2:
-        return None
-    return f"{number} of its sizes are open, and XNNPACK reshapes with at most one; export the others static"
-
-
-def spell_out_pooling(working: fx.GraphModule) -> None:
-    """ExecuTorch 1.4's partitioner reads stride and kernel by position and as pairs: an omitted stride crashes it."""
-    for node in calls(working, ("aten::max_pool2d", "aten::avg_pool2d")):
-        values = operands(node)
-        values["kernel_size"] = _pair(values["kernel_size"])
-        values["stride"] = _pair(values["stride"]) or values["kernel_size"]
-        values["padding"] = _pair(values["padding"])
-        if "dilation" in values:
-            values["dilation"] = _pair(values["dilation"])
-        node.args, node.kwargs = tuple(values.values()), {}
 
 
 def aliases_are_clones(working: fx.GraphModule) -> None:
@@ -106,76 +46,137 @@ def aliases_are_clones(working: fx.GraphModule) -> None:
     makes the operator one that writes nothing, and knows who reads what.
     """
     tied = changed_under_other_names(working.graph)
-    for node in calls(working, ("aten::alias", "aten::detach")):
-        if node not in tied:
-            node.target = torch.ops.aten.clone.default
+    for call in quantized_calls(working.graph, ("aten::alias", "aten::detach")):
+        if call.node not in tied:
+            call.node.target = _ATEN.clone.default
 
 
 def copies_of_integers_are_views(working: fx.GraphModule) -> None:
     """ExecuTorch 1.4 drops a copy and leaves the conversions around it; a view takes integers and costs nothing."""
-    for node in calls(working, ("aten::clone", "aten::contiguous")):
-        source, value = first_input(node), tensor_value(node)
-        if value is None or not is_dequantize(source) or static_qparams(source) != quantized_output(node):
+    for call in quantized_calls(working.graph, ("aten::clone", "aten::contiguous")):
+        value = tensor_value(call.node)
+        if value is None or not is_dequantize(call.input) or call.entered != call.yielded:
             continue
         sizes = [size if isinstance(size, int) else -1 for size in value.shape]
         if sizes.count(-1) <= 1:
-            node.target, node.args, node.kwargs = torch.ops.aten.reshape.default, (source, sizes), {}
+            call.node.target, call.node.args, call.node.kwargs = _ATEN.reshape.default, (call.input, sizes), {}
 
 
 def spell_out_slopes(working: fx.GraphModule) -> None:
     """The serializer reads the factor of elu by position; export leaves it out where it equals the default, an int."""
-    for node in calls(working, ("aten::elu", "aten::elu_")):
-        values = operands(node)
-        node.args, node.kwargs = (values["self"], float(values["alpha"])), {}
-
-
-def _pair(value: Any) -> list[int]:
-    values = list(value) if isinstance(value, (list, tuple)) else [value]
-    return values * 2 if len(values) == 1 else values
+    for call in quantized_calls(working.graph, ("aten::elu", "aten::elu_")):
+        call.node.args, call.node.kwargs = (call.input, float(call.operands["alpha"])), {}
 
 
 def moves_keep_qparams(working: fx.GraphModule) -> None:
     """dq(a) - move - q(b) becomes dq(a) - move - q(a) - dq(a) - q(b): moving integers changes no number."""
-    for node in calls(working, _MOVES):
-        source, output = first_input(node), quantized_output(node)
-        entered = static_qparams(source) if is_dequantize(source) else None
-        if entered is None or output is None or entered == output or not entered.is_int8:
+    for call in quantized_calls(working.graph, _MOVES):
+        if call.entered is None or call.yielded is None or call.entered == call.yielded or not call.entered.is_int8:
             continue
-        if operator_name(node) in _PADS and not _pads_with_zero(node, entered):
+        if operator_name(call.node) in _PADS and not _pads_with_zero(call):
             continue
-        quantize = next(iter(node.users))
+        quantize = next(iter(call.node.users))
         with working.graph.inserting_before(quantize):
-            quantize.replace_input_with(node, requantize(working.graph, node, entered))
+            quantize.replace_input_with(call.node, requantize(working.graph, call.node, call.entered))
 
 
-def _pads_with_zero(node: fx.Node, entered: StaticQParams) -> bool:
-    values = operands(node)
-    constant_mode = values.get("mode", "constant") == "constant"
-    return constant_mode and not values.get("value") and -128 <= entered.zero_point <= 127
+def pads_of_integers_are_moves(working: fx.GraphModule) -> None:
+    """A pad of integers, as the plain spelling has them, stands between conversions: there it has a kernel."""
+    for call in quantized_calls(working.graph, ("aten::constant_pad_nd",)):
+        node, readers = call.node, list(call.node.users)
+        params = static_qparams(readers[0]) if readers and is_dequantize(readers[0]) else None
+        if params is None or call.operands["value"] != params.zero_point:
+            continue
+        with working.graph.inserting_before(node):
+            real = call_like(working.graph, node, _Q.dequantize_per_tensor.default, call.input, *params.args())
+        node.args = (real, call.operands["pad"], 0.0)
+        node.meta["val"] = tensor_value(readers[0])
+        with working.graph.inserting_before(node.next):
+            integers = call_like(working.graph, node, _Q.quantize_per_tensor.default, node, *params.args())
+        for reader in readers:
+            reader.replace_input_with(node, integers)
+
+
+def _pads_with_zero(call: QuantizedCall) -> bool:
+    """Tells whether a pad of integers puts zeros beside them, which stand among them."""
+    is_zero = call.operands.get("mode", "constant") == "constant" and not call.operands.get("value")
+    return is_zero and call.entered is not None and -128 <= call.entered.zero_point <= 127
 
 
 def concatenations_share_qparams(working: fx.GraphModule) -> None:
     """Inputs of a quantized concatenation are converted to its output's parameters before it."""
-    for node in calls(working, ("aten::cat", "aten::stack")):
-        output = quantized_output(node)
-        values: Any = node.args[0]
+    for call in quantized_calls(working.graph, ("aten::cat", "aten::stack")):
+        output, values = call.yielded, call.input
         if output is None or not output.is_int8 or not all(is_dequantize(v) and static_qparams(v) for v in values):
             continue
-        with working.graph.inserting_before(node):
+        with working.graph.inserting_before(call.node):
             shared = [v if static_qparams(v) == output else requantize(working.graph, v, output) for v in values]
-        node.args = (shared, *node.args[1:])
+        call.node.args = (shared, *call.node.args[1:])
 
 
 def pads_stay_quantized(working: fx.GraphModule) -> None:
     """A zero pad behind a dequantize is always serialized as integers, so it gets a quantized output."""
-    for node in calls(working, _PADS):
-        source = first_input(node)
-        entered = static_qparams(source) if is_dequantize(source) else None
-        if entered is None or quantized_output(node) is not None or not _pads_with_zero(node, entered):
+    for call in quantized_calls(working.graph, _PADS):
+        if call.entered is None or call.yielded is not None or not _pads_with_zero(call):
             continue
-        users = list(node.users)
-        with working.graph.inserting_before(node.next):
-            kept = requantize(working.graph, node, entered)
+        users = list(call.node.users)
+        with working.graph.inserting_before(call.node.next):
+            kept = requantize(working.graph, call.node, call.entered)
         for user in users:
-            user.replace_input_with(node, kept)
+            user.replace_input_with(call.node, kept)
     one_dequantize_per_use(working)
+
+
+def softmax_over_rows(working: fx.GraphModule) -> None:
+    """A softmax of images works on rows: ExecuTorch's layout pass would run it over channels behind a pooling.
+
+    The pass keeps values channels-last until an operator asks otherwise, and softmax does not; a reshape does.
+    """
+    for call in quantized_calls(working.graph, ("aten::softmax", "aten::_softmax")):
+        node, value = call.node, tensor_value(call.node)
+        shape: list[Any] = [] if value is None else list(value.shape)
+        if len(shape) != 4 or call.operands["dim"] not in (-1, 3) or not all(isinstance(s, int) for s in shape):
+            continue
+        with working.graph.inserting_before(node):
+            rows = call_like(working.graph, node, _ATEN.reshape.default, call.input, [-1, shape[-1]])
+        node.args = (rows, -1, *node.args[2:])
+        _as_image(node, shape)
+
+
+def dynamic_linears_over_rows(working: fx.GraphModule) -> None:
+    """A dynamic linear of images works on rows: ExecuTorch's layout pass would put a copy before the linear.
+
+    Behind that copy the serializer no longer finds the dequantize, and refuses the program.
+    """
+    linears = dict.fromkeys(c.node for c in quantized_calls(working.graph, ("aten::linear",)) if _is_dynamic_image(c))
+    quantizes: dict[Any, None] = dict.fromkeys(linear.all_input_nodes[0].args[0] for linear in linears)
+    for quantize in quantizes:
+        readers = [user for dequantize in quantize.users for user in dequantize.users]
+        if not all(reader in linears for reader in readers):
+            continue
+        source, chosen = quantize.args[0], quantize.args[1].args[0]
+        with working.graph.inserting_before(chosen):
+            rows = call_like(working.graph, quantize, _ATEN.flatten.using_ints, source, 0, -2)
+        for node in (chosen, quantize):
+            node.replace_input_with(source, rows)
+        for reader in readers:
+            value = tensor_value(reader)
+            assert value is not None
+            _as_image(reader, [-1, *value.shape[1:]])
+
+
+def _is_dynamic_image(call: QuantizedCall) -> bool:
+    value = tensor_value(call.node)
+    sizes = [] if value is None else list(value.shape)[1:]
+    if not call.is_dynamic or "affine" in operator_name(call.input):  # whose blocks have the image's rank
+        return False
+    return len(sizes) == 3 and all(isinstance(size, int) for size in sizes)
+
+
+def _as_image(node: fx.Node, sizes: list[Any]) -> None:
+    """Lets the readers of an operator over rows read an image."""
+    users = list(node.users)
+    with node.graph.inserting_before(node.next):
+        image = call_like(node.graph, node, _ATEN.reshape.default, node, sizes)
+    for user in users:
+        user.replace_input_with(node, image)

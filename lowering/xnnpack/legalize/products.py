@@ -6,78 +6,56 @@ Before: products with quantized weights. After: each has an integer kernel, or f
 from typing import Any
 
 import torch
-from torch import fx
-from torchao.quantization.pt2e.quantizer import QuantizationConfig
+from torch import Tensor, fx
 
-from quantplug.core.graph.editing import add_constant, call_like, set_operand
+from quantplug.core.graph.editing import call_like, constant, set_operand
 from quantplug.core.graph.facts import constant_value, operands, operator_name, tensor_value
-from quantplug.core.patterns.language import Match
-from quantplug.core.qdq.nodes import is_dequantize, is_dynamic, is_quantize
-from quantplug.core.qdq.qparams import folded, quantized_output, static_qparams
-from quantplug.lowering.xnnpack.legalize.legalized import Legalized
-from quantplug.lowering.xnnpack.legalize.operators import (
-    GEMMS,
-    TRANSPOSED,
-    after_activation,
-    calls,
-    first_input,
-    replace_operand,
-)
+from quantplug.core.qdq.calls import QuantizedCall, quantized_calls
+from quantplug.core.qdq.nodes import is_dequantize, is_quantize
+from quantplug.core.qdq.qparams import folded, static_qparams
 from quantplug.lowering.xnnpack.legalize.ratios import RATIOS
+from quantplug.lowering.xnnpack.legalize.refusals import TRANSPOSED, Refusal, wide_output_padding
 
 _ATEN = torch.ops.aten
 _Q = torch.ops.quantized_decomposed
-_TRANSPOSED = {1: _ATEN.conv_transpose1d.default, 2: _ATEN.conv_transpose2d.input, 3: _ATEN.conv_transpose3d.input}
+GEMMS = ("aten::conv1d", "aten::conv2d", *TRANSPOSED, "aten::linear")
 
 
-def convolutions_by_dimension(working: fx.GraphModule) -> None:
-    """Writes `aten.convolution`, which decompositions leave, as the operator of its dimension; names are kept."""
-    for node in calls(working, ("aten::convolution",)):
-        given = operands(node)
-        common = (given["input"], given["weight"], given["bias"], given["stride"], given["padding"])
-        dimensions = len(given["stride"])
-        if given["transposed"]:
-            node.target = _TRANSPOSED[dimensions]
-            node.args = (*common, given["output_padding"], given["groups"], given["dilation"])
-        else:
-            node.target = getattr(_ATEN, f"conv{dimensions}d").default
-            node.args = (*common, given["dilation"], given["groups"])
-        node.kwargs = {}
+def own_constant(user: fx.Node, old: Any, value: Tensor, name: str) -> None:
+    """Gives one operand of an operator a constant of its own."""
+    user.replace_input_with(old, constant(user, name, value.detach().clone()))
 
 
-def fold_constant_biases(working: fx.GraphModule) -> None:
+def constant_biases_are_float(working: fx.GraphModule) -> None:
     """XNNPACK's serializer quantizes biases itself, from float, with the very scale of a derived bias."""
-    for node in calls(working, GEMMS | {"aten::conv3d"}):
-        bias = operands(node).get("bias")
-        value = folded(bias) if isinstance(bias, fx.Node) else None
+    for call in quantized_calls(working.graph, (*GEMMS, "aten::conv3d")):
+        value = folded(call.bias) if isinstance(call.bias, fx.Node) else None
         if value is not None:
-            replace_operand(working, node, bias, value, "bias")
+            own_constant(call.node, call.bias, value, "bias")
 
 
-def separate_weight_only_biases(working: fx.GraphModule, found: Legalized) -> None:
-    """XNNPACK multiplies float activations with int8 or int4 weights; the serializer cannot write their bias."""
-    for node in calls(working, ("aten::linear",)):
-        values = operands(node)
-        weight, bias = values["weight"], values.get("bias")
-        if not is_dequantize(weight) or is_dequantize(values["input"]) or folded(weight) is None:
-            continue
-        if static_qparams(weight) is not None:
-            _per_channel(working, weight)
-        if operands(weight).get("axis") != 0 or _has_zero_points(weight):
-            continue
-        found.weight_only.add(node.name)
-        found.floats[node.name] = "its weights are integers, its input is not quantized"
-        if bias is not None:
-            node.args, node.kwargs = (values["input"], weight), {}
-            users = list(node.users)
-            with working.graph.inserting_before(node.next):
-                biased = call_like(working.graph, node, _ATEN.add.Tensor, node, bias)
-            for user in users:
-                user.replace_input_with(node, biased)
+def _weight_only(call: QuantizedCall) -> str | None:
+    """XNNPACK multiplies float activations with int8 or int4 weights that have no zero points."""
+    if not is_dequantize(call.weight) or is_dequantize(call.input) or call.kernel is None:
+        return None
+    by_row = operands(call.weight).get("axis") == 0 or (static_qparams(call.weight) and call.stored is not None)
+    return "its weights are integers, its input is not quantized" if by_row and not _has_zero_points(call) else None
 
 
-def _has_zero_points(weight: fx.Node) -> bool:
-    values = operands(weight)
+def _bias_apart(working: fx.GraphModule, call: QuantizedCall) -> None:
+    """The serializer cannot write the bias of a float linear layer with integer weights."""
+    node, users = call.node, list(call.node.users)
+    _per_channel(call)
+    if call.bias is not None:
+        node.args, node.kwargs = (call.input, call.weight), {}
+        with working.graph.inserting_before(node.next):
+            biased = call_like(working.graph, node, _ATEN.add.Tensor, node, call.bias)
+        for user in users:
+            user.replace_input_with(node, biased)
+
+
+def _has_zero_points(call: QuantizedCall) -> bool:
+    values = operands(call.weight)
     zero_points = values.get("zero_points", values.get("zero_point"))
     if isinstance(zero_points, fx.Node):
         stored = constant_value(zero_points)
@@ -85,53 +63,37 @@ def _has_zero_points(weight: fx.Node) -> bool:
     return bool(zero_points)
 
 
-def fold_weights_without_integer_kernel(working: fx.GraphModule, found: Legalized) -> None:
-    """Weights of a convolution or linear that no integer kernel computes become float constants."""
-    for node in calls(working, GEMMS):
-        weight = operands(node).get("weight")
-        if not is_dequantize(weight) or node.name in found.weight_only:
-            continue
-        reason = _why_no_integer_gemm(working, node, weight)
-        value = folded(weight) if reason else None
-        if reason:
-            found.floats[node.name] = reason
-        if value is not None:
-            replace_operand(working, node, weight, value, "weight")
-            _drop_dynamic_quantization(node)
-
-
-def _drop_dynamic_quantization(node: fx.Node) -> None:
-    """A float kernel gains nothing from an input that is rounded to int8 just before it."""
-    source = first_input(node)
-    quantized = first_input(source) if is_dynamic(source) else None
-    if is_quantize(quantized):
-        node.replace_input_with(source, first_input(quantized))
-
-
-def _why_no_integer_gemm(working: fx.GraphModule, node: fx.Node, weight: fx.Node) -> str | None:
+def _why_no_integer_gemm(call: QuantizedCall) -> str | None:
     """Returns why XNNPACK has no integer kernel for a convolution or linear with quantized weights."""
-    if folded(weight) is None:
+    if not is_dequantize(call.weight) or (operator_name(call.node) == "aten::linear" and _weight_only(call)):
+        return None
+    if call.kernel is None:
         return "its weight is computed at run time"
-    if _has_zero_points(weight):
+    if _has_zero_points(call):
         return "its weights have zero points other than 0"
-    reason = _why_not_by_axis(node, weight) or _wide_output_padding(node)
-    source = first_input(node)
-    if reason is not None:
-        return reason
-    if is_dynamic(source):
-        return _why_no_dynamic_gemm(working, node, weight)
-    entered = static_qparams(source)
+    reason = _why_not_by_axis(call) or wide_output_padding(call)
+    return reason or (_why_no_dynamic_gemm(call) if call.is_dynamic else _why_no_static_gemm(call))
+
+
+def _why_no_static_gemm(call: QuantizedCall) -> str | None:
+    entered, output = static_qparams(call.input), call.output
     if entered is None:
         return "its input is not quantized"
-    output = quantized_output(after_activation(node))
-    if not is_dequantize(source) or not entered.is_int8:
+    if not is_dequantize(call.input) or not entered.is_int8:
         return f"its input is {entered.dtype} and XNNPACK takes int8"
     if output is None or not output.is_int8:
         return "its output is not quantized to int8"
-    largest = _largest_scale(weight) * entered.scale / output.scale
-    if largest >= RATIOS["gemm"][1]:
-        return f"the ratio {largest:.3g} of its scales is not below XNNPACK's {RATIOS['gemm'][1]:.3g}"
-    _widen_weight_range(weight)
+    largest, limit = _largest_scale(call.weight) * entered.scale / output.scale, RATIOS["gemm"][1]
+    return f"the ratio {largest:.3g} of its scales is not below XNNPACK's {limit:.3g}" if largest >= limit else None
+
+
+def _why_no_dynamic_gemm(call: QuantizedCall) -> str | None:
+    name = operator_name(call.node)
+    if name not in ("aten::linear", "aten::conv2d"):
+        return "XNNPACK quantizes activations at run time for linear and 2-D convolutions only"
+    kernel = tensor_value(call.weight) if tensor_value(call.weight) is not None else call.kernel
+    if name == "aten::conv2d" and kernel is not None and call.operands["groups"] > 1 and kernel.shape[1] == 1:
+        return "XNNPACK has no depthwise convolution with activations quantized at run time"
     return None
 
 
@@ -142,41 +104,48 @@ def _largest_scale(weight: fx.Node) -> float:
     return 0.0 if stored is None else float(stored.max())
 
 
-def _why_not_by_axis(node: fx.Node, weight: fx.Node) -> str | None:
-    axis = operands(weight).get("axis")
+def _why_not_by_axis(call: QuantizedCall) -> str | None:
+    axis = operands(call.weight).get("axis")
     if axis is None:
         return None
-    transposed = operator_name(node) in TRANSPOSED
+    transposed = operator_name(call.node) in TRANSPOSED
     if axis != (1 if transposed else 0):
         return f"its weights are quantized along axis {axis}, XNNPACK reads them along the output channels"
-    if transposed and operands(node).get("groups", 1) != 1:
+    if transposed and call.operands.get("groups", 1) != 1:
         return "XNNPACK has no per-channel transposed convolution with groups"
     return None
 
 
-def adds_less_than_a_step(match: Match, config: QuantizationConfig | None) -> str | None:
-    """Holds for transposed convolutions that add less to their result than one step of their stride."""
-    return _wide_output_padding(match["op"])
+def _computed_in_float(working: fx.GraphModule, call: QuantizedCall) -> None:
+    """Weights that no integer kernel computes become float constants, where they are known.
+
+    A float kernel gains nothing from an input that is rounded to int8 just before it.
+    """
+    if call.kernel is not None:
+        own_constant(call.node, call.weight, call.kernel, "weight")
+        quantized = call.input.args[0] if call.is_dynamic else None
+        if is_quantize(quantized):
+            call.node.replace_input_with(call.input, quantized.args[0])  # type: ignore[arg-type]
 
 
-def _wide_output_padding(node: fx.Node) -> str | None:
-    added, stride = (operands(node).get(name, ()) for name in ("output_padding", "stride"))
-    wide = any(more >= step for more, step in zip(added, stride, strict=False))
-    return f"its output padding {list(added)} is not less than its stride {list(stride)}" if wide else None
+def _as_kernels_read(working: fx.GraphModule, call: QuantizedCall) -> None:
+    """Integer weights get the one form that the kernel has: a scale for each channel, or all of int8."""
+    if not is_dequantize(call.weight) or not is_dequantize(call.input):
+        return
+    if not call.is_dynamic or operator_name(call.node) == "aten::conv2d":
+        _widen_weight_range(call.weight)
+    if call.is_dynamic:
+        _per_channel(call)
 
 
-def find_wide_output_paddings(working: fx.GraphModule, found: Legalized) -> None:
-    """Finds transposed convolutions that XNNPACK's float kernel does not take either."""
-    for node in calls(working, TRANSPOSED):
-        reason = _wide_output_padding(node)
-        if reason is not None:
-            found.portable[node.name] = reason
+WEIGHT_ONLY = Refusal(("aten::linear",), _weight_only, instead=_bias_apart)
+NO_INTEGER_KERNEL = Refusal(GEMMS, _why_no_integer_gemm, instead=_computed_in_float, otherwise=_as_kernels_read)
 
 
 def narrow_weights_name_four_bits(working: fx.GraphModule) -> None:
     """Weights of linear layers within -8..7 name just that range, by which the serializer knows four bits."""
-    for node in calls(working, ("aten::linear",)):
-        weight = operands(node)["weight"]
+    for call in quantized_calls(working.graph, ("aten::linear",)):
+        weight = call.weight
         if isinstance(weight, fx.Node) and weight.target is torch.ops.torchao.dequantize_affine:
             _groups_name_four_bits(weight)
             continue
@@ -185,7 +154,7 @@ def narrow_weights_name_four_bits(working: fx.GraphModule) -> None:
         low, high = (values.get(name) for name in ("quant_min", "quant_max"))
         if kernel is None or not isinstance(low, int) or not isinstance(high, int) or not -8 <= low < high <= 7:
             continue
-        is_read = kernel.numel() > 1 and not (is_dynamic(first_input(node)) and kernel.shape[-1] % 2)
+        is_read = kernel.numel() > 1 and not (call.is_dynamic and kernel.shape[-1] % 2)
         if is_read:  # others are wrong in four bits, or end the process
             set_operand(weight, "quant_min", -8)
             set_operand(weight, "quant_max", 7)
@@ -205,34 +174,16 @@ def _widen_weight_range(weight: fx.Node) -> None:
         weight.args = tuple(-128 if a == -8 else 127 if a == 7 else a for a in weight.args)
 
 
-def _why_no_dynamic_gemm(working: fx.GraphModule, node: fx.Node, weight: fx.Node) -> str | None:
-    name = operator_name(node)
-    if name not in ("aten::linear", "aten::conv2d"):
-        return "XNNPACK quantizes activations at run time for linear and 2-D convolutions only"
-    values = operands(node)
-    kernel = tensor_value(weight) if tensor_value(weight) is not None else folded(weight)
-    if name == "aten::conv2d" and kernel is not None and values["groups"] > 1 and kernel.shape[1] == 1:
-        return "XNNPACK has no depthwise convolution with activations quantized at run time"
-    if name == "aten::conv2d":
-        _widen_weight_range(weight)
-    if static_qparams(weight) is not None:
-        _per_channel(working, weight)
-    return None
-
-
-def _per_channel(working: fx.GraphModule, weight: fx.Node) -> None:
+def _per_channel(call: QuantizedCall) -> None:
     """One scale for all becomes the same scale for each channel, the only form of the qd8 kernels."""
-    params = static_qparams(weight)
-    integers: Any = weight.args[0]
-    stored = constant_value(integers)
+    weight, stored, params = call.weight, call.stored, static_qparams(call.weight)
     if params is None or stored is None:
         return
     channels = stored.shape[0]
-    with working.graph.inserting_before(weight):
-        scales = add_constant(working, working.graph, torch.full((channels,), params.scale), "scales")
-        zeros = add_constant(working, working.graph, torch.zeros(channels, dtype=torch.int64), "zero_points")
+    scales = constant(weight, "scales", torch.full((channels,), params.scale))
+    zeros = constant(weight, "zero_points", torch.zeros(channels, dtype=torch.int64))
     weight.target = _Q.dequantize_per_channel.default
-    weight.args = (integers, scales, zeros, 0, params.quant_min, params.quant_max, params.dtype)
+    weight.args = (weight.args[0], scales, zeros, 0, params.quant_min, params.quant_max, params.dtype)
 
 
 def own_constants_per_use(working: fx.GraphModule) -> None:
@@ -242,12 +193,12 @@ def own_constants_per_use(working: fx.GraphModule) -> None:
     or a weight that is read in two layouts, would be right for its first use only.
     """
     seen: set[str] = set()
-    for node in calls(working, GEMMS):
-        for operand in (operands(node).get("weight"), operands(node).get("bias")):
-            user, held = (operand, operand.args[0]) if is_dequantize(operand) else (node, operand)
+    for call in quantized_calls(working.graph, GEMMS):
+        for operand in (call.weight, call.bias):
+            user, held = (operand, operand.args[0]) if is_dequantize(operand) else (call.node, operand)
             value = constant_value(held) if isinstance(held, fx.Node) else None
             if value is None or not isinstance(held, fx.Node):
                 continue
             if str(held.target) in seen:
-                replace_operand(working, user, held, value, "constant")
+                own_constant(user, held, value, "constant")
             seen.add(str(held.target))

@@ -1,12 +1,10 @@
-"""Ratios of scales that XNNPACK's kernels express; operators outside are found, with the reason."""
-
-from torch import fx
+"""Ratios of scales that XNNPACK's kernels express, and the reason against operators outside of them."""
 
 from quantplug.core.graph.facts import operator_name
-from quantplug.core.qdq.nodes import is_dequantize, is_quantize
-from quantplug.core.qdq.qparams import quantized_output, static_qparams
-from quantplug.lowering.xnnpack.legalize.legalized import Legalized
-from quantplug.lowering.xnnpack.legalize.operators import after_activation
+from quantplug.core.qdq.calls import QuantizedCall
+from quantplug.core.qdq.nodes import is_dequantize
+from quantplug.core.qdq.qparams import static_qparams
+from quantplug.lowering.xnnpack.legalize.refusals import Refusal
 
 # Ratios of scales outside of which XNNPACK refuses to create the operator (its operator sources, "scale
 # ratio must be in"): smallest and first too large.
@@ -16,29 +14,30 @@ RATIOS = {
     "convert": (2.0**-8, 2.0**7),
     "gemm": (0.0, 2.0**8),
 }
+_KINDS = {
+    **dict.fromkeys(("aten::add", "aten::sub"), "add"),
+    "aten::mul": "mul",
+    **dict.fromkeys(("aten::leaky_relu", "aten::relu", "aten::hardtanh", "aten::relu6"), "convert"),
+    **dict.fromkeys(("aten::clamp", "aten::mean"), "convert"),
+}
 
 
-def find_scale_ratios_out_of_range(working: fx.GraphModule, found: Legalized) -> None:
-    """Finds operators whose scales XNNPACK refuses; they run in float between conversions."""
-    for node in working.graph.nodes:
-        output = quantized_output(after_activation(node))
-        entered = [static_qparams(n) for n in node.all_input_nodes if is_dequantize(n)]
-        scales = [p.scale for p in entered if p is not None]
-        if output is None or not scales or is_dequantize(node) or is_quantize(node):
-            continue
-        ratio, kind = _ratio(node, scales, output.scale)
-        low, high = RATIOS.get(kind, (0.0, float("inf")))
-        if not low <= ratio < high:
-            reason = f"the ratio {ratio:.3g} of its scales is outside XNNPACK's [{low:.3g}, {high:.3g})"
-            found.floats[node.name] = reason
+def _outside(call: QuantizedCall) -> str | None:
+    entered = [static_qparams(n) for n in call.node.all_input_nodes if is_dequantize(n)]
+    scales = [params.scale for params in entered if params is not None]
+    if call.output is None or not scales:
+        return None
+    kind = _KINDS[operator_name(call.node)]
+    (low, high), ratio = RATIOS[kind], _ratio(kind, scales, call.output.scale)
+    if low <= ratio < high:
+        return None
+    return f"the ratio {ratio:.3g} of its scales is outside XNNPACK's [{low:.3g}, {high:.3g})"
 
 
-def _ratio(node: fx.Node, scales: list[float], output: float) -> tuple[float, str]:
-    name = operator_name(node)
-    if name in ("aten::add", "aten::sub"):
-        return max((s / output for s in scales), key=lambda r: max(r, 1 / r)), "add"
-    if name == "aten::mul":
-        return (scales[0] * scales[-1]) / output, "mul"
-    if name in ("aten::leaky_relu", "aten::relu", "aten::hardtanh", "aten::relu6", "aten::clamp", "aten::mean"):
-        return scales[0] / output, "convert"
-    return 1.0, "none"
+def _ratio(kind: str, scales: list[float], output: float) -> float:
+    if kind == "add":
+        return max((scale / output for scale in scales), key=lambda ratio: max(ratio, 1 / ratio))
+    return scales[0] * scales[-1] / output if kind == "mul" else scales[0] / output
+
+
+SCALES_OUT_OF_RANGE = Refusal(tuple(_KINDS), _outside)

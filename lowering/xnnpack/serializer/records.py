@@ -11,9 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from quantplug.lowering.xnnpack.serializer.broken_rows import break_chains
-from quantplug.lowering.xnnpack.serializer.graph import operands, tensor
-from quantplug.lowering.xnnpack.serializer.spare_calls import make_room
+from quantplug.lowering.xnnpack.serializer.graph import break_chains, make_room, operands, tensor
 
 
 @dataclass(frozen=True)
@@ -26,6 +24,7 @@ class KernelCall:
         node: the edge-dialect node that it was written for.
         inputs: data types of its tensors as XNNPACK names them, e.g. "qint8"; constants among them.
         output: data type of its result.
+        bounds: between which numbers it clamps its result, None if it does not.
     """
 
     delegate: int
@@ -33,6 +32,7 @@ class KernelCall:
     node: fx.Node
     inputs: tuple[str, ...]
     output: str
+    bounds: tuple[float, float] | None = None
 
     @property
     def is_integer(self) -> bool:
@@ -99,12 +99,14 @@ def _call(node: fx.Node, xnn_graph: Any, written: Any) -> KernelCall:
     fields = vars(written.xnode_union)
     outputs = [v for k, v in fields.items() if k.startswith("output") and k.endswith("_id")]
     types = [_datatype(xnn_graph, value) for value in operands(written.xnode_union)]
+    clamped = written.output_min_max
     return KernelCall(
         delegate=id(xnn_graph),
         kind=type(written.xnode_union).__name__.removeprefix("XNN"),
         node=node,
         inputs=tuple(t for t in types if t),
         output=_datatype(xnn_graph, outputs[0]),
+        bounds=None if clamped is None else (float(clamped.output_min), float(clamped.output_max)),
     )
 
 
