@@ -11,7 +11,8 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantization
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.annotation.annotator import Choice
-from quantplug.core.annotation.engine import annotate, stays_float
+from quantplug.core.annotation.configs import stays_float
+from quantplug.core.annotation.engine import annotate
 from quantplug.core.annotation.plan import Transforms, function_name
 from quantplug.core.batch_norms.inference import Permission
 from quantplug.core.errors import ConfigError
