@@ -73,7 +73,7 @@ STATE: Note[bool] = Note("quantplug_state", "whether an operator carries the sta
 PAIR: Note[int] = Note("quantplug_pair", "how large the sum of two products of an x86 kernel can get")
 
 # On graph modules, for the quantizer.
-REGION: Note[bool] = Note("quantplug_region", "whether it is a submodel of control flow")
+SUBMODEL: Note[bool] = Note("quantplug_submodel", "whether it is a submodel of control flow")
 TRAINING: Note[bool] = Note("quantplug_training", "whether it is annotated for training")
 UNMATCHED: Note[list[str]] = Note("quantplug_unmatched", "which regions of a composition cover nothing, in words")
 

@@ -31,7 +31,7 @@ from quantplug.core.graph.facts import (
     require_graph_module,
     tensor_value,
 )
-from quantplug.core.graph.meta import CONFLICTS, FOLDINGS, FOLDS, PHASE, REGION, SOURCE, TRAINING
+from quantplug.core.graph.meta import CONFLICTS, FOLDINGS, FOLDS, PHASE, SOURCE, SUBMODEL, TRAINING
 from quantplug.core.graph.phases import PREPARED, phase_of
 from quantplug.core.graph.sources import add_sources
 from quantplug.core.graph.submodels import bind_constants, submodel_targets
@@ -98,15 +98,17 @@ def prepare_qat_pt2e(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphMod
     return prepared
 
 
-def _require_float_model(model: fx.GraphModule, quantizer: Quantizer, stage: str) -> None:
+def _require_float_model(model: fx.GraphModule, quantizer: Quantizer, function: str) -> None:
     if not callable(getattr(quantizer, "annotate", None)):
         raise ConfigError(
-            f"{stage} takes a quantizer, found {shown(repr(quantizer))}; pass one of torchao's interface, such as "
+            f"{function} takes a quantizer, found {shown(repr(quantizer))}; pass one of torchao's interface, such as "
             "`quantplug.get_quantizer('xnnpack')`."
         )
-    found = phase_of(require_graph_module(model, stage))
+    found = phase_of(require_graph_module(model, function))
     if found:
-        raise ModelError(f"{stage} takes an exported float model, found one that is {found} already; export it again.")
+        raise ModelError(
+            f"{function} takes an exported float model, found one that is {found} already; export it again."
+        )
 
 
 def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.GraphModule:
@@ -129,7 +131,7 @@ def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.Gr
         sharing = sharing_groups(model.graph)
     observers = create_observers(sharing, is_qat, constant_nodes(model.graph) if is_qat else frozenset())
     quantizer.prepare_obs_or_fq_callback(model, observers)
-    prepared = _insert(model, observers, is_qat, _prepared_regions(model, quantizer, is_qat))
+    prepared = _insert(model, observers, is_qat, _prepared_submodels(model, quantizer, is_qat))
     prepared.meta |= meta
     FOLDS.put(prepared, folds)
     FOLDINGS.put(prepared, foldings)
@@ -165,8 +167,8 @@ def _tell_if_all_float(prepared: fx.GraphModule, quantizer: Quantizer) -> None:
         remedy = "change the model, the quantizer or its scopes"
     said = f"{type(quantizer).__name__} quantizes none of the model's {len(nodes)} operators ({why}); {remedy}"
     # Where a rule was near, its reason is the answer to what the user asked, and the program is right as it is.
-    is_foreign = other is not None or not any(found.nearest for _, found in decided)
-    if is_foreign and getattr(quantizer, "strict", False):
+    is_out_of_reach = other is not None or not any(found.nearest for _, found in decided)
+    if is_out_of_reach and getattr(quantizer, "strict", False):
         raise ModelError(f"{said}.")
     # Of the caller: behind this function, the one that calls it and its decorator.
     warnings.warn(f"{said}.", UserWarning, stacklevel=4)
@@ -187,18 +189,18 @@ def _permission(quantizer: Quantizer) -> Permission | None:
     return None if declared else lambda producer, batch_norm: "the backend does not fold batch norms"
 
 
-def _prepared_regions(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> dict[str, fx.GraphModule]:
-    regions = {target: attribute(model, target) for target in submodel_targets(model)}
-    for region in regions.values():
-        REGION.put(region, True)
-    return {target: _prepare(region, quantizer, is_qat) for target, region in regions.items()}
+def _prepared_submodels(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> dict[str, fx.GraphModule]:
+    submodels = {target: attribute(model, target) for target in submodel_targets(model)}
+    for submodel in submodels.values():
+        SUBMODEL.put(submodel, True)
+    return {target: _prepare(submodel, quantizer, is_qat) for target, submodel in submodels.items()}
 
 
 def _insert(
     model: fx.GraphModule,
     observers: Mapping[Point, nn.Module | None],
     is_qat: bool,
-    regions: Mapping[str, fx.GraphModule],
+    submodels: Mapping[str, fx.GraphModule],
 ) -> fx.GraphModule:
     constant = set() if is_qat else constant_nodes(model.graph)
     insertion = _Insertion(model, observers, constant)
@@ -211,7 +213,7 @@ def _insert(
     }
     for observer in insertion.of_constants:
         defer(observer)
-    return rebuilt({**attributes, **insertion.modules, **regions}, model.graph, model)
+    return rebuilt({**attributes, **insertion.modules, **submodels}, model.graph, model)
 
 
 class _Insertion:

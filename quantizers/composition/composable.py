@@ -19,7 +19,7 @@ from quantplug.core.batch_norms.inference import Permission
 from quantplug.core.errors import AnnotationError, ConfigError, QuantplugError, first_line
 from quantplug.core.graph.facts import describe, require_graph_module
 from quantplug.core.graph.hidden_nodes import transform_without
-from quantplug.core.graph.meta import REGION, TRANSFORMS, UNMATCHED
+from quantplug.core.graph.meta import SUBMODEL, TRANSFORMS, UNMATCHED
 from quantplug.core.specs.decision import decision
 from quantplug.quantizers.composition.compose import compose
 from quantplug.quantizers.composition.precedence import Member, draw_borders, erase_borders, places, ranked, territory
@@ -170,7 +170,7 @@ class ComposableQuantizer(Quantizer):
 
     def _unmatched(self, model: fx.GraphModule) -> list[str]:
         # The submodels of control flow come one by one; the regions were held against all of them at first.
-        if REGION.get(model):
+        if SUBMODEL.get(model):
             return []
         silent = [f"Quantizer '{m.name}': {text}" for m in self.members for text in m.region.unmatched(model)]
         if silent and self.strict:

@@ -13,7 +13,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.errors import AnnotationError
 from quantplug.core.graph.facts import compute_nodes, describe
-from quantplug.core.graph.meta import DECISION, LIMITS, NOTES, REGION, VIOLATIONS
+from quantplug.core.graph.meta import DECISION, LIMITS, NOTES, SUBMODEL, VIOLATIONS
 from quantplug.core.observers.sharing import annotation_of
 from quantplug.core.specs.decision import Decision, decision
 from quantplug.quantizers.composition.precedence import Member, Place
@@ -99,7 +99,7 @@ class _Work:
                 f"Quantizer '{member.name}' annotates {describe(node)} as well, which is already annotated by "
                 f"'{self.claims[node].owner}', whose precedence is greater; its piece there was dropped."
             )
-        if not outcome.pieces and not REGION.get(self.model):
+        if not outcome.pieces and not SUBMODEL.get(self.model):
             self.notes.append(f"Quantizer '{member.name}' annotated nothing in {member.region.text}.")
 
     def write(self) -> None:

@@ -17,7 +17,7 @@ from quantplug.core.annotation.plan import Transforms, function_name
 from quantplug.core.batch_norms.inference import Permission
 from quantplug.core.errors import ConfigError
 from quantplug.core.graph.facts import describe, is_constant, require_graph_module
-from quantplug.core.graph.meta import IO_DTYPES, REGION, TRAINING, TRANSFORMS
+from quantplug.core.graph.meta import IO_DTYPES, SUBMODEL, TRAINING, TRANSFORMS
 from quantplug.core.qdq.integer_io import IODTypes
 from quantplug.core.specs.decision import decision
 from quantplug.core.specs.dtypes import integer_range
@@ -173,7 +173,7 @@ class BackendQuantizer(Quantizer):
         """Runs the backend's rewrites on the graph that is about to be annotated."""
         for transform in self.backend.transforms:
             model = transform(model)
-        if not REGION.get(model):
+        if not SUBMODEL.get(model):
             IO_DTYPES.put(model, self._boundaries)
         functions = tuple(map(function_name, self.backend.transforms))
         TRANSFORMS.put(model, (Transforms(functions),) if functions else ())
@@ -189,7 +189,7 @@ class BackendQuantizer(Quantizer):
         require_graph_module(model, f"Backend '{self.backend.name}'")
         scopes = self._effective_scopes()
         # The submodels of control flow come one by one; the scopes were held against all of them at first.
-        silent = scopes.unmatched(model) if self.strict and not REGION.get(model) else []
+        silent = scopes.unmatched(model) if self.strict and not SUBMODEL.get(model) else []
         if silent:
             raise ConfigError(f"Backend '{self.backend.name}': {'; '.join(silent)}; correct it or pass strict=False.")
         choose = _in_training(scopes.choose) if TRAINING.get(model) else scopes.choose
