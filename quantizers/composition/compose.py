@@ -16,7 +16,8 @@ from quantplug.core.graph.facts import compute_nodes, describe
 from quantplug.core.graph.meta import DECISION, LIMITS, NOTES, SUBMODEL, VIOLATIONS
 from quantplug.core.observers.sharing import annotation_of
 from quantplug.core.specs.decision import Decision, decision
-from quantplug.quantizers.composition.precedence import Member, Place
+from quantplug.quantizers.composition.members import Member
+from quantplug.quantizers.composition.precedence import Place
 from quantplug.quantizers.composition.territory import Annotations, Claim, Outcome, annotate_inside
 
 
@@ -34,19 +35,19 @@ def compose(model: fx.GraphModule, places: Iterable[Place], strict: bool, notes:
     """
     before = [(node.meta, dict(node.meta)) for node in model.graph.nodes] + [(model.meta, dict(model.meta))]
     try:
-        work = _Work(model, strict, list(notes))
+        draft = _Draft(model, strict, list(notes))
         for place in places:
-            work.run(place)
+            draft.annotate(place)
     except Exception:
         for owner, meta in before:
             owner.clear()
             owner.update(meta)
         raise
-    work.write()
+    draft.write()
 
 
 @dataclass
-class _Work:
+class _Draft:
     """What the members have decided so far; nothing of it is on the graph before `write`."""
 
     model: fx.GraphModule
@@ -66,7 +67,7 @@ class _Work:
             node.meta.pop(Q_ANNOTATION_KEY, None)
             DECISION.drop(node)
 
-    def run(self, place: Place) -> None:
+    def annotate(self, place: Place) -> None:
         """Lets a member annotate its place."""
         member = place.member
         outcome = annotate_inside(member.quantizer, self.model, place.inside, self.claims, member.region.text)
