@@ -56,11 +56,11 @@ def annotate_with(
         ModelError: the model is no exported graph module.
         AnnotationError: an annotator decided about a node outside of its piece; the graph is unchanged.
     """
-    rows = tuple(annotators)
-    owner = ", ".join(row.name for row in rows)
+    declared = tuple(annotators)
+    owner = ", ".join(annotator.name for annotator in declared)
     choice, outside = Choice(config, f"annotator '{owner}'", 1), Choice(None, "the filter", 1)
     graph = require_graph_module(model, "annotate_with")
-    found = annotate(graph, rows, lambda node: choice if not filter_fn or filter_fn(node) else outside, owner)
+    found = annotate(graph, declared, lambda node: choice if not filter_fn or filter_fn(node) else outside, owner)
     return [list(piece.match.nodes) for piece in found]
 
 

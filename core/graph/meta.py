@@ -78,9 +78,9 @@ TRAINING: Note[bool] = Note("quantplug_training", "whether it is annotated for t
 UNMATCHED: Note[list[str]] = Note("quantplug_unmatched", "which regions of a composition cover nothing, in words")
 
 # On graph modules, for plans, conversion and reports.
-PHASE: Note[str] = Note("quantplug_stage", "how far it has come: prepared or converted")
+PHASE: Note[str] = Note("quantplug_phase", "how far it has come: prepared or converted")
 TRANSFORMS: "Note[tuple[Transforms, ...]]" = Note("quantplug_transforms", "the rewrites that ran before annotation")
-IO_DTYPES: "Note[IODTypes]" = Note("quantplug_boundary_dtypes", "the dtypes that its float inputs and outputs get")
+IO_DTYPES: "Note[IODTypes]" = Note("quantplug_io_dtypes", "the dtypes that its float inputs and outputs get")
 FOLDS: Note[bool] = Note("quantplug_folds_batch_norm", "whether its quantizer folds any batch norms")
 FOLDINGS: "Note[tuple[Folding, ...]]" = Note("quantplug_foldings", "what became of each batch norm")
 CONFLICTS: Note[tuple[str, ...]] = Note("quantplug_conflicts", "where specs that share observers do not quite agree")
