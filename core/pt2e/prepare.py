@@ -119,12 +119,7 @@ def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.Gr
     erase_dead_code(model.graph)
     # So that a quantizer with one declaration for both takes the pieces of training, with their batch norms.
     TRAINING.put(model, is_qat)
-    named = add_sources(model)
-    model = require_graph_module(quantizer.transform_for_annotation(model), "annotate, after the transform,")
-    quantizer.annotate(model)
-    quantizer.validate(model)
-    for node in named:
-        SOURCE.drop(node)
+    model = _annotated(model, quantizer)
     sharing = verify_annotations(model)
     if is_qat:
         foldings = tuple(fuse_batch_norms_qat(model, _permission(quantizer)))
@@ -144,6 +139,17 @@ def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.Gr
     return prepared.train()
 
 
+def _annotated(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphModule:
+    """Lets a quantizer transform and annotate a graph whose operators say what strict export says that they were."""
+    named = add_sources(model)
+    transformed = require_graph_module(quantizer.transform_for_annotation(model), "annotate, after the transform,")
+    quantizer.annotate(transformed)
+    quantizer.validate(transformed)
+    for node in named:
+        SOURCE.drop(node)
+    return transformed
+
+
 def _tell_if_all_float(prepared: fx.GraphModule, quantizer: Quantizer) -> None:
     """Tells where a quantizer took no operator at all, unless its scopes say that everything is to stay float.
 
@@ -154,24 +160,30 @@ def _tell_if_all_float(prepared: fx.GraphModule, quantizer: Quantizer) -> None:
         return
     parts = (part for part in prepared.modules() if isinstance(part, fx.GraphModule))
     nodes = [node for part in parts for node in compute_nodes(part.graph)]
+    if not nodes:
+        return
+    other = _other_float_type(nodes)
+    name, why = type(quantizer).__name__, _why_float(nodes, other)
+    said = f"{name} quantizes none of the model's {len(nodes)} operators {why}."
+    # Where a rule was near, its reason is the answer to what the user asked, and the program is right as it is.
+    was_near = any(found.nearest for node in nodes if (found := decision(node)) is not None)
+    if (other is not None or not was_near) and getattr(quantizer, "strict", False):
+        raise ModelError(said)
+    # Of the caller: behind this function, the one that calls it and its decorator.
+    warnings.warn(said, UserWarning, stacklevel=4)
+
+
+def _why_float(nodes: list[fx.Node], other_type: torch.dtype | None) -> str:
+    """Returns what was decided about one of the operators, and what to do."""
     decided = [(node, found) for node in nodes if (found := decision(node)) is not None]
     # The first that a rule nearly took says most.
     decided.sort(key=lambda pair: not pair[1].nearest)
     why = f"{describe(decided[0][0])}: {decided[0][1].reason}" if decided else "none of them has an annotation"
-    if not nodes:
-        return
-    other = _other_float_type(nodes)
-    if other is not None:
-        remedy = f"the model computes in {other}: call model.float(), give it float32 inputs and export it again"
+    if other_type is not None:
+        remedy = f"the model computes in {other_type}: call model.float(), give it float32 inputs and export it again"
     else:
         remedy = "change the model, the quantizer or its scopes"
-    said = f"{type(quantizer).__name__} quantizes none of the model's {len(nodes)} operators ({why}); {remedy}"
-    # Where a rule was near, its reason is the answer to what the user asked, and the program is right as it is.
-    is_out_of_reach = other is not None or not any(found.nearest for _, found in decided)
-    if is_out_of_reach and getattr(quantizer, "strict", False):
-        raise ModelError(f"{said}.")
-    # Of the caller: behind this function, the one that calls it and its decorator.
-    warnings.warn(f"{said}.", UserWarning, stacklevel=4)
+    return f"({why}); {remedy}"
 
 
 def _other_float_type(nodes: list[fx.Node]) -> torch.dtype | None:
