@@ -234,14 +234,16 @@ for name in ("xnnpack", "x86", "openvino", "tensorrt", "cortex_m", "native", "em
 loaded = sorted(name for name in sys.modules if name.startswith("quantplug.lowering"))
 assert not loaded, loaded
 assert not {"executorch", "openvino"} & set(sys.modules)
-print(sum(name.startswith("quantplug.") for name in sys.modules))
+ours = [module for name, module in sys.modules.items() if name.startswith("quantplug.")]
+print(sum(len(open(module.__file__).readlines()) for module in ours))
 """
 
 
 def test_to_declare_a_backend_imports_no_lowering():
     done = subprocess.run([sys.executable, "-c", WITHOUT_LOWERINGS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout.split()[-1]) < 90
+    # Lines of ours that are loaded: a file that is cut into several weighs what it weighed.
+    assert int(done.stdout.split()[-1]) < 11_500
 
 
 def test_every_room_is_linked_into_the_package():

@@ -8,18 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from torch import fx, nn
-from torchao.quantization.pt2e.quantizer import (
-    QuantizationAnnotation,
-    QuantizationConfig,
-)
+from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationConfig
 
 from quantplug.core.errors import ConfigError, PatternError
 from quantplug.core.patterns.language import AnyOp, Match, Op, Pattern
+from quantplug.core.patterns.matching import Found
 from quantplug.core.specs.dtypes import DTypeConfig
 from quantplug.core.specs.levels import Level
-from quantplug.core.specs.limits import (
-    Rescale,
-)
+from quantplug.core.specs.limits import Rescale
 
 Annotations: TypeAlias = dict[fx.Node, QuantizationAnnotation]
 Decide: TypeAlias = Callable[[Match, QuantizationConfig], Annotations]
@@ -168,6 +164,9 @@ class Annotator:
                 "`quantplug.plugin.annotate_with(model, [annotator], config)`."
             )
         return self.decide(match, config)
+
+
+Piece: TypeAlias = Found[Annotator]
 
 
 def _bound_names(pattern: Pattern) -> set[str]:

@@ -1,6 +1,6 @@
 """The plan: what annotation decided about a whole model, as a plain value.
 
-Before: an annotated or prepared graph, by whichever quantizer. After: nodes by stable identity with their
+Before: an annotated or prepared graph, by whichever quantizer. After: nodes by stable names with their
 specs, owner and reason, the sharing groups, the dependencies of derived specs and the transforms that were
 asked for. A plan can be written as JSON, compared with another, and replayed on a re-export of the model.
 """
@@ -63,7 +63,7 @@ class PlannedNode:
     """What was decided about one node.
 
     Attributes:
-        node: its stable identity.
+        node: its stable name.
         decided: the decision of the backend, or None if its quantizer leaves none.
         inputs: spec by operand name.
         output: spec of the output, or None.
@@ -243,7 +243,7 @@ def _plan_node(node: fx.Node, names: Names) -> PlannedNode:
 
 
 def _without_node_names(decided: Decision, node: fx.Node, names: Names) -> Decision:
-    return replace(decided, root=names.identity(decided.root) or names.name(node))
+    return replace(decided, root=names.name_of(decided.root) or names.name(node))
 
 
 class _Replay(Quantizer):

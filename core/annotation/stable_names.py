@@ -31,16 +31,16 @@ class Names:
             counts[base] = counts.get(base, -1) + 1
             self._name[node] = f"{base}#{counts[base]}"
         self._node = {name: node for node, name in self._name.items()}
-        self._identity = {node.name: name for node, name in self._name.items()}
+        self._by_node_name = {node.name: name for node, name in self._name.items()}
         self.nodes = list(self._name)
 
     def name(self, node: fx.Node) -> str:
         """Returns the stable name of a node."""
         return self._name[node]
 
-    def identity(self, node_name: str) -> str | None:
+    def name_of(self, node_name: str) -> str | None:
         """Returns the stable name of the node that the graph calls so."""
-        return self._identity.get(node_name)
+        return self._by_node_name.get(node_name)
 
     def point(self, point: Point) -> str:
         """Returns the stable name of an output, or of an input as "node<-operand"."""

@@ -269,7 +269,7 @@ def _is_traced_only(graph: fx.Graph) -> bool:
     return any(node.op == "placeholder" and "val" not in node.meta for node in graph.nodes)
 
 
-def require_graph_module(model: Any, stage: str) -> fx.GraphModule:
+def require_graph_module(model: Any, function: str) -> fx.GraphModule:
     """Returns the model if it is an exported graph module.
 
     Raises:
@@ -278,14 +278,14 @@ def require_graph_module(model: Any, stage: str) -> fx.GraphModule:
     if isinstance(model, fx.GraphModule):
         if _is_traced_only(model.graph):
             raise ModelError(
-                f"{stage} takes an exported graph module, found one from torch.fx.symbolic_trace, which has no ATen "
+                f"{function} takes an exported graph module, found one from torch.fx.symbolic_trace, which has no ATen "
                 "operators; pass `torch.export.export(model, example_inputs).module()`."
             )
         return model
     if isinstance(model, torch.export.ExportedProgram):
-        raise ModelError(f"{stage} takes a graph module, found an ExportedProgram; pass `exported.module()`.")
+        raise ModelError(f"{function} takes a graph module, found an ExportedProgram; pass `exported.module()`.")
     raise ModelError(
-        f"{stage} takes an exported graph module, found {type(model).__name__}; "
+        f"{function} takes an exported graph module, found {type(model).__name__}; "
         "pass `torch.export.export(model, example_inputs).module()`."
     )
 

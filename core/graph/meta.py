@@ -73,14 +73,14 @@ STATE: Note[bool] = Note("quantplug_state", "whether an operator carries the sta
 PAIR: Note[int] = Note("quantplug_pair", "how large the sum of two products of an x86 kernel can get")
 
 # On graph modules, for the quantizer.
-REGION: Note[bool] = Note("quantplug_region", "whether it is a submodel of control flow")
+SUBMODEL: Note[bool] = Note("quantplug_submodel", "whether it is a submodel of control flow")
 TRAINING: Note[bool] = Note("quantplug_training", "whether it is annotated for training")
 UNMATCHED: Note[list[str]] = Note("quantplug_unmatched", "which regions of a composition cover nothing, in words")
 
 # On graph modules, for plans, conversion and reports.
-PHASE: Note[str] = Note("quantplug_stage", "how far it has come: prepared or converted")
+PHASE: Note[str] = Note("quantplug_phase", "how far it has come: prepared or converted")
 TRANSFORMS: "Note[tuple[Transforms, ...]]" = Note("quantplug_transforms", "the rewrites that ran before annotation")
-IO_DTYPES: "Note[IODTypes]" = Note("quantplug_boundary_dtypes", "the dtypes that its float inputs and outputs get")
+IO_DTYPES: "Note[IODTypes]" = Note("quantplug_io_dtypes", "the dtypes that its float inputs and outputs get")
 FOLDS: Note[bool] = Note("quantplug_folds_batch_norm", "whether its quantizer folds any batch norms")
 FOLDINGS: "Note[tuple[Folding, ...]]" = Note("quantplug_foldings", "what became of each batch norm")
 CONFLICTS: Note[tuple[str, ...]] = Note("quantplug_conflicts", "where specs that share observers do not quite agree")

@@ -71,8 +71,8 @@ def _function(recorded: str) -> Any:
             return getattr(F, name)
         in_place = f"i{_PYTHONS.get(name[:-1], name[:-1])}" if name.endswith("_") else ""
         return getattr(operator, in_place or _PYTHONS.get(name, name), name)
-    rooms = (F, torch) if kind == "function" else (torch, F, *BUILT_IN)
-    return next((getattr(room, name) for room in rooms if hasattr(room, name)), name)
+    namespaces = (F, torch) if kind == "function" else (torch, F, *BUILT_IN)
+    return next((getattr(namespace, name) for namespace in namespaces if hasattr(namespace, name)), name)
 
 
 def _python_operator(word: str, name: str) -> Any:

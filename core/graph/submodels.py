@@ -110,26 +110,25 @@ def _replace_input(submodel: fx.GraphModule, given: fx.Node, constant: fx.Node) 
     submodel.graph.erase_node(given)
 
 
-def lift_constants(model: fx.GraphModule, regions: dict[str, fx.GraphModule]) -> dict[str, fx.GraphModule]:
+def lift_constants(model: fx.GraphModule, submodels: dict[str, fx.GraphModule]) -> dict[str, fx.GraphModule]:
     """Moves the tensors that submodels hold back into the graph around them, which passes them on as operands.
 
     `torch.export` takes control flow only so: a tensor that a submodel holds is lost in non-strict mode of torch 2.13.
 
     Args:
         model: a graph module to be edited, in place.
-        regions: its converted submodels by attribute.
+        submodels: its converted submodels by attribute.
 
     Returns:
         The submodels that take the place of those; a submodel that several operators call stays as it is.
     """
     nodes = _higher_order(model.graph)
     uses = Counter(str(argument.target) for node in nodes for argument in _submodels(model, node))
-    lifted = dict(regions)
+    lifted = dict(submodels)
     for node in nodes:
         paths = [str(n.target) for n in _submodels(model, node)]
         if paths and all(uses[path] == 1 for path in paths):
-            submodels = {path: lifted.get(path, attribute(model, path)) for path in paths}
-            lifted |= _lift(model, node, submodels)
+            lifted |= _lift(model, node, {path: lifted.get(path, attribute(model, path)) for path in paths})
     return lifted
 
 

@@ -31,7 +31,7 @@ from quantplug.core.graph.facts import (
     require_graph_module,
     tensor_value,
 )
-from quantplug.core.graph.meta import CONFLICTS, FOLDINGS, FOLDS, PHASE, REGION, SOURCE, TRAINING
+from quantplug.core.graph.meta import CONFLICTS, FOLDINGS, FOLDS, PHASE, SOURCE, SUBMODEL, TRAINING
 from quantplug.core.graph.phases import PREPARED, phase_of
 from quantplug.core.graph.sources import add_sources
 from quantplug.core.graph.submodels import bind_constants, submodel_targets
@@ -98,15 +98,17 @@ def prepare_qat_pt2e(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphMod
     return prepared
 
 
-def _require_float_model(model: fx.GraphModule, quantizer: Quantizer, stage: str) -> None:
+def _require_float_model(model: fx.GraphModule, quantizer: Quantizer, function: str) -> None:
     if not callable(getattr(quantizer, "annotate", None)):
         raise ConfigError(
-            f"{stage} takes a quantizer, found {shown(repr(quantizer))}; pass one of torchao's interface, such as "
+            f"{function} takes a quantizer, found {shown(repr(quantizer))}; pass one of torchao's interface, such as "
             "`quantplug.get_quantizer('xnnpack')`."
         )
-    found = phase_of(require_graph_module(model, stage))
+    found = phase_of(require_graph_module(model, function))
     if found:
-        raise ModelError(f"{stage} takes an exported float model, found one that is {found} already; export it again.")
+        raise ModelError(
+            f"{function} takes an exported float model, found one that is {found} already; export it again."
+        )
 
 
 def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.GraphModule:
@@ -117,19 +119,14 @@ def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.Gr
     erase_dead_code(model.graph)
     # So that a quantizer with one declaration for both takes the pieces of training, with their batch norms.
     TRAINING.put(model, is_qat)
-    named = add_sources(model)
-    model = require_graph_module(quantizer.transform_for_annotation(model), "annotate, after the transform,")
-    quantizer.annotate(model)
-    quantizer.validate(model)
-    for node in named:
-        SOURCE.drop(node)
+    model = _annotated(model, quantizer)
     sharing = verify_annotations(model)
     if is_qat:
         foldings = tuple(fuse_batch_norms_qat(model, _permission(quantizer)))
         sharing = sharing_groups(model.graph)
     observers = create_observers(sharing, is_qat, constant_nodes(model.graph) if is_qat else frozenset())
     quantizer.prepare_obs_or_fq_callback(model, observers)
-    prepared = _insert(model, observers, is_qat, _prepared_regions(model, quantizer, is_qat))
+    prepared = _insert(model, observers, is_qat, _prepared_submodels(model, quantizer, is_qat))
     prepared.meta |= meta
     FOLDS.put(prepared, folds)
     FOLDINGS.put(prepared, foldings)
@@ -142,6 +139,17 @@ def _prepare(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> fx.Gr
     return prepared.train()
 
 
+def _annotated(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphModule:
+    """Lets a quantizer transform and annotate a graph whose operators say what strict export says that they were."""
+    named = add_sources(model)
+    transformed = require_graph_module(quantizer.transform_for_annotation(model), "annotate, after the transform,")
+    quantizer.annotate(transformed)
+    quantizer.validate(transformed)
+    for node in named:
+        SOURCE.drop(node)
+    return transformed
+
+
 def _tell_if_all_float(prepared: fx.GraphModule, quantizer: Quantizer) -> None:
     """Tells where a quantizer took no operator at all, unless its scopes say that everything is to stay float.
 
@@ -152,24 +160,30 @@ def _tell_if_all_float(prepared: fx.GraphModule, quantizer: Quantizer) -> None:
         return
     parts = (part for part in prepared.modules() if isinstance(part, fx.GraphModule))
     nodes = [node for part in parts for node in compute_nodes(part.graph)]
+    if not nodes:
+        return
+    other = _other_float_type(nodes)
+    name, why = type(quantizer).__name__, _why_float(nodes, other)
+    said = f"{name} quantizes none of the model's {len(nodes)} operators {why}."
+    # Where a rule was near, its reason is the answer to what the user asked, and the program is right as it is.
+    was_near = any(found.nearest for node in nodes if (found := decision(node)) is not None)
+    if (other is not None or not was_near) and getattr(quantizer, "strict", False):
+        raise ModelError(said)
+    # Of the caller: behind this function, the one that calls it and its decorator.
+    warnings.warn(said, UserWarning, stacklevel=4)
+
+
+def _why_float(nodes: list[fx.Node], other_type: torch.dtype | None) -> str:
+    """Returns what was decided about one of the operators, and what to do."""
     decided = [(node, found) for node in nodes if (found := decision(node)) is not None]
     # The first that a rule nearly took says most.
     decided.sort(key=lambda pair: not pair[1].nearest)
     why = f"{describe(decided[0][0])}: {decided[0][1].reason}" if decided else "none of them has an annotation"
-    if not nodes:
-        return
-    other = _other_float_type(nodes)
-    if other is not None:
-        remedy = f"the model computes in {other}: call model.float(), give it float32 inputs and export it again"
+    if other_type is not None:
+        remedy = f"the model computes in {other_type}: call model.float(), give it float32 inputs and export it again"
     else:
         remedy = "change the model, the quantizer or its scopes"
-    said = f"{type(quantizer).__name__} quantizes none of the model's {len(nodes)} operators ({why}); {remedy}"
-    # Where a rule was near, its reason is the answer to what the user asked, and the program is right as it is.
-    is_foreign = other is not None or not any(found.nearest for _, found in decided)
-    if is_foreign and getattr(quantizer, "strict", False):
-        raise ModelError(f"{said}.")
-    # Of the caller: behind this function, the one that calls it and its decorator.
-    warnings.warn(f"{said}.", UserWarning, stacklevel=4)
+    return f"({why}); {remedy}"
 
 
 def _other_float_type(nodes: list[fx.Node]) -> torch.dtype | None:
@@ -187,18 +201,18 @@ def _permission(quantizer: Quantizer) -> Permission | None:
     return None if declared else lambda producer, batch_norm: "the backend does not fold batch norms"
 
 
-def _prepared_regions(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> dict[str, fx.GraphModule]:
-    regions = {target: attribute(model, target) for target in submodel_targets(model)}
-    for region in regions.values():
-        REGION.put(region, True)
-    return {target: _prepare(region, quantizer, is_qat) for target, region in regions.items()}
+def _prepared_submodels(model: fx.GraphModule, quantizer: Quantizer, is_qat: bool) -> dict[str, fx.GraphModule]:
+    submodels = {target: attribute(model, target) for target in submodel_targets(model)}
+    for submodel in submodels.values():
+        SUBMODEL.put(submodel, True)
+    return {target: _prepare(submodel, quantizer, is_qat) for target, submodel in submodels.items()}
 
 
 def _insert(
     model: fx.GraphModule,
     observers: Mapping[Point, nn.Module | None],
     is_qat: bool,
-    regions: Mapping[str, fx.GraphModule],
+    submodels: Mapping[str, fx.GraphModule],
 ) -> fx.GraphModule:
     constant = set() if is_qat else constant_nodes(model.graph)
     insertion = _Insertion(model, observers, constant)
@@ -211,7 +225,7 @@ def _insert(
     }
     for observer in insertion.of_constants:
         defer(observer)
-    return rebuilt({**attributes, **insertion.modules, **regions}, model.graph, model)
+    return rebuilt({**attributes, **insertion.modules, **submodels}, model.graph, model)
 
 
 class _Insertion:

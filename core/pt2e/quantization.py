@@ -99,7 +99,7 @@ def single_precision(value: Tensor) -> Tensor:
 
 
 def kind_of(observer: nn.Module) -> str:
-    """Returns what an observer becomes: "own", "dynamic", "static", "half" or "nothing".
+    """Returns what an observer becomes: "own", "dynamic", "static", "cast" or "nothing".
 
     Raises:
         ConvertError: its dtype has no quantize operator.
@@ -111,7 +111,7 @@ def kind_of(observer: nn.Module) -> str:
         return "own"
     dtype = getattr(observer, "dtype", torch.float32)
     if dtype in HALF_DTYPES:
-        return "half"
+        return "cast"
     if dtype in STORAGE_DTYPES:
         return "dynamic" if getattr(observer, "is_dynamic", False) else "static"
     if dtype == torch.float32:

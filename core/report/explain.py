@@ -6,52 +6,42 @@ text table, JSON or one HTML page.
 """
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from io import StringIO
-from typing import Any
 
 import jinja2
-import torch
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import fx
-from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, QuantizationAnnotation, SharedQuantizationSpec
+from torchao.quantization.pt2e.quantizer import QuantizationAnnotation
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.batch_norms.inference import Folding
 from quantplug.core.graph.facts import (
     attribute,
     compute_nodes,
-    constant_value,
     is_constant,
     module_path,
-    operands,
     require_graph_module,
-    tensor_value,
 )
 from quantplug.core.graph.meta import CONFLICTS, FOLDINGS, NOTES, VIOLATIONS
 from quantplug.core.graph.submodels import submodel_targets
 from quantplug.core.graph.union_find import UnionFind
-from quantplug.core.observers.rowwise import granularity_of, granularity_text
 from quantplug.core.peers.torchao_names import is_marked
 from quantplug.core.qdq.nodes import (
-    CAST_OP,
     is_dequantize,
-    is_dynamic,
     is_qdq,
     is_quantize,
     is_weight,
-    range_of,
-    stored_dtype,
 )
 from quantplug.core.report.boundaries import Boundary, boundaries
+from quantplug.core.report.how import arrow, how_annotated, how_converted
+from quantplug.core.report.page import PAGE
 from quantplug.core.specs.decision import decision
 from quantplug.core.specs.limits import Violation
-from quantplug.core.specs.stored_dtypes import HALF_DTYPES
 
 
 @dataclass(frozen=True)
@@ -179,7 +169,7 @@ class Report:
     def html(self, title: str = "Quantization report") -> str:
         """Returns one HTML page that needs nothing else."""
         environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-        return environment.from_string(_PAGE).render(report=self, title=title)
+        return environment.from_string(PAGE).render(report=self, title=title)
 
     def __str__(self) -> str:
         return self.text()
@@ -195,7 +185,7 @@ def explain(model: fx.GraphModule) -> Report:
     Raises:
         ModelError: the model is not an exported graph.
     """
-    models = list(_with_regions(require_graph_module(model, "explain")))
+    models = list(_with_submodels(require_graph_module(model, "explain")))
     graphs = [each.graph for each in models]
     stages = [_stage(graph) for graph in graphs]
     stage = next((found for found in ("converted", "prepared") if found in stages), "exported")
@@ -211,11 +201,11 @@ def explain(model: fx.GraphModule) -> Report:
     )
 
 
-def _with_regions(model: fx.GraphModule) -> Iterator[fx.GraphModule]:
+def _with_submodels(model: fx.GraphModule) -> Iterator[fx.GraphModule]:
     """Yields a model, then those of its control flow."""
     yield model
     for target in submodel_targets(model):
-        yield from _with_regions(attribute(model, target))
+        yield from _with_submodels(attribute(model, target))
 
 
 def _explain_graph(graph: fx.Graph, stage: str) -> Report:
@@ -268,7 +258,7 @@ def _on_constants(node: fx.Node) -> bool:
 
 def _row(node: fx.Node, quantized: bool, stage: str) -> Row:
     found = decision(node)
-    told = _how_converted if stage == "converted" else _how_annotated
+    told = how_converted if stage == "converted" else how_annotated
     return Row(
         node=node.name,
         operator=str(node.target).removeprefix("aten.").removesuffix(".default"),
@@ -276,7 +266,7 @@ def _row(node: fx.Node, quantized: bool, stage: str) -> Row:
         quantized=quantized,
         rule=(found.rule if found and found.rule else "annotated") if quantized else "",
         owner=found.owner if found else "",
-        how=_arrow(*told(node), into=found.root if found and found.root != node.name else "") if quantized else "",
+        how=arrow(*told(node), into=found.root if found and found.root != node.name else "") if quantized else "",
         config=found.config if found else "",
         reason="" if quantized else _reason(node),
         dtypes=found.dtypes if found else "",
@@ -292,69 +282,6 @@ def _reason(node: fx.Node) -> str:
     return f"{nearest}{found.reason}"
 
 
-def _how_annotated(node: fx.Node) -> tuple[list[str], str]:
-    annotation = node.meta.get(Q_ANNOTATION_KEY) or QuantizationAnnotation()
-    inputs = [_spec_text(annotation.input_qspec_map.get(_observed(source))) for source in node.all_input_nodes]
-    return [text for text in inputs if text], _spec_text(annotation.output_qspec)
-
-
-def _observed(node: fx.Node) -> fx.Node:
-    """What a prepared graph observes at a node, or the node itself where it is no observer."""
-    while node.op == "call_module" and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _spec_text(spec: Any) -> str:
-    if spec is None:
-        return ""
-    if isinstance(spec, SharedQuantizationSpec):
-        place = spec.edge_or_node
-        return f"shared with {place.name if isinstance(place, fx.Node) else ' to '.join(n.name for n in place)}"
-    kind = "derived" if isinstance(spec, DerivedQuantizationSpec) else ""
-    kind = "fixed" if hasattr(spec, "scale") else kind
-    per_channel = "per channel" if str(getattr(spec, "qscheme", "")).find("per_channel") >= 0 else ""
-    dynamic = "dynamic" if getattr(spec, "is_dynamic", False) else ""
-    dtype = _dtype_text(spec.dtype, getattr(spec, "quant_min", None), getattr(spec, "quant_max", None))
-    return " ".join(filter(None, (kind, dynamic, dtype, per_channel, granularity_text(granularity_of(spec)))))
-
-
-def _dtype_text(dtype: torch.dtype, lowest: Any, highest: Any) -> str:
-    """Returns a dtype and, where a range takes fewer bits than it has, how many."""
-    name = str(dtype).removeprefix("torch.")
-    if not isinstance(lowest, int) or not isinstance(highest, int):
-        return name
-    bits = math.ceil(math.log2(max(highest - lowest, 1)))  # -64..64 counts as 7
-    return f"{name} of {bits} bits" if bits < 8 * dtype.itemsize else name
-
-
-def _how_converted(node: fx.Node) -> tuple[list[str], str]:
-    inputs = [_qdq_text(source) if is_dequantize(source) else _cast_text(source) for source in node.all_input_nodes]
-    # A quantize with computed qparams belongs to the reader: the result itself is float.
-    outputs = [_qdq_text(user) for user in node.users if is_quantize(user) and not is_dynamic(user)]
-    return [text for text in inputs if text], outputs[0] if outputs else ""
-
-
-def _cast_text(node: fx.Node) -> str:
-    """Returns the half type that a tensor was cast to before a cast back, empty for other nodes."""
-    source = node.args[0] if node.target is CAST_OP else None
-    held = constant_value(source) if isinstance(source, fx.Node) else None
-    value = held if held is not None else tensor_value(source)
-    return _dtype_text(value.dtype, None, None) if value is not None and value.dtype in HALF_DTYPES else ""
-
-
-def _qdq_text(node: fx.Node) -> str:
-    given, found = operands(node), stored_dtype(node)
-    dtype = "integer" if found is None else _dtype_text(found, given.get("quant_min"), given.get("quant_max"))
-    dynamic = "dynamic" if is_dynamic(node) else ""
-    return " ".join(filter(None, (dynamic, dtype, range_of(node))))
-
-
-def _arrow(inputs: list[str], output: str, into: str) -> str:
-    """What goes in and what comes out; `into` names the last node of a fused piece from inside of it."""
-    return f"{', '.join(inputs) or 'fused'} -> {output or (into and f'fused into {into}') or 'float'}"
-
-
 def _islands(nodes: list[fx.Node]) -> tuple[tuple[str, ...], ...]:
     """Connected groups of float nodes, in graph order."""
     connected = UnionFind(nodes)
@@ -363,48 +290,3 @@ def _islands(nodes: list[fx.Node]) -> tuple[tuple[str, ...], ...]:
             if source in connected:
                 connected.join(source, node)
     return tuple(tuple(node.name for node in group) for group in connected.groups())
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
-<style>
- body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem; color: #1d2733 }
- table { border-collapse: collapse; width: 100% } th, td { text-align: left; padding: .3rem .6rem; vertical-align: top }
- th { border-bottom: 2px solid #9aa7b4 } tr + tr td { border-top: 1px solid #e3e8ee }
- td:first-child { border-left: 4px solid #2a9d6f } tr.float td:first-child { border-left-color: #d9822b }
- .float td { background: #fdf6ee } code { font: 12.5px ui-monospace, monospace } p.sum { font-size: 1.1rem }
-</style></head><body>
-<h1>{{ title }}</h1>
-<p class="sum">{{ report.summary() }}</p>
-<table><thead><tr><th>node</th><th>operator</th><th>module</th><th>rule</th>
-<th>how, or why it stays float</th></tr></thead>
-<tbody>
-{% for row in report.rows %}
-<tr class="{{ 'int' if row.quantized else 'float' }}"><td><code>{{ row.node }}</code></td>
-<td><code>{{ row.operator }}</code></td><td>{{ row.module_path }}</td><td>{{ row.rule or 'float' }}</td>
-<td>{{ row.told }}</td></tr>
-{% endfor %}
-</tbody></table>
-{% if report.violations %}<h2>Broken limits</h2><ul>
-{% for violation in report.violations %}<li>{{ violation }}</li>
-{% endfor %}</ul>{% endif %}
-{% if report.islands %}<h2>Float islands</h2><ol>
-{% for island in report.islands %}<li><code>{{ island | join(', ') }}</code></li>
-{% endfor %}</ol>{% endif %}
-{% if report.foldings %}<h2>Batch norms</h2><ul>
-{% for folding in report.foldings %}<li>{{ folding }}</li>
-{% endfor %}</ul>{% endif %}
-{% if report.notes %}<h2>Notes</h2><ul>
-{% for note in report.notes %}<li>{{ note }}</li>
-{% endfor %}</ul>{% endif %}
-{% if report.boundaries %}<h2>Boundaries</h2>
-<table><thead><tr><th>kind</th><th>from</th><th>to</th><th>before</th><th>after</th><th>elements</th>
-<th>largest error</th></tr></thead><tbody>
-{% for b in report.boundaries %}<tr><td>{{ b.kind }}</td><td><code>{{ b.producer }}</code> {{ b.source }}</td>
-<td><code>{{ b.consumers | join(', ') }}</code> {{ b.readers | join(', ') }}</td>
-<td>{{ b.before }}</td><td>{{ b.after }}</td>
-<td>{{ b.elements if b.elements is not none else 'symbolic' }}</td>
-<td>{{ '%.3g' | format(b.error) if b.error is not none else 'not known' }}</td></tr>
-{% endfor %}</tbody></table>{% endif %}
-</body></html>
-"""

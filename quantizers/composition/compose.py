@@ -13,10 +13,11 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.errors import AnnotationError
 from quantplug.core.graph.facts import compute_nodes, describe
-from quantplug.core.graph.meta import DECISION, LIMITS, NOTES, REGION, VIOLATIONS
+from quantplug.core.graph.meta import DECISION, LIMITS, NOTES, SUBMODEL, VIOLATIONS
 from quantplug.core.observers.sharing import annotation_of
 from quantplug.core.specs.decision import Decision, decision
-from quantplug.quantizers.composition.precedence import Member, Place
+from quantplug.quantizers.composition.members import Member
+from quantplug.quantizers.composition.precedence import Place
 from quantplug.quantizers.composition.territory import Annotations, Claim, Outcome, annotate_inside
 
 
@@ -34,19 +35,19 @@ def compose(model: fx.GraphModule, places: Iterable[Place], strict: bool, notes:
     """
     before = [(node.meta, dict(node.meta)) for node in model.graph.nodes] + [(model.meta, dict(model.meta))]
     try:
-        work = _Work(model, strict, list(notes))
+        draft = _Draft(model, strict, list(notes))
         for place in places:
-            work.run(place)
+            draft.annotate(place)
     except Exception:
         for owner, meta in before:
             owner.clear()
             owner.update(meta)
         raise
-    work.write()
+    draft.write()
 
 
 @dataclass
-class _Work:
+class _Draft:
     """What the members have decided so far; nothing of it is on the graph before `write`."""
 
     model: fx.GraphModule
@@ -66,7 +67,7 @@ class _Work:
             node.meta.pop(Q_ANNOTATION_KEY, None)
             DECISION.drop(node)
 
-    def run(self, place: Place) -> None:
+    def annotate(self, place: Place) -> None:
         """Lets a member annotate its place."""
         member = place.member
         outcome = annotate_inside(member.quantizer, self.model, place.inside, self.claims, member.region.text)
@@ -99,7 +100,7 @@ class _Work:
                 f"Quantizer '{member.name}' annotates {describe(node)} as well, which is already annotated by "
                 f"'{self.claims[node].owner}', whose precedence is greater; its piece there was dropped."
             )
-        if not outcome.pieces and not REGION.get(self.model):
+        if not outcome.pieces and not SUBMODEL.get(self.model):
             self.notes.append(f"Quantizer '{member.name}' annotated nothing in {member.region.text}.")
 
     def write(self) -> None:

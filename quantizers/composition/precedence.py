@@ -1,60 +1,19 @@
-"""Which quantizer of a composition annotates first: names, places on a graph, and their order.
+"""Which quantizer of a composition annotates first: places on a graph, and their order.
 
 Before: quantizers with their regions and precedence. After: the same, each with the nodes of a graph that it may
 annotate, in an order that does not depend on the order in which they were added.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import fx
-from torchao.quantization.pt2e.quantizer import Quantizer
 
 from quantplug.core.errors import ConfigError
 from quantplug.core.graph.facts import compute_nodes, describe
 from quantplug.core.graph.meta import TERRITORY
-from quantplug.quantizers.composition.region import Region
-
-
-@dataclass(frozen=True, eq=False)
-class Member:
-    """A quantizer of a composition.
-
-    Attributes:
-        quantizer: the quantizer.
-        region: what it may annotate.
-        precedence: the greater one wins where regions overlap.
-        name: how errors, decisions and reports call it.
-    """
-
-    quantizer: Quantizer
-    region: Region
-    precedence: int
-    name: str
-
-
-def ranked(members: Iterable[Member]) -> tuple[Member, ...]:
-    """Returns members, the greatest precedence first, under names of which each occurs once.
-
-    Raises:
-        ConfigError: some cannot be told apart.
-    """
-    ordered = sorted(members, key=lambda m: (m.name, -m.precedence, m.region.text))
-    named = [_told_apart(tuple(group)) for _, group in groupby(ordered, key=lambda m: m.name)]
-    return tuple(sorted((m for group in named for m in group), key=lambda m: (-m.precedence, m.name)))
-
-
-def _told_apart(same_name: tuple[Member, ...]) -> tuple[Member, ...]:
-    """Numbers quantizers of one name by what does not depend on the order of adding."""
-    if len(same_name) == 1:
-        return same_name
-    if len({(member.precedence, member.region.text) for member in same_name}) < len(same_name):
-        raise ConfigError(
-            f"Several quantizers of the composition are called '{same_name[0].name}' and have the same precedence and "
-            "region; pass a name for each, or declare different precedences."
-        )
-    return tuple(replace(member, name=f"{member.name} {i}") for i, member in enumerate(same_name, 1))
+from quantplug.quantizers.composition.members import Member
 
 
 @dataclass(frozen=True, eq=False)

@@ -169,5 +169,5 @@ def _operator(found: OperatorType) -> str | OpOverload | OpOverloadPacket:
     if isinstance(found, str | OpOverload | OpOverloadPacket):
         return found
     # Several functions of torch.nn.functional are made by a factory and carry its name, not their own.
-    by_identity = (name for room in (F, torch) for name in dir(room) if getattr(room, name, None) is found)
-    return next(by_identity, getattr(found, "__name__", repr(found)))
+    same_object = (name for space in (F, torch) for name in dir(space) if getattr(space, name, None) is found)
+    return next(same_object, getattr(found, "__name__", repr(found)))

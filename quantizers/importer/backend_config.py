@@ -21,7 +21,7 @@ from quantplug.quantizers.framework.backend import Backend, Lowering
 from quantplug.quantizers.importer.dtypes import distinct_names, dtype_config, is_fixed
 from quantplug.quantizers.importer.entries import PatternEntry, pattern_entry, require_keys
 from quantplug.quantizers.importer.operator_dictionary import operator_entries
-from quantplug.quantizers.importer.operators import RESIDUAL, NotApplicableError, chain
+from quantplug.quantizers.importer.operators import RESIDUAL, NotApplicableError, sequence
 from quantplug.quantizers.importer.report import Effects, ImportedPattern, ImportReport, effects
 from quantplug.quantizers.importer.rules import fusion_only, label_of, rules
 
@@ -59,8 +59,8 @@ def import_backend_config(
     fused = _fused_modules(found)
     pieces = [_Piece.of(entry, fused) for entry in found]
     named = distinct_names([dtypes for piece in pieces for dtypes in piece.dtypes])
-    by_chain = _merged(pieces)
-    annotators = tuple(a for merged in by_chain.values() for a in merged.annotators(named))
+    by_sequence = _by_sequence(pieces)
+    annotators = tuple(a for alike in by_sequence.values() for a in alike.annotators(named))
     chosen = name or own_name
     if not annotators:
         raise ConfigError(f"No pattern of backend config '{chosen}' is applicable in PT2E; it has {len(found)}.")
@@ -72,7 +72,7 @@ def import_backend_config(
         folds_batch_norm=_folding(pieces),
         summary=f"imported from a BackendConfig with {len(found)} patterns",
     )
-    return backend, ImportReport(chosen, tuple(_told(piece, by_chain, named) for piece in pieces))
+    return backend, ImportReport(chosen, tuple(_told(piece, by_sequence, named) for piece in pieces))
 
 
 def _entries(backend_config: Any) -> tuple[str, list[PatternEntry]]:
@@ -91,17 +91,17 @@ def _entries(backend_config: Any) -> tuple[str, list[PatternEntry]]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """One pattern config: its chain of operators, or why it has none."""
+    """One pattern config: its sequence of operators, or why it has none."""
 
     entry: PatternEntry
-    chain: tuple[str, ...] = ()
+    sequence: tuple[str, ...] = ()
     reason: str = ""
     dtypes: tuple[DTypeConfig, ...] = ()
 
     @classmethod
     def of(cls, entry: PatternEntry, fused: dict[Any, tuple[str, ...]]) -> "_Piece":
         try:
-            operators = chain(entry.items, fused, reversed_order=entry.pattern is None)
+            operators = sequence(entry.items, fused, reversed_order=entry.pattern is None)
         except NotApplicableError as reason:
             return cls(entry, reason=str(reason))
         dtypes = tuple(dtype_config(found, entry.text) for found in entry.dtype_configs)
@@ -111,15 +111,15 @@ class _Piece:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """The chain that is matched: before the sum with another tensor a batch norm is folded."""
-        return tuple(name for name in self.chain if name != "batch_norm" or RESIDUAL not in self.chain)
+        """The sequence that is matched: before the sum with another tensor a batch norm is folded."""
+        return tuple(name for name in self.sequence if name != "batch_norm" or RESIDUAL not in self.sequence)
 
 
 @dataclass(frozen=True)
-class _Merged:
-    """The pattern configs of one chain: modules, functions and what fusion makes of them."""
+class _Alike:
+    """The pattern configs of one sequence: modules, functions and what fusion makes of them."""
 
-    chain: tuple[str, ...]
+    sequence: tuple[str, ...]
     pieces: list[_Piece] = field(default_factory=list)
 
     @property
@@ -141,15 +141,15 @@ class _Merged:
         found = {piece.entry.observation(): piece.entry.text for piece in self.quantizing}
         if len(found) > 1:
             raise ConfigError(
-                f"The patterns {' and '.join(found.values())} are one piece '{label_of(self.chain)}' in an exported "
+                f"The patterns {' and '.join(found.values())} are one piece '{label_of(self.sequence)}' in an exported "
                 f"graph, but are observed in different ways, {' and '.join(map(repr, found))}; give both the same."
             )
         return next(iter(found), "none")
 
     def annotators(self, named: dict[DTypeConfig, DTypeConfig]) -> list[Annotator]:
         if not self.quantizing:
-            return [fusion_only(self.chain)]
-        return rules(self.chain, self.quantizing[0].entry, self.observation, tuple(named[d] for d in self.dtypes))
+            return [fusion_only(self.sequence)]
+        return rules(self.sequence, self.quantizing[0].entry, self.observation, tuple(named[d] for d in self.dtypes))
 
 
 def _fused_modules(found: list[PatternEntry]) -> dict[Any, tuple[str, ...]]:
@@ -158,29 +158,29 @@ def _fused_modules(found: list[PatternEntry]) -> dict[Any, tuple[str, ...]]:
     for entry in found:
         if entry.fused_module is not None and not getattr(entry.fused_module, "__module__", "").startswith("torch."):
             with suppress(NotApplicableError):
-                made[entry.fused_module] = chain(entry.items, made, reversed_order=entry.pattern is None)
+                made[entry.fused_module] = sequence(entry.items, made, reversed_order=entry.pattern is None)
     return made
 
 
-def _merged(pieces: list[_Piece]) -> dict[tuple[str, ...], _Merged]:
-    merged: dict[tuple[str, ...], _Merged] = {}
+def _by_sequence(pieces: list[_Piece]) -> dict[tuple[str, ...], _Alike]:
+    found: dict[tuple[str, ...], _Alike] = {}
     for piece in pieces:
-        if piece.chain:
-            merged.setdefault(piece.key, _Merged(piece.key)).pieces.append(piece)
-    return merged
+        if piece.sequence:
+            found.setdefault(piece.key, _Alike(piece.key)).pieces.append(piece)
+    return found
 
 
 def _told(
-    piece: _Piece, merged: dict[tuple[str, ...], _Merged], named: dict[DTypeConfig, DTypeConfig]
+    piece: _Piece, by_sequence: dict[tuple[str, ...], _Alike], named: dict[DTypeConfig, DTypeConfig]
 ) -> ImportedPattern:
-    if not piece.chain:
+    if not piece.sequence:
         return ImportedPattern(piece.entry.text, reason=piece.reason)
     rule = label_of(piece.key)
     used = not piece.entry.fuses
     dtypes = (f"dtype config {named[d]}" if used else "those of the fused module count" for d in piece.dtypes)
     told: Effects = tuple(("add_dtype_config", effect) for effect in dict.fromkeys(dtypes))
     return ImportedPattern(
-        piece.entry.text, rule, effects=effects(piece.entry, rule, merged[piece.key].observation, told)
+        piece.entry.text, rule, effects=effects(piece.entry, rule, by_sequence[piece.key].observation, told)
     )
 
 
@@ -211,7 +211,7 @@ class FoldsAfter:
 
 
 def _folding(pieces: list[_Piece]) -> bool | FoldsAfter:
-    producers = {piece.chain[0] for piece in pieces if "batch_norm" in piece.chain[1:]}
+    producers = {piece.sequence[0] for piece in pieces if "batch_norm" in piece.sequence[1:]}
     decomposed = {"addmm", "mm"} if "linear" in producers else set()
     decomposed |= {"convolution"} if any(name.startswith("conv") for name in producers) else set()
     return FoldsAfter(frozenset(producers | decomposed)) if producers else False

@@ -18,7 +18,7 @@ from quantplug.core.graph.operators import operator_overloads
 from quantplug.quantizers.framework.backend import Backend
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.framework.scopes import Scope
-from quantplug.quantizers.importer.operators import NotApplicableError, chain, function_name, targets
+from quantplug.quantizers.importer.operators import NotApplicableError, function_name, sequence, targets
 from quantplug.quantizers.importer.qconfig import from_qconfig, reuses_input
 
 _KEYS = {
@@ -112,7 +112,7 @@ def _covers(kind: Any) -> Callable[[fx.Node], bool] | None:
             f"A qconfig mapping has the object type {kind!r}; give a module class, a function or a method's name."
         )
     try:
-        names = chain(kind, {})
+        names = sequence(kind, {})
     except NotApplicableError:
         return None
     overloads = frozenset().union(*(operator_overloads(target) for target in targets(names[0])))

@@ -1,7 +1,7 @@
 """What torch.ao's patterns are made of, in ATen's words.
 
 Before: a module class, a function, the name of a tensor method, or a tuple of them in either order. After: a
-chain of operator names from the first to the last: `(nn.ReLU, nn.Conv2d)` is `("conv2d", "relu")`.
+sequence of operator names from the first to the last: `(nn.ReLU, nn.Conv2d)` is `("conv2d", "relu")`.
 """
 
 import operator
@@ -18,7 +18,7 @@ from quantplug.core.graph.operators import operator_overloads
 from quantplug.core.peers.torch_names import OpOverload, OpOverloadPacket, schema_of
 
 RESIDUAL = "residual"
-"""In a chain: the sum of what comes before and another tensor."""
+"""In a sequence: the sum of what comes before and another tensor."""
 
 TENSORS = ("Tensor", "List[Tensor]")
 """The types of operands that have to be given as tensors."""
@@ -75,7 +75,7 @@ class NotApplicableError(Exception):
     """A pattern that has no counterpart in an exported graph; the text says why."""
 
 
-def chain(pattern: Any, fused: Mapping[Any, tuple[str, ...]], *, reversed_order: bool = False) -> tuple[str, ...]:
+def sequence(pattern: Any, fused: Mapping[Any, tuple[str, ...]], *, reversed_order: bool = False) -> tuple[str, ...]:
     """Returns the operators of a pattern from the first to the last.
 
     The order of a tuple is read off its items: activations come after batch norms, those after products.
@@ -148,9 +148,11 @@ def function_name(function: Any) -> str:
     if isinstance(function, str):
         return function.rstrip("_")
     # Several functions of torch.nn.functional are made by a factory and carry its name, not their own.
-    rooms = (F, torch, operator)
-    by_identity = (name for room in rooms for name in dir(room) if getattr(room, name, None) is function)
-    return next(by_identity, getattr(function, "__name__", repr(function))).strip("_")
+    namespaces = (F, torch, operator)
+    same_object = (
+        name for namespace in namespaces for name in dir(namespace) if getattr(namespace, name, None) is function
+    )
+    return next(same_object, getattr(function, "__name__", repr(function))).strip("_")
 
 
 def _known(name: str, item: Any) -> str:
@@ -166,7 +168,7 @@ def _known(name: str, item: Any) -> str:
 
 
 def targets(name: str) -> tuple[str, ...]:
-    """Returns the operators that a name of a chain stands for in exported graphs."""
+    """Returns the operators that a name of a sequence stands for in exported graphs."""
     if name == "interpolate":
         return tuple(f"upsample_{mode}.vec" for mode in INTERPOLATIONS)
     return (name,)

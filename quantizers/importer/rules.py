@@ -1,4 +1,4 @@
-"""Rules from chains of operators: `("conv2d", "batch_norm", "relu")` becomes the annotator of that piece."""
+"""Rules from sequences of operators: `("conv2d", "batch_norm", "relu")` becomes the annotator of that piece."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,42 +30,42 @@ _WITH_NUMBERS = ("add", "sub", "mul", "div")
 _SIX: dict[str, Any] = {"min_val": 0.0, "max_val": 6.0}
 
 
-def label_of(chain: tuple[str, ...]) -> str:
+def label_of(sequence: tuple[str, ...]) -> str:
     """Returns how reports call a rule, such as "conv2d_bn_relu"; a batch norm on its own keeps its name."""
-    parts = (name.rpartition("::")[2].partition(".")[0] for name in chain)
+    parts = (name.rpartition("::")[2].partition(".")[0] for name in sequence)
     return "_".join(_SHORT.get(part, part) if position else part for position, part in enumerate(parts))
 
 
 def rules(
-    chain: tuple[str, ...], entry: PatternEntry, observation: str, dtypes: tuple[DTypeConfig, ...]
+    sequence: tuple[str, ...], entry: PatternEntry, observation: str, dtypes: tuple[DTypeConfig, ...]
 ) -> list[Annotator]:
-    """Returns the annotators of a chain.
+    """Returns the annotators of a sequence.
 
     Args:
-        chain: operators from the first to the last.
+        sequence: operators from the first to the last.
         entry: the config that says which operands are weights, and how sums with numbers are observed.
         observation: "own", "shared" or "none".
         dtypes: the dtype configs it may run under.
 
     Raises:
-        ConfigError: the chain is none that can be matched.
+        ConfigError: the sequence is none that can be matched.
     """
-    if chain[0] in PRODUCTS and observation == "own":
-        return [_product(chain, dtypes)]
-    if {"batch_norm", RESIDUAL} & set(chain[1:]):
+    if sequence[0] in PRODUCTS and observation == "own":
+        return [_product(sequence, dtypes)]
+    if {"batch_norm", RESIDUAL} & set(sequence[1:]):
         raise ConfigError(
-            f"The pattern {entry.text} has a batch norm or a sum with another tensor after '{chain[0]}', which is no "
-            "convolution or linear layer that is observed by itself; give it as functions."
+            f"The pattern {entry.text} has a batch norm or a sum with another tensor after '{sequence[0]}', which is "
+            "no convolution or linear layer that is observed by itself; give it as functions."
         )
-    return [made.accepting(*_observed(made, dtypes)) for made in _plain(chain, entry, observation, dtypes)]
+    return [made.accepting(*_observed(made, dtypes)) for made in _plain(sequence, entry, observation, dtypes)]
 
 
-def fusion_only(chain: tuple[str, ...]) -> Annotator:
+def fusion_only(sequence: tuple[str, ...]) -> Annotator:
     """Returns the annotator of a piece that is fused and stays float: nothing is quantized at it or inside of it."""
-    if chain[0] in PRODUCTS:
-        return replace(_product(chain, ()), decide=lambda match, config: {}, output="float")
-    base = op(*targets(chain[0]), name="op")
-    return pattern_annotator(label_of(chain), _onto(base, chain[1:]), inputs=(), observation="none")
+    if sequence[0] in PRODUCTS:
+        return replace(_product(sequence, ()), decide=lambda match, config: {}, output="float")
+    base = op(*targets(sequence[0]), name="op")
+    return pattern_annotator(label_of(sequence), _onto(base, sequence[1:]), inputs=(), observation="none")
 
 
 def _observed(annotator: Annotator, dtypes: tuple[DTypeConfig, ...]) -> tuple[DTypeConfig, ...]:
@@ -73,8 +73,8 @@ def _observed(annotator: Annotator, dtypes: tuple[DTypeConfig, ...]) -> tuple[DT
     return dtypes if annotator.output != "float" or annotator.constraints else ()
 
 
-def _product(chain: tuple[str, ...], dtypes: tuple[DTypeConfig, ...]) -> Annotator:
-    stock, rest = PRODUCTS[chain[0]](), chain[1:]
+def _product(sequence: tuple[str, ...], dtypes: tuple[DTypeConfig, ...]) -> Annotator:
+    stock, rest = PRODUCTS[sequence[0]](), sequence[1:]
     family = stock.name
     if RESIDUAL in rest:
         # The batch norm before a sum is folded; in training such a piece is a batch norm of its own.
@@ -83,7 +83,7 @@ def _product(chain: tuple[str, ...], dtypes: tuple[DTypeConfig, ...]) -> Annotat
     elif rest[:1] == ("batch_norm",):
         family, rest = f"{family}_bn", rest[1:]
     bases = [pattern for label, pattern in stock.patterns if label == family]
-    label = label_of(chain)
+    label = label_of(sequence)
     patterns = tuple((label, _onto(base, rest)) for base in bases)
     return replace(stock, name=label, patterns=patterns, dtypes=dtypes)
 
@@ -110,10 +110,10 @@ def _tensors(name: str) -> tuple[str, ...]:
 
 
 def _plain(
-    chain: tuple[str, ...], entry: PatternEntry, observation: str, dtypes: tuple[DTypeConfig, ...]
+    sequence: tuple[str, ...], entry: PatternEntry, observation: str, dtypes: tuple[DTypeConfig, ...]
 ) -> list[Annotator]:
-    """Returns the annotators of a chain whose first operator has no stock family."""
-    name, rest = chain[0], chain[1:]
+    """Returns the annotators of a sequence whose first operator has no stock family."""
+    name, rest = sequence[0], sequence[1:]
     inputs, weights = _roles(name, entry)
     quantized = weights if observation != "none" and any(dtype.at("weight") for dtype in dtypes) else ()
     axes = dict.fromkeys(quantized, int(name in _CHANNELS_LAST))
@@ -122,10 +122,10 @@ def _plain(
     whole = _onto(_form(name, operands, "op"), rest)
     two, one = (entry.observation(tensors) for tensors in (2, 1))
     if name not in _WITH_NUMBERS:
-        return [_rule(label_of(chain), whole, inputs, axes, observation, dtypes)]
+        return [_rule(label_of(sequence), whole, inputs, axes, observation, dtypes)]
     scalar = _onto(_form(name, operands | {inputs[1]: anything(None, _number)}, "op"), rest)
     return [
-        _rule(label_of(chain), whole, inputs, axes, two, dtypes),
+        _rule(label_of(sequence), whole, inputs, axes, two, dtypes),
         _rule(label_of((f"{name}_scalar", *rest)), scalar, inputs[:1], axes, one, dtypes),
     ]
 

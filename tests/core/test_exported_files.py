@@ -19,8 +19,8 @@ from torch import nn
 import quantplug
 from quantplug import cli
 from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError
-from quantplug.core.files import exported as exported_files
 from quantplug.core.files.exported import read_exported
+from quantplug.core.files.size_texts import is_size
 from quantplug.files import load_batches, load_exported
 from quantplug.lowering.x86.running.program import X86Program
 from quantplug.quantizers.framework import registry
@@ -221,7 +221,7 @@ def test_arithmetic_without_end_is_refused(saved, tmp_path, text):
     ["Pow(Add(Pow(Symbol('s0', integer=True), Integer(2)), Integer(1)), Integer(2))", "s0**-1", "Float('0.5', 15)"],
 )
 def test_arithmetic_of_models_is_read(text):
-    assert exported_files._is_size(text)
+    assert is_size(text)
 
 
 def test_an_archive_of_many_records_is_read_in_no_time(saved, tmp_path):
