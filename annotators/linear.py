@@ -9,10 +9,10 @@ from quantplug.annotators.weighted import annotate_weighted, batch_norm_in_train
 from quantplug.core.annotation.annotator import Annotations, Annotator
 from quantplug.core.graph.facts import describe, is_constant, rank
 from quantplug.core.graph.operators import operator_overloads
+from quantplug.core.graph.traits import transposes
 from quantplug.core.patterns.language import Match, constant, op, optional, value
 
 _WHOLE = operator_overloads("linear")
-_TRANSPOSES = operator_overloads("permute") | operator_overloads("t") | operator_overloads("transpose.int")
 
 
 def linear(activations: tuple[str, ...] = ("relu", "relu6", "hardtanh", "clamp")) -> Annotator:
@@ -35,7 +35,7 @@ def _is_matrix(match: Match) -> str | None:
 
 
 def _weight(found: fx.Node) -> str | None:
-    if is_constant(found) or (found.target in _TRANSPOSES and is_constant(found.args[0])):
+    if is_constant(found) or (transposes(found) and is_constant(found.args[0])):
         return None
     return f"the weight {describe(found)} is computed, not a constant"
 

@@ -24,8 +24,9 @@ from quantplug.core.graph.facts import (
     tensor_value,
 )
 from quantplug.core.graph.meta import absorb
+from quantplug.core.graph.traits import transposes
 from quantplug.core.qdq.nodes import is_dequantize
-from quantplug.core.qdq.qparams import DEQUANTIZE_PER_TENSOR, QD, TRANSPOSES, qparams
+from quantplug.core.qdq.qparams import DEQUANTIZE_PER_TENSOR, QD, qparams
 from quantplug.lowering.sizes import write_sizes_out
 
 _ATEN = torch.ops.aten
@@ -120,7 +121,7 @@ def _adds_a_row(given: Mapping[str, Any], bias: Any, matrix: torch.Tensor) -> bo
 
 def _turned(node: fx.Node, matrix: fx.Node) -> fx.Node | None:
     """Returns the constant of which a matrix is the transpose, or None where it is none."""
-    if matrix.target in TRANSPOSES:
+    if transposes(matrix):
         inner = operands(matrix)
         source = inner["self"]
         return source if _swaps(inner) and (is_constant(source) or _integers(source) is not None) else None

@@ -13,9 +13,9 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantization
 
 from quantplug.core.graph.editing import call
 from quantplug.core.graph.facts import constant_value, operands, tensor_value
+from quantplug.core.graph.traits import transposes
 from quantplug.core.patterns.language import Match
 from quantplug.core.qdq.nodes import AFFINE_OPS, DEQUANTIZE_OPS
-from quantplug.core.qdq.qparams import TRANSPOSES
 from quantplug.core.specs.dtypes import group_size
 
 aten = torch.ops.aten
@@ -82,7 +82,7 @@ def grouped_weight(node: fx.Node, channel_axis: int = 0) -> GroupedWeight | str:
         node: the weight operand; a two-dimensional transpose of the dequantized constant is seen through.
         channel_axis: the operand's axis of output channels.
     """
-    if node.target in TRANSPOSES and node.args and isinstance(node.args[0], fx.Node):
+    if transposes(node) and isinstance(node.args[0], fx.Node):
         return grouped_weight(node.args[0], 1 - channel_axis)
     if node.target not in _GROUPS or channel_axis != 0:
         return "its weight is not quantized in groups of input channels"
