@@ -8,14 +8,14 @@ from quantplug.annotators.fusion import with_activations, with_batch_norm
 from quantplug.annotators.weighted import annotate_weighted, batch_norm_in_training
 from quantplug.core.annotation.annotator import Annotations, Annotator
 from quantplug.core.graph.facts import describe, is_constant, rank
-from quantplug.core.graph.operators import operator_overloads
+from quantplug.core.graph.operators import CLAMPS, operator_overloads
 from quantplug.core.graph.traits import transposes
 from quantplug.core.patterns.language import Match, constant, op, optional, value
 
 _WHOLE = operator_overloads("linear")
 
 
-def linear(activations: tuple[str, ...] = ("relu", "relu6", "hardtanh", "clamp")) -> Annotator:
+def linear(activations: tuple[str, ...] = tuple(CLAMPS)) -> Annotator:
     """Returns the annotator of linear layers with constant weights."""
     whole = op("linear", input=value("x"), weight=constant("w"), bias=optional(constant("b")), name="op")
     # `addmm` and `mm` come from run_decompositions(): the weight is transposed on the way in.

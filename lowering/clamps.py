@@ -5,26 +5,18 @@ the integers end at the bounds anyway, as behind a relu. Quantization is monoton
 same integers.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from quantplug.core.graph.editing import call, replace
-from quantplug.core.graph.facts import operands
 from quantplug.core.graph.meta import absorb
+from quantplug.core.graph.operators import CLAMPS
+from quantplug.core.graph.traits import Bounds, clamp_bounds
 from quantplug.core.patterns.language import Match, Pattern, op, single_use
 from quantplug.core.patterns.rules import Rule
 from quantplug.core.qdq.qparams import QParams, is_static, qparams, quantize
 
 aten = torch.ops.aten
-# operator -> its lower and upper bound, each a number or the name of the operand that holds it
-_BOUNDS: dict[str, tuple[float | str | None, float | str | None]] = {
-    "relu": (0.0, None),
-    "relu6": (0.0, 6.0),
-    "hardtanh": ("min_val", "max_val"),
-    "clamp": ("min", "max"),
-}
 
 
 def clamp_rules(source: Pattern) -> tuple[Rule, ...]:
@@ -33,20 +25,14 @@ def clamp_rules(source: Pattern) -> tuple[Rule, ...]:
     Args:
         source: what the clamp reads.
     """
-    return tuple(_rule(name, source) for name in _BOUNDS)
-
-
-def bounds_of(clamp: fx.Node, name: str) -> list[Any]:
-    """Returns the lower and the upper bound of a clamp, by its operator's name: numbers, tensors' nodes or None."""
-    given = operands(clamp)
-    return [given.get(bound) if isinstance(bound, str) else bound for bound in _BOUNDS[name]]
+    return tuple(_rule(name, source) for name in CLAMPS)
 
 
 def _rule(name: str, source: Pattern) -> Rule:
     def rewrite(match: Match) -> str | None:
         clamp, params = match["clamp"], qparams(match.root)
-        bounds = bounds_of(clamp, name)
-        if params.dtype not in (torch.uint8, torch.int8) or any(isinstance(bound, fx.Node) for bound in bounds):
+        bounds = clamp_bounds(clamp)
+        if params.dtype not in (torch.uint8, torch.int8) or bounds is None:
             return "its bounds are tensors or its integers wider than a byte"
         _clamp_integers(match, params, bounds)
         return None
@@ -55,7 +41,7 @@ def _rule(name: str, source: Pattern) -> Rule:
     return Rule(pattern.where(lambda match: is_static(match.root)), rewrite)
 
 
-def _clamp_integers(match: Match, params: QParams, bounds: list[Any]) -> None:
+def _clamp_integers(match: Match, params: QParams, bounds: Bounds) -> None:
     node, clamp = match.root, match["clamp"]
     source = clamp.args[0]
     low, high = (_integer(bound, params) for bound in bounds)

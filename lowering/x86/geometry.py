@@ -16,6 +16,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig
 from quantplug.core.graph.editing import call, replace, viewed
 from quantplug.core.graph.facts import operands, tensor_value
 from quantplug.core.graph.meta import absorb
+from quantplug.core.graph.traits import per_dimension
 from quantplug.core.patterns.language import Match, op
 from quantplug.core.patterns.rules import Rule, apply
 
@@ -37,18 +38,13 @@ def geometry(node: fx.Node, kernel: Sequence[int]) -> Geometry | str:
     given, spatial = operands(node), len(kernel)
     if given.get("transposed"):
         return "transposed convolutions have no integer kernel in torch's oneDNN operators"
-    stride, dilation = (_spread(given[name], spatial) for name in ("stride", "dilation"))
+    stride, dilation = (per_dimension(given[name], spatial) for name in ("stride", "dilation"))
     padding = given["padding"]
     if isinstance(padding, str):
         padding = _named_padding(padding, kernel, dilation)
     if padding is None:
         return "padding 'same' is uneven for an even kernel size"
-    return stride, _spread(padding, spatial), dilation, given["groups"]
-
-
-def _spread(found: Any, spatial: int) -> list[int]:
-    both = [found] if isinstance(found, int) else list(found)
-    return both * spatial if len(both) == 1 else both
+    return stride, per_dimension(padding, spatial), dilation, given["groups"]
 
 
 def _named_padding(name: str, kernel: Sequence[int], dilation: list[int]) -> list[int] | None:

@@ -13,7 +13,8 @@ from torch import fx
 from quantplug.core.graph.editing import call, replace, viewed
 from quantplug.core.graph.facts import operands, rank, tensor_value
 from quantplug.core.graph.meta import absorb
-from quantplug.core.graph.operators import MOVES, REPEATS
+from quantplug.core.graph.operators import JOINS, MOVES, REPEATS
+from quantplug.core.graph.traits import per_dimension
 from quantplug.core.patterns.language import Match, each, item, op, single_use, value
 from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.qparams import QD, QParams, dequantize, is_static, qparams, quantize
@@ -115,11 +116,12 @@ def _sink_pad(match: Match) -> str | None:
 def _sink_max_pool(match: Match) -> str | None:
     """The integer maximum is the maximum; the padding is the lowest integer in both."""
     given = operands(match.root)
-    kernel = _pair(given["kernel_size"])
+    kernel = per_dimension(given["kernel_size"])
     target = torch.ops.quantized.max_pool2d.default
     if qparams(match["dequantize"]).dtype != torch.uint8:
         return "the integer max-pool takes torch.uint8"
-    rest = (_pair(given["stride"]) or kernel, _pair(given["padding"]), _pair(given["dilation"]), given["ceil_mode"])
+    stride, padding, dilation = (per_dimension(given[name]) for name in ("stride", "padding", "dilation"))
+    rest = (stride or kernel, padding, dilation, given["ceil_mode"])
     is_single = rank(match["integers"]) == 3
     images = viewed(match.root, aten.unsqueeze.default, match["integers"], 0) if is_single else match["integers"]
     pooled = call(match.root, target, (images, kernel, *rest), match.root, torch.uint8)
@@ -129,11 +131,6 @@ def _sink_max_pool(match: Match) -> str | None:
         pooled = viewed(match.root, aten.squeeze.dim, pooled, 0)
     _dequantize_instead(match.root, pooled, qparams(match["dequantize"]))
     return None
-
-
-def _pair(found: int | list[int]) -> list[int]:
-    both = [found] if isinstance(found, int) else list(found)
-    return both * 2 if len(both) == 1 else both
 
 
 def _sink_indexed_max_pool(match: Match) -> str | None:
@@ -153,7 +150,7 @@ def _sink_indexed_max_pool(match: Match) -> str | None:
 SINK_MAX_POOL = Rule(op("max_pool2d", self=STATIC_DEQUANTIZE), _sink_max_pool)
 SINK = (
     *(Rule(op(name, self=STATIC_DEQUANTIZE), _sink) for name in MOVES),
-    Rule(op("cat", "stack", tensors=each(dequantize(), "sources")), _sink_join),
+    Rule(op(*JOINS, tensors=each(dequantize(), "sources")), _sink_join),
     Rule(op("relu", self=single_use(STATIC_DEQUANTIZE)), _sink_relu),
     *clamp_rules(STATIC_DEQUANTIZE),
     Rule(op("constant_pad_nd", self=STATIC_DEQUANTIZE), _sink_pad),

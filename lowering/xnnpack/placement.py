@@ -12,15 +12,13 @@ import torch
 from torch import fx
 
 from quantplug.core.graph.facts import compute_nodes, module_path
-from quantplug.core.graph.operators import IDENTITIES, operator_overloads
+from quantplug.core.graph.traits import is_identity
 from quantplug.core.peers.torch_names import schema_or_none
 from quantplug.core.qdq.nodes import is_conversion
 from quantplug.lowering.placement import NOTHING
 from quantplug.lowering.program import LoweredOp
 from quantplug.lowering.xnnpack.program import KernelCounts
 from quantplug.lowering.xnnpack.serializer.records import KernelCall
-
-_IDENTITIES = frozenset().union(*map(operator_overloads, IDENTITIES))
 
 
 def origins(node: fx.Node, graph: fx.Graph) -> set[str]:
@@ -122,7 +120,7 @@ def _placement(
         names = sorted({_operator_name(n) for n in portable})
         return "portable", f"XNNPACK does not take {', '.join(names)} here"
     own = [c for c in kernels if not c.is_convert]
-    if not own and node.target in _IDENTITIES and not any(map(is_conversion, node.all_input_nodes)):
+    if not own and is_identity(node) and not any(map(is_conversion, node.all_input_nodes)):
         return "float", NOTHING
     if not own:  # fused into its producer, a view that costs nothing, or a copy that lost its history
         producer = next((placed[n] for n in node.all_input_nodes if n in placed), None)

@@ -14,6 +14,8 @@ from torch import fx
 from quantplug.core.graph.editing import call, replace
 from quantplug.core.graph.facts import operands, tensor_value
 from quantplug.core.graph.meta import absorb
+from quantplug.core.graph.operators import CLAMPS
+from quantplug.core.graph.traits import clamp_bounds
 from quantplug.core.patterns.language import Match, Op, Pattern, either, op, single_use, value
 from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.qparams import QD, QParams, dequantize, qparams, quantize
@@ -31,7 +33,7 @@ SCALE, ZERO_POINT, DTYPE, UNARY, SCALARS, ALGORITHM = range(-6, 0)
 def fuse(graph: fx.Graph) -> None:
     """Fuses unary functions, clamps and output quantization into the kernels; the graph stays functional."""
     apply(graph, UNARIES)
-    apply(graph, CLAMPS)
+    apply(graph, INTEGER_CLAMPS)
     apply(graph, OUTPUTS)
     as_images(graph)
 
@@ -67,11 +69,11 @@ def set_args(node: fx.Node, changes: dict[int, Any]) -> None:
 
 
 def _unary(
-    function: Op, name: str, scalars: Callable[[dict[str, Any]], list[Any] | str], algorithm: str = "approximate"
+    function: Op, name: str, scalars: Callable[[fx.Node], list[Any] | str], algorithm: str = "approximate"
 ) -> Rule:
     def rewrite(match: Match) -> str | None:
         given = operands(match.root)
-        numbers = scalars(given)
+        numbers = scalars(match.root)
         if isinstance(numbers, str):
             return numbers
         node: fx.Node = match["kernel"]
@@ -95,34 +97,25 @@ def _unary_objection(kernel: fx.Node, name: str) -> str | None:
 UNBOUNDED = (-3.0e38, 3.0e38)
 
 
-def _nothing(given: dict[str, Any]) -> list[Any]:
+def _nothing(function: fx.Node) -> list[Any]:
     return NO_SCALARS
 
 
-def _bounds(low: str, high: str) -> Callable[[dict[str, Any]], list[Any] | str]:
-    def read(given: dict[str, Any]) -> list[Any] | str:
-        found = [given.get(low), given.get(high)]
-        if any(isinstance(bound, fx.Node) for bound in found):
-            return "its bounds are tensors"
-        return [end if bound is None else float(bound) for bound, end in zip(found, UNBOUNDED, strict=True)]
-
-    return read
+def _bounds(function: fx.Node) -> list[Any] | str:
+    found = clamp_bounds(function)
+    if found is None:
+        return "its bounds are tensors"
+    return [end if bound is None else float(bound) for bound, end in zip(found, UNBOUNDED, strict=True)]
 
 
-def _six(given: dict[str, Any]) -> list[Any]:
-    return [0.0, 6.0]
-
-
-def _slope(given: dict[str, Any]) -> list[Any]:
-    return [given["negative_slope"]]
+def _slope(function: fx.Node) -> list[Any]:
+    return [operands(function)["negative_slope"]]
 
 
 def _unaries(name: str) -> Iterator[Rule]:
     source = single_use(kernel(name))
     yield _unary(op("relu", self=source), "relu", _nothing)
-    yield _unary(op("relu6", self=source), "hardtanh", _six)
-    yield _unary(op("hardtanh", self=source), "hardtanh", _bounds("min_val", "max_val"))
-    yield _unary(op("clamp.default", self=source), "hardtanh", _bounds("min", "max"))
+    yield from (_unary(op(clamp, self=source), "hardtanh", _bounds) for clamp in CLAMPS if clamp != "relu")
     yield _unary(op("hardswish", self=source), "hardswish", _nothing)
     yield _unary(op("silu", self=source), "swish", _nothing)
     gate = op("sigmoid", self=kernel(name))
@@ -342,7 +335,7 @@ def _with_sum(overload: str) -> Op:
     return op(f"{LINEAR}.{overload}", name="kernel", output_dtype=torch.float32, binary_post_op="add")
 
 
-CLAMPS = tuple(rule for name in (CONVOLUTION, LINEAR) for rule in clamp_rules(single_use(kernel(name, None))))
+INTEGER_CLAMPS = tuple(rule for name in (CONVOLUTION, LINEAR) for rule in clamp_rules(single_use(kernel(name, None))))
 OUTPUTS = tuple(Rule(quantize(input=single_use(kernel(name, None))), _fuse_output) for name in (CONVOLUTION, LINEAR))
 SUM_OUTPUTS = tuple(
     Rule(quantize(input=single_use(_with_sum(overload))), _fuse_sum_output) for overload in ("binary", "binary_tensor")

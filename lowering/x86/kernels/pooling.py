@@ -14,6 +14,7 @@ from torch import fx
 from quantplug.core.graph.editing import call, replace
 from quantplug.core.graph.facts import operands, tensor_value
 from quantplug.core.graph.meta import absorb
+from quantplug.core.graph.traits import per_dimension
 from quantplug.core.patterns.language import Match, literal, op
 from quantplug.core.patterns.rules import Rule
 from quantplug.core.qdq.qparams import QD, IntegerWeight, QParams, qparams
@@ -56,16 +57,16 @@ def _sum(match: Match, dims: list[int], *, keepdim: bool) -> str | None:
 
 def _windows(match: Match) -> str | None:
     given = operands(match.root)
-    kernel = _pair(given["kernel_size"])
-    padding = _pair(given["padding"])
+    kernel = per_dimension(given["kernel_size"])
+    padding = per_dimension(given["padding"])
     if given["ceil_mode"] or (any(padding) and not given["count_include_pad"]):
         return "its windows at the border have other sizes than those inside"
-    return _average(match, kernel, _pair(given["stride"]) or kernel, padding, given["divisor_override"])
+    return _average(match, kernel, per_dimension(given["stride"]) or kernel, padding, given["divisor_override"])
 
 
 def _even_windows(match: Match) -> str | None:
     """Adaptive pooling whose windows all have one size."""
-    sizes, wanted = _sizes(match["integers"])[-2:], _pair(operands(match.root)["output_size"])
+    sizes, wanted = _sizes(match["integers"])[-2:], per_dimension(operands(match.root)["output_size"])
     if any(not isinstance(size, int) or size % out for size, out in zip(sizes, wanted, strict=True)):
         return f"an image of {tuple(sizes)} has no equal windows for {tuple(wanted)} averages"
     kernel = [size // out for size, out in zip(sizes, wanted, strict=True)]
@@ -90,11 +91,6 @@ def _average(match: Match, kernel: list[int], stride: list[int], padding: list[i
 def _sizes(node: fx.Node) -> tuple[Any, ...]:
     found = tensor_value(node)
     return () if found is None else tuple(found.shape)
-
-
-def _pair(found: int | list[int]) -> list[int]:
-    both = [found] if isinstance(found, int) else list(found)
-    return both * 2 if len(both) == 1 else both
 
 
 AVERAGES = (

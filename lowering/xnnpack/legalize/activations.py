@@ -9,27 +9,25 @@ import torch
 from torch import fx
 
 from quantplug.core.graph.editing import call_like
-from quantplug.core.graph.facts import operands, operator_name, rank
+from quantplug.core.graph.facts import operator_name, rank
+from quantplug.core.graph.traits import clamp_bounds
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
 from quantplug.core.qdq.qparams import INT8, StaticQParams, quantized_output, requantize, static_qparams
 from quantplug.lowering.xnnpack.legalize.legalized import Legalized
 from quantplug.lowering.xnnpack.legalize.operators import ACTIVATIONS, FUSING, calls, first_input
 
 _ATEN = torch.ops.aten
-_CLAMPS = {"aten::clamp", "aten::clamp_", "aten::clamp_min", "aten::clamp_max"}
 
 
 def clamps_as_fusable_activations(working: fx.GraphModule) -> None:
     """XNNPACK fuses relu and hardtanh into the kernel before them, but the serializer drops a clamp."""
-    for node in calls(working, _CLAMPS):
-        values = operands(node)
-        low, high = values.get("min"), values.get("max")
-        output = quantized_output(node)
-        producer = values["self"]
-        if output is None or operator_name(producer) not in FUSING or len(producer.users) != 1:
+    for node in list(working.graph.nodes):
+        given, output, producer = clamp_bounds(node), quantized_output(node), first_input(node)
+        if given is None or output is None or operator_name(node) in ACTIVATIONS:
             continue
-        if isinstance(low, fx.Node) or isinstance(high, fx.Node):
+        if operator_name(producer) not in FUSING or len(producer.users) != 1:
             continue
+        low, high = given
         bounds = (_lowest(output) if low is None else low, _highest(output) if high is None else high)
         if bounds[0] <= bounds[1]:
             node.target, node.args, node.kwargs = _ATEN.hardtanh.default, (producer, *map(float, bounds)), {}
@@ -66,11 +64,11 @@ def narrow_ranges_as_clamps(working: fx.GraphModule) -> None:
 def _bound(working: fx.GraphModule, quantize: fx.Node, params: StaticQParams) -> None:
     value, low, high = first_input(quantize), _lowest(params), _highest(params)
     quantize.args = (value, params.scale, params.zero_point, *INT8)
-    activation = operands(value) if operator_name(value) in ACTIVATIONS and len(value.users) == 1 else None
-    if activation is not None:
-        low = max(low, float(activation.get("min_val", 0.0)))
-        top = 6.0 if operator_name(value) in ("aten::relu6", "aten::relu6_") else activation.get("max_val", high)
-        value.target, value.args, value.kwargs = _ATEN.hardtanh.default, (value.args[0], low, min(high, top)), {}
+    bounds = clamp_bounds(value) if operator_name(value) in ACTIVATIONS and len(value.users) == 1 else None
+    if bounds is not None:
+        least, most = (end if own is None else float(own) for own, end in zip(bounds, (low, high), strict=True))
+        value.target, value.kwargs = _ATEN.hardtanh.default, {}
+        value.args = (value.args[0], max(low, least), min(high, most))
         return
     with working.graph.inserting_before(quantize):
         # Behind a kernel that takes no bounds the clamp works on the integers; rounding commutes with it.

@@ -12,6 +12,8 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig
 from quantplug.core.graph.aliases import changed_under_other_names
 from quantplug.core.graph.editing import add_constant
 from quantplug.core.graph.facts import constant_value, operands, operator_name, tensor_value
+from quantplug.core.graph.operators import ALIASES, COPIES, IDENTITIES, JOINS, MOVES, PADS, schema_names
+from quantplug.core.graph.traits import per_dimension
 from quantplug.core.patterns.language import Match
 from quantplug.core.qdq.nodes import is_dequantize
 from quantplug.core.qdq.qparams import StaticQParams, quantized_output, requantize, static_qparams
@@ -20,14 +22,8 @@ from quantplug.lowering.xnnpack.legalize.legalized import Legalized
 from quantplug.lowering.xnnpack.legalize.operators import calls, first_input
 
 # Kernels that move or mix integers of one scale: their output has the quantization parameters of their input.
-_MOVES = {
-    "aten::max_pool2d", "aten::permute", "aten::transpose", "aten::t", "aten::view", "aten::reshape",
-    "aten::flatten", "aten::unflatten", "aten::unsqueeze", "aten::squeeze", "aten::slice", "aten::select",
-    "aten::pad", "aten::constant_pad_nd", "aten::clone", "aten::contiguous", "aten::expand",
-    "aten::pixel_shuffle", "aten::pixel_unshuffle", "aten::channel_shuffle", "aten::dropout", "aten::alias",
-    "aten::detach", "aten::movedim", "aten::swapaxes", "aten::upsample_bilinear2d",
-}  # fmt: skip
-_PADS = {"aten::pad", "aten::constant_pad_nd"}
+_MOVES = schema_names((*MOVES, *IDENTITIES, *PADS, "expand", "max_pool2d", "upsample_bilinear2d"))
+_PADS = schema_names(PADS)
 # What ExecuTorch serializes as a reshape by numbers, or, as conv1d, as a conv2d between two of them.
 _RESHAPES = {"aten::squeeze", "aten::squeeze_", "aten::unsqueeze", "aten::unsqueeze_", "aten::conv1d"}
 
@@ -91,11 +87,11 @@ def spell_out_pooling(working: fx.GraphModule) -> None:
     """ExecuTorch 1.4's partitioner reads stride and kernel by position and as pairs: an omitted stride crashes it."""
     for node in calls(working, ("aten::max_pool2d", "aten::avg_pool2d")):
         values = operands(node)
-        values["kernel_size"] = _pair(values["kernel_size"])
-        values["stride"] = _pair(values["stride"]) or values["kernel_size"]
-        values["padding"] = _pair(values["padding"])
+        values["kernel_size"] = per_dimension(values["kernel_size"])
+        values["stride"] = per_dimension(values["stride"]) or values["kernel_size"]
+        values["padding"] = per_dimension(values["padding"])
         if "dilation" in values:
-            values["dilation"] = _pair(values["dilation"])
+            values["dilation"] = per_dimension(values["dilation"])
         node.args, node.kwargs = tuple(values.values()), {}
 
 
@@ -106,14 +102,14 @@ def aliases_are_clones(working: fx.GraphModule) -> None:
     makes the operator one that writes nothing, and knows who reads what.
     """
     tied = changed_under_other_names(working.graph)
-    for node in calls(working, ("aten::alias", "aten::detach")):
+    for node in calls(working, schema_names(ALIASES)):
         if node not in tied:
             node.target = torch.ops.aten.clone.default
 
 
 def copies_of_integers_are_views(working: fx.GraphModule) -> None:
     """ExecuTorch 1.4 drops a copy and leaves the conversions around it; a view takes integers and costs nothing."""
-    for node in calls(working, ("aten::clone", "aten::contiguous")):
+    for node in calls(working, schema_names(COPIES)):
         source, value = first_input(node), tensor_value(node)
         if value is None or not is_dequantize(source) or static_qparams(source) != quantized_output(node):
             continue
@@ -127,11 +123,6 @@ def spell_out_slopes(working: fx.GraphModule) -> None:
     for node in calls(working, ("aten::elu", "aten::elu_")):
         values = operands(node)
         node.args, node.kwargs = (values["self"], float(values["alpha"])), {}
-
-
-def _pair(value: Any) -> list[int]:
-    values = list(value) if isinstance(value, (list, tuple)) else [value]
-    return values * 2 if len(values) == 1 else values
 
 
 def moves_keep_qparams(working: fx.GraphModule) -> None:
@@ -156,7 +147,7 @@ def _pads_with_zero(node: fx.Node, entered: StaticQParams) -> bool:
 
 def concatenations_share_qparams(working: fx.GraphModule) -> None:
     """Inputs of a quantized concatenation are converted to its output's parameters before it."""
-    for node in calls(working, ("aten::cat", "aten::stack")):
+    for node in calls(working, schema_names(JOINS)):
         output = quantized_output(node)
         values: Any = node.args[0]
         if output is None or not output.is_int8 or not all(is_dequantize(v) and static_qparams(v) for v in values):

@@ -7,12 +7,15 @@ from torch import Tensor, fx
 
 from quantplug.core.graph.editing import add_constant
 from quantplug.core.graph.facts import operator_name, sole_user
+from quantplug.core.graph.operators import CLAMPS, schema_names
 
 _CONVOLUTIONS = {"aten::conv1d", "aten::conv2d", "aten::conv_transpose1d", "aten::conv_transpose2d"}
 TRANSPOSED = {"aten::conv_transpose1d", "aten::conv_transpose2d"}
 GEMMS = _CONVOLUTIONS | {"aten::linear"}
 FUSING = GEMMS | {"aten::add", "aten::sub", "aten::mul"}
-ACTIVATIONS = {"aten::relu", "aten::relu_", "aten::relu6", "aten::relu6_", "aten::hardtanh", "aten::hardtanh_"}
+# Clamps that the serializer fuses into the kernel before them; it drops those that are called clamps.
+_FUSED = [name for name in CLAMPS if not name.startswith("clamp")]
+ACTIVATIONS = {f"{name}{in_place}" for name in schema_names(_FUSED) for in_place in ("", "_")}
 
 
 def calls(working: fx.GraphModule, names: Iterable[str]) -> list[fx.Node]:

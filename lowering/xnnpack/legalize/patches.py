@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from quantplug.core.graph.editing import add_constant, call_like
 from quantplug.core.graph.facts import constant_value, operands, tensor_value
+from quantplug.core.graph.traits import per_dimension
 from quantplug.core.qdq.nodes import is_dequantize
 from quantplug.core.qdq.qparams import QParams, quantized_output, requantize, static_qparams
 from quantplug.lowering.xnnpack.legalize.operators import calls, first_input
@@ -39,7 +40,7 @@ def _is_patches(values: dict[str, Any], weight: Tensor, image: list[Any]) -> boo
     kernel, channels = list(weight.shape[2:]), weight.shape[1]
     if isinstance(values["padding"], str) or not all(isinstance(size, int) for size in image[2:]):
         return False
-    stride, dilation = ((list(values[name]) * 2)[:2] for name in ("stride", "dilation"))
+    stride, dilation = (per_dimension(values[name]) for name in ("stride", "dilation"))
     plain = values["groups"] == 1 and dilation == [1, 1] and not any(values["padding"])
     padded = -(-channels // _READ_AT_ONCE) * _READ_AT_ONCE
     whole = all(size % taps == 0 for size, taps in zip(image[2:], kernel, strict=True))

@@ -3,6 +3,7 @@
 from torch import fx
 
 from quantplug.core.graph.facts import operator_name
+from quantplug.core.graph.traits import clamp_bounds
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
 from quantplug.core.qdq.qparams import quantized_output, static_qparams
 from quantplug.lowering.xnnpack.legalize.legalized import Legalized
@@ -39,6 +40,6 @@ def _ratio(node: fx.Node, scales: list[float], output: float) -> tuple[float, st
         return max((s / output for s in scales), key=lambda r: max(r, 1 / r)), "add"
     if name == "aten::mul":
         return (scales[0] * scales[-1]) / output, "mul"
-    if name in ("aten::leaky_relu", "aten::relu", "aten::hardtanh", "aten::relu6", "aten::clamp", "aten::mean"):
+    if name in ("aten::leaky_relu", "aten::mean") or clamp_bounds(node) is not None:
         return scales[0] / output, "convert"
     return 1.0, "none"
