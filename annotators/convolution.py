@@ -12,13 +12,12 @@ from quantplug.annotators.fusion import with_activations, with_batch_norm
 from quantplug.annotators.weighted import annotate_weighted, batch_norm_in_training
 from quantplug.core.annotation.annotator import Annotations, Annotator
 from quantplug.core.graph.facts import operands
+from quantplug.core.graph.operators import CLAMPS
 from quantplug.core.patterns.language import Match, constant, op, optional, value
-
-CLAMPS = ("relu", "relu6", "hardtanh", "clamp")
 
 
 def convolution(
-    dims: tuple[int, ...] = (1, 2), activations: tuple[str, ...] = CLAMPS, label: str = "conv"
+    dims: tuple[int, ...] = (1, 2), activations: tuple[str, ...] = tuple(CLAMPS), label: str = "conv"
 ) -> Annotator:
     """Returns the annotator of convolutions over 1, 2 or 3 spatial dimensions.
 
@@ -30,7 +29,7 @@ def convolution(
     return _family(label, [f"conv{d}d" for d in dims], dims, activations, transposed=False)
 
 
-def transposed_convolution(dims: tuple[int, ...] = (1, 2), activations: tuple[str, ...] = CLAMPS) -> Annotator:
+def transposed_convolution(dims: tuple[int, ...] = (1, 2), activations: tuple[str, ...] = tuple(CLAMPS)) -> Annotator:
     """Returns the annotator of transposed convolutions; their output channels are on axis 1 of the weight."""
     return _family("conv_transpose", [f"conv_transpose{d}d" for d in dims], dims, activations, transposed=True)
 

@@ -11,6 +11,7 @@ from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpecBase
 
 from quantplug.core.annotation.annotator import Annotations
+from quantplug.core.graph.operators import CLAMPS
 from quantplug.core.patterns.language import Match, Op, Pattern, anything, op, optional, single_use
 
 
@@ -26,10 +27,9 @@ def activation(name: str, inner: Pattern, bind: str = "activation") -> Op:
     Raises:
         PatternError: the activation is no operator with an operand `self`.
     """
-    if name != "clamp":
-        return op(name, self=inner, name=bind)
-    bound = optional(anything(None, _number))
-    return op("clamp.default", "clamp_.default", self=inner, min=bound, max=bound, name=bind)
+    number = optional(anything(None, _number))
+    bounds: dict[str, Any] = {bound: number for bound in CLAMPS.get(name, ()) if isinstance(bound, str)}
+    return op(name, self=inner, name=bind, **bounds)
 
 
 def with_activations(label: str, base: Pattern, activations: tuple[str, ...]) -> tuple[tuple[str, Pattern], ...]:

@@ -8,14 +8,14 @@ from quantplug.annotators.fusion import with_activations, with_batch_norm
 from quantplug.annotators.weighted import annotate_weighted, batch_norm_in_training
 from quantplug.core.annotation.annotator import Annotations, Annotator
 from quantplug.core.graph.facts import describe, is_constant, rank
-from quantplug.core.graph.operators import operator_overloads
+from quantplug.core.graph.operators import CLAMPS, operator_overloads
+from quantplug.core.graph.traits import transposes
 from quantplug.core.patterns.language import Match, constant, op, optional, value
 
 _WHOLE = operator_overloads("linear")
-_TRANSPOSES = operator_overloads("permute") | operator_overloads("t") | operator_overloads("transpose.int")
 
 
-def linear(activations: tuple[str, ...] = ("relu", "relu6", "hardtanh", "clamp")) -> Annotator:
+def linear(activations: tuple[str, ...] = tuple(CLAMPS)) -> Annotator:
     """Returns the annotator of linear layers with constant weights."""
     whole = op("linear", input=value("x"), weight=constant("w"), bias=optional(constant("b")), name="op")
     # `addmm` and `mm` come from run_decompositions(): the weight is transposed on the way in.
@@ -35,7 +35,7 @@ def _is_matrix(match: Match) -> str | None:
 
 
 def _weight(found: fx.Node) -> str | None:
-    if is_constant(found) or (found.target in _TRANSPOSES and is_constant(found.args[0])):
+    if is_constant(found) or (transposes(found) and is_constant(found.args[0])):
         return None
     return f"the weight {describe(found)} is computed, not a constant"
 

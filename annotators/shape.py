@@ -1,5 +1,7 @@
 """Operators that only move data: input and output share one scale, so the move is one of integers."""
 
+from typing import Any
+
 from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpecBase, SharedQuantizationSpec
 
@@ -7,13 +9,11 @@ from quantplug.annotators.constraints import static_only
 from quantplug.annotators.fusion import annotate_piece
 from quantplug.annotators.qspecs import get_input_act_qspec
 from quantplug.core.annotation.annotator import Annotations, Annotator
+from quantplug.core.graph.operators import DROPOUTS, IDENTITIES, MOVES, PADS, REPEATS
 from quantplug.core.patterns.language import Match, Op, each, literal, op, value
 
-VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "permute", "transpose", "t", "squeeze", "unsqueeze")
-COPIES = ("slice", "select", "expand", "contiguous", "clone", "repeat", "alias", "detach", "dropout")
 
-
-def movement(names: tuple[str, ...] = VIEWS + COPIES) -> Annotator:
+def movement(names: tuple[str, ...] = (*MOVES, *REPEATS, *IDENTITIES)) -> Annotator:
     """Returns the annotator of operators that move data without changing a value.
 
     They keep the integer domain between quantized neighbours and start none: only moves whose producer is
@@ -25,17 +25,16 @@ def movement(names: tuple[str, ...] = VIEWS + COPIES) -> Annotator:
         shared = SharedQuantizationSpec((source, match["op"]))
         return annotate_piece(match, {source: SharedQuantizationSpec(source)}, shared)
 
-    patterns = tuple((name, _move(name)) for name in names)
+    patterns = tuple((name.partition(".")[0], _move(name)) for name in names)
     return Annotator("movement", patterns, decide, (static_only,), follows=("x",), output="shared")
 
 
 def _move(name: str) -> Op:
-    if name == "dropout":
+    if name in DROPOUTS:
         return op(name, input=value("x"), train=False, name="op")
-    if name == "pad":
-        return op(name, self=value("x"), mode="constant", value=literal(None, 0, 0.0), name="op")
-    if name == "constant_pad_nd":
-        return op(name, self=value("x"), value=literal(0, 0.0), name="op")
+    if name in PADS:
+        mode: dict[str, Any] = {"mode": "constant"} if name == "pad" else {}
+        return op(name, self=value("x"), value=literal(None, 0, 0.0), name="op", **mode)
     # The other view, to a dtype, reads the bits of a number as another number.
     return op("view.default" if name == "view" else name, self=value("x"), name="op")
 

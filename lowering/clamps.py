@@ -5,25 +5,17 @@ the integers end at the bounds anyway, as behind a relu. Quantization is monoton
 same integers.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, fx
 
 from quantplug.core.graph.editing import call
-from quantplug.core.graph.facts import operands
+from quantplug.core.graph.operators import CLAMPS
+from quantplug.core.graph.traits import Bounds, clamp_bounds
 from quantplug.core.patterns.language import Match, Pattern, op, single_use
 from quantplug.core.patterns.rules import Rule
 from quantplug.core.qdq.qparams import QParams, is_static, qparams, quantize
 
 aten = torch.ops.aten
-# operator -> its lower and upper bound, each a number or the name of the operand that holds it
-_BOUNDS: dict[str, tuple[float | str | None, float | str | None]] = {
-    "relu": (0.0, None),
-    "relu6": (0.0, 6.0),
-    "hardtanh": ("min_val", "max_val"),
-    "clamp": ("min", "max"),
-}
 
 
 def clamp_rules(source: Pattern) -> tuple[Rule, ...]:
@@ -32,20 +24,14 @@ def clamp_rules(source: Pattern) -> tuple[Rule, ...]:
     Args:
         source: what the clamp reads.
     """
-    return tuple(_rule(name, source) for name in _BOUNDS)
-
-
-def bounds_of(clamp: fx.Node, name: str) -> list[Any]:
-    """Returns the lower and the upper bound of a clamp, by its operator's name: numbers, tensors' nodes or None."""
-    given = operands(clamp)
-    return [given.get(bound) if isinstance(bound, str) else bound for bound in _BOUNDS[name]]
+    return tuple(_rule(name, source) for name in CLAMPS)
 
 
 def _rule(name: str, source: Pattern) -> Rule:
     def rewrite(match: Match) -> fx.Node | str:
         clamp, params = match["clamp"], qparams(match.root)
-        bounds = bounds_of(clamp, name)
-        if params.dtype not in (torch.uint8, torch.int8) or any(isinstance(bound, fx.Node) for bound in bounds):
+        bounds = clamp_bounds(clamp)
+        if params.dtype not in (torch.uint8, torch.int8) or bounds is None:
             return "its bounds are tensors or its integers wider than a byte"
         return _clamp_integers(match, params, bounds)
 
@@ -53,7 +39,7 @@ def _rule(name: str, source: Pattern) -> Rule:
     return Rule(pattern.where(lambda match: is_static(match.root)), rewrite)
 
 
-def _clamp_integers(match: Match, params: QParams, bounds: list[Any]) -> fx.Node:
+def _clamp_integers(match: Match, params: QParams, bounds: Bounds) -> fx.Node:
     node, clamp = match.root, match["clamp"]
     source = clamp.args[0]
     low, high = (_integer(bound, params) for bound in bounds)

@@ -3,12 +3,11 @@
 Before: `conv2d(x, w, stride=[1])`. After: `conv2d(x, w, stride=[1, 1])`.
 """
 
-from collections.abc import Sequence
-
 from torch import fx
 
 from quantplug.core.graph.editing import set_operand
 from quantplug.core.graph.facts import compute_nodes, operands
+from quantplug.core.graph.traits import per_dimension
 from quantplug.core.peers.torch_names import OpOverload, schema_of
 
 
@@ -24,9 +23,4 @@ def _write_out(node: fx.Node, operator: OpOverload) -> None:
     for argument in schema_of(operator).arguments:
         value, count = given.get(argument.name), getattr(argument, "N", None)
         if count and isinstance(value, list) and len(value) == 1:
-            set_operand(node, argument.name, for_each_dimension(value, count))
-
-
-def for_each_dimension(sizes: Sequence[int], count: int) -> list[int]:
-    """Returns a size for each dimension of those that are given, or of the one that stands for all."""
-    return [*sizes] * count if len(sizes) == 1 else [*sizes]
+            set_operand(node, argument.name, per_dimension(value, count))

@@ -24,9 +24,10 @@ from quantplug.core.graph.facts import (
     tensor_value,
 )
 from quantplug.core.graph.meta import absorb
+from quantplug.core.graph.traits import per_dimension, transposes
 from quantplug.core.qdq.nodes import is_dequantize
-from quantplug.core.qdq.qparams import DEQUANTIZE_PER_TENSOR, QD, TRANSPOSES, qparams
-from quantplug.lowering.sizes import for_each_dimension, write_sizes_out
+from quantplug.core.qdq.qparams import DEQUANTIZE_PER_TENSOR, QD, qparams
+from quantplug.lowering.sizes import write_sizes_out
 
 _ATEN = torch.ops.aten
 _CONVOLUTIONS = (_ATEN.conv1d.default, _ATEN.conv2d.default, _ATEN.conv3d.default)
@@ -74,7 +75,7 @@ def padding_in_numbers(padding: str, kernel: Sequence[int], dilation: Sequence[i
         kernel: sizes of the window.
         dilation: of each of its dimensions, or one for all.
     """
-    spread = for_each_dimension(dilation, len(kernel))
+    spread = per_dimension(dilation, len(kernel))
     reach = [step * (int(size) - 1) * (padding == "same") for step, size in zip(spread, kernel, strict=True)]
     return [total // 2 for total in reach], [total % 2 for total in reach]
 
@@ -127,7 +128,7 @@ def _adds_a_row(given: Mapping[str, Any], bias: Any, matrix: torch.Tensor) -> bo
 
 def _turned(node: fx.Node, matrix: fx.Node) -> fx.Node | None:
     """Returns the constant of which a matrix is the transpose, or None where it is none."""
-    if matrix.target in TRANSPOSES:
+    if transposes(matrix):
         inner = operands(matrix)
         source = inner["self"]
         return source if _swaps(inner) and (is_constant(source) or _integers(source) is not None) else None

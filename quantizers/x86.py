@@ -21,7 +21,7 @@ from quantplug.annotators.constraints import (
     weights_alone,
     whole_windows,
 )
-from quantplug.annotators.convolution import CLAMPS, convolution
+from quantplug.annotators.convolution import convolution
 from quantplug.annotators.embedding import embedding
 from quantplug.annotators.groupwise import in_groups, no_groups, whole_groups
 from quantplug.annotators.half import half_weights
@@ -29,7 +29,8 @@ from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling
 from quantplug.annotators.presets import get_float16_quantization_config
 from quantplug.annotators.residual import residual
-from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
+from quantplug.annotators.shape import concatenation, movement
+from quantplug.core.graph.operators import CLAMPS, IDENTITIES, JOINS, MOVES, PADS, REPEATS
 from quantplug.core.named import named
 from quantplug.core.specs.levels import Level
 from quantplug.quantizers.framework.backend import Backend
@@ -56,7 +57,7 @@ AT_RUN_TIME = (no_groups, unsigned_if_dynamic, enough_work(512))
 _right_shapes = named("quantplug.lowering.x86.geometry:right_shapes")
 _readable_groups = named("quantplug.lowering.x86.kernels.four_bits:readable_groups")
 # The kernel over volumes ends in no function: a clamp behind it is one of its integers, so those it has to write.
-_VOLUMES = convolution((3,), CLAMPS, "conv3d").where(no_groups, not_dynamic, _right_shapes)
+_VOLUMES = convolution((3,), label="conv3d").where(no_groups, not_dynamic, _right_shapes)
 CLAMPED_VOLUMES = replace(
     _VOLUMES, patterns=tuple(pair for pair in _VOLUMES.patterns if pair[0] not in ("conv3d", "conv3d_bn"))
 )
@@ -78,7 +79,7 @@ _ROWS = (
     .where(whole_groups, _readable_groups)
     .writing_float()
     .sparing_ends(SMALL_SHARE),
-    concatenation("cat").writing_float().within(Level.EXACT),
+    concatenation(*JOINS).writing_float().within(Level.EXACT),
     pooling("max_pool2d").within(Level.EXACT),
     # Averages of float tensors stay float: to quantize the tensor takes longer than to average it.
     pooling("avg_pool2d", own_output=True, follows=("x",)).where(whole_windows, padding_counts).writing_float(),
@@ -86,8 +87,8 @@ _ROWS = (
     pooling("mean", own_output=True, follows=("x",)).where(known_number).writing_float(),
     # A table of integers is a fourth of the memory, not faster, and costs a BERT half a decibel or more.
     embedding().where(weights_alone, no_groups).within(Level.EXACT),
-    clamps("relu", "relu6", "hardtanh", "clamp").within(Level.EXACT),
-    movement((*VIEWS, *COPIES)).writing_float().within(Level.EXACT),
+    clamps(*CLAMPS).within(Level.EXACT),
+    movement((*MOVES, *REPEATS, *IDENTITIES, *PADS)).writing_float().within(Level.EXACT),
     *half_weights(),
 )
 

@@ -12,7 +12,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.annotators import constraints, groupwise
 from quantplug.annotators.activation import clamps, known_range, own_range
-from quantplug.annotators.convolution import CLAMPS, convolution, transposed_convolution
+from quantplug.annotators.convolution import convolution, transposed_convolution
 from quantplug.annotators.elementwise import binary
 from quantplug.annotators.half import half_table
 from quantplug.annotators.linear import linear
@@ -23,7 +23,8 @@ from quantplug.annotators.presets import (
     get_xnnpack_quantization_config,
     per_row,
 )
-from quantplug.annotators.shape import COPIES, VIEWS, concatenation, movement
+from quantplug.annotators.shape import concatenation, movement
+from quantplug.core.graph.operators import CLAMPS, IDENTITIES, MOVES, PADS, SHUFFLES
 from quantplug.core.named import named
 from quantplug.core.specs.levels import Level
 from quantplug.quantizers.framework.backend import Backend
@@ -41,14 +42,15 @@ WIDE_RANGES = (
     own_range("exp", "log", "sqrt", "rsqrt", "square", "floor", "ceil", "sin", "cos"),
 )
 
-_COPIES = tuple(name for name in COPIES if name != "repeat")  # there is no kernel that repeats
+# There is no kernel that turns numbers around or repeats them, and what shuffles them is written as views.
+_MOVES = tuple(name for name in MOVES if name not in SHUFFLES)
 
 # All operators without weights. The backend leaves those float that carry the state of a recurrent layer. One that
 # wants them in integers too adds the rows as they are: derive(XNNPACK, "xnnpack_states", add=INTEGER_STATES).
 INTEGER_STATES = (
-    binary("add", CLAMPS).where(constraints.has_dimensions).needing_company(),
-    binary("sub", CLAMPS).where(constraints.has_dimensions).needing_company(),
-    binary("mul", CLAMPS).where(constraints.has_dimensions).needing_company(),
+    binary("add", tuple(CLAMPS)).where(constraints.has_dimensions).needing_company(),
+    binary("sub", tuple(CLAMPS)).where(constraints.has_dimensions).needing_company(),
+    binary("mul", tuple(CLAMPS)).where(constraints.has_dimensions).needing_company(),
     binary("maximum", activations=()).where(constraints.has_dimensions).needing_company(),
     binary("minimum", activations=()).where(constraints.has_dimensions).needing_company(),
     concatenation("cat").needing_company().within(Level.EXACT),
@@ -59,8 +61,8 @@ INTEGER_STATES = (
     known_range("sigmoid"),
     # The kernel of tanh takes any scale, and of small numbers that of -1..1 would leave little.
     own_range("tanh", "hardswish", "gelu", "leaky_relu", "elu", "abs", "neg").needing_company(),
-    clamps("relu", "relu6", "hardtanh", "clamp").needing_company(),
-    movement((*VIEWS, *_COPIES, "pad", "constant_pad_nd")).where(constraints.repeats_nothing).within(Level.EXACT),
+    clamps(*CLAMPS).needing_company(),
+    movement((*_MOVES, "expand", *IDENTITIES, *PADS)).where(constraints.repeats_nothing).within(Level.EXACT),
 )
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from quantplug.core.graph.operators import KEEPERS, schema_names
+
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
     "core": {"core"},
@@ -251,3 +253,54 @@ def test_every_room_is_linked_into_the_package():
         link = ROOT / "src" / "quantplug" / room
         assert link.is_symlink()
         assert link.resolve() == (ROOT / room).resolve()
+
+
+TABLE = ROOT / "core" / "graph" / "operators.py"
+TABLE_NAMES = {name.removeprefix("aten::") for name in schema_names(KEEPERS)}
+# Inputs for each operator, and a declaration of the few that a target has.
+OTHER_LISTS = {"src/quantplug/conformance/recipes.py", "quantizers/cortex_m.py"}
+
+
+def _operators_named(part):
+    """Yields what a list, or a call's arguments, names of the table: "relu_", "aten::relu", aten.relu.default."""
+    if isinstance(part, ast.Dict):
+        elements = part.keys
+    else:
+        elements = part.args if isinstance(part, ast.Call) else getattr(part, "elts", [])
+    for element in elements:
+        inner = element.value if isinstance(element, ast.Starred) else element
+        dotted = _dotted(inner) if any("aten" in part.lower() for part in _dotted(inner)) else []
+        is_text = isinstance(inner, ast.Constant) and isinstance(inner.value, str)
+        text = inner.value if is_text else ".".join(dotted[-2:])
+        name = text.removeprefix("aten::").partition(".")[0].removesuffix("_")
+        if name in TABLE_NAMES:
+            yield name
+
+
+def _second_lists(text):
+    """Yields the lines where a collection or call names three operators of the table or more."""
+    for part in ast.walk(ast.parse(text)):
+        if isinstance(part, (ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Call)):
+            names = set(_operators_named(part))
+            if len(names) > 2:
+                yield part.lineno, sorted(names)
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path != TABLE], ids=_name)
+def test_what_operators_do_to_numbers_stands_in_one_table(path):
+    found = [] if _name(path) in OTHER_LISTS else [*_second_lists(path.read_text())]
+    assert not found, f"{path} has a list of its own, {found}; see core/graph/operators.py"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'MOVES = ("view", "permute", "flip")',
+        'MOVES = {"aten::view", "aten::permute_", "aten::select"}',
+        "MOVES = (aten.relu.default, torch.ops.aten.relu6.default, _ATEN.clamp_min.Tensor)",
+        'found = op("relu", "hardtanh", "clamp", self=x)',
+        'BOUNDS = {"relu": (0, None), "relu6": (0, 6), "clamp": ("min", "max")}',
+    ],
+)
+def test_a_second_list_is_found(text):
+    assert [*_second_lists(text)]

@@ -9,15 +9,12 @@ import torch
 from torch import fx
 
 from quantplug.core.graph.facts import is_constant, is_float, tensor_value
+from quantplug.core.graph.operators import IDENTITIES, JOINS, MOVES, REPEATS
 from quantplug.core.patterns.language import op
 
 # Integers of 8 bits are images, and truth values are masks.
 _COUNTS = (torch.int16, torch.int32, torch.int64)
-_MOVES = op(
-    "view", "reshape", "_unsafe_view", "flatten", "unflatten", "permute", "transpose", "t", "squeeze", "unsqueeze",
-    "slice", "select", "expand", "expand_as", "contiguous", "clone", "repeat", "alias", "detach", "cat", "stack",
-    "to.dtype", "_to_copy", "neg",
-).overloads  # fmt: skip
+_MOVES = op(*MOVES, *REPEATS, *IDENTITIES, *JOINS, "expand_as", "to.dtype", "_to_copy", "neg").overloads
 _ARITHMETIC = op("mul", "div", "add", "sub").overloads
 _STEPS = _MOVES | _ARITHMETIC | op("matmul", "bmm", "mm", "linear", "addmm").overloads
 _TURNS = op("sin", "cos").overloads

@@ -30,6 +30,7 @@ from quantplug.core.graph.facts import (
     operands,
     rank,
 )
+from quantplug.core.graph.operators import TRANSPOSES
 from quantplug.core.patterns.language import Match, Miss, constant, either, op, optional
 
 Permission: TypeAlias = Callable[[fx.Node, fx.Node], str | None]
@@ -40,7 +41,7 @@ _DIRECT = op(
     *_CONVOLUTIONS, "convolution", "linear", weight=constant("weight"), bias=optional(constant("bias")), name="producer"
 )
 # What run_decompositions makes of a linear layer: the weight is turned by an operator of its own.
-_TURNED = op("permute", "t", "transpose.int", self=constant("weight"), name="turn")
+_TURNED = op(*TRANSPOSES, self=constant("weight"), name="turn")
 _ADDMM = op("addmm", self=constant("bias"), mat2=_TURNED, beta=1, alpha=1, name="producer")
 _MM = op("mm", mat2=_TURNED, name="producer")
 _NORMALIZED = op(

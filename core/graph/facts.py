@@ -16,6 +16,7 @@ from torchao.quantization.pt2e import AffineQuantizedObserverBase, FakeQuantizeB
 
 from quantplug.core.errors import ModelError
 from quantplug.core.graph.meta import LIFTED
+from quantplug.core.graph.operators import MAY_SHARE
 from quantplug.core.peers.torch_names import (
     HigherOrderOperator,
     OpOverload,
@@ -152,23 +153,6 @@ def viewed_node(node: fx.Node) -> fx.Node | None:
     returns = schema_of(node.target).returns
     shares = bool(returns) and returns[0].alias_info is not None
     return node.args[0] if shares or schema_of(node.target).name in MAY_SHARE else None
-
-
-# composite operators whose schema does not say that they may return a view
-MAY_SHARE = frozenset(
-    f"aten::{name}"
-    for name in (
-        "reshape",
-        "flatten",
-        "contiguous",
-        "to",
-        "type_as",
-        "dropout",
-        "feature_dropout",
-        "chunk",
-        "unflatten",
-    )
-)
 
 
 def attribute(module: torch.nn.Module, path: str) -> Any:

@@ -1,7 +1,7 @@
-"""Operators of ATen by name: a family, its overloads and its forms that write nothing."""
+"""Operators of ATen by name: what they do to the numbers that they read, and the overloads of a name."""
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -11,18 +11,60 @@ from quantplug.core.peers.torch_names import OpOverload, OpOverloadPacket, regis
 
 Target: TypeAlias = Callable[..., Any]
 
-# Operators that put numbers elsewhere and change none, by their names in ATen.
-MOVES = (
-    *("view", "reshape", "_unsafe_view", "flatten.using_ints", "unflatten.int", "contiguous", "clone"),
-    *("permute", "transpose.int", "t", "movedim.int", "squeeze", "unsqueeze"),
-    *("flip", "roll", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "select.int", "slice.Tensor", "narrow"),
-)
-# Those that also write a number several times.
+# The table of traits: what operators do to the numbers of the tensor that they read, by their names in ATen. A name
+# stands for its overloads and its form in place; where one of those does something else, an overload is named.
+# Numbers put elsewhere, none changed: in their order, under the sizes given or others, ...
+VIEWS = ("view.default", "reshape", "_unsafe_view")
+RESHAPES = (*VIEWS, "flatten", "unflatten", "squeeze", "unsqueeze")
+COPIES = ("contiguous", "clone")
+# ... by their dimensions, of which a matrix has two to be exchanged, ...
+TRANSPOSES = ("permute", "transpose", "t", "mT", "numpy_T")
+PERMUTATIONS = (*TRANSPOSES, "movedim", "moveaxis", "swapaxes", "swapdims")
+# ... some of them, ...
+SLICES = ("slice.Tensor", "select", "narrow")
+# ... in another order.
+SHUFFLES = ("flip", "roll", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle")
+MOVES = (*RESHAPES, *COPIES, *PERMUTATIONS, *SLICES, *SHUFFLES)
+# Numbers put elsewhere, each several times.
 REPEATS = ("expand", "repeat", "repeat_interleave.self_int")
-# Operators that compute nothing at inference, by their names in ATen.
+# Nothing computed at inference: dropouts call their tensor `input`.
 DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 ALIASES = ("alias", "detach", "lift_fresh_copy")
 IDENTITIES = (*DROPOUTS, *ALIASES)
+# Numbers put beside others: given ones, or those of several tensors.
+PADS = ("constant_pad_nd", "pad")
+JOINS = ("cat", "stack")
+# Numbers compared with each other, or with a lower and an upper bound: a number, or the operand that holds it.
+MAXIMA = ("max_pool1d", "max_pool2d", "max_pool3d")
+CLAMPS: Mapping[str, tuple[float | str | None, float | str | None]] = {
+    "relu": (0.0, None),
+    "relu6": (0.0, 6.0),
+    "hardtanh": ("min_val", "max_val"),
+    "clamp": ("min", "max"),
+    "clamp_min": ("min", None),
+    "clamp_max": (None, "max"),
+}
+# What all of these have in common: no result has a number that no operand, padding or bound has, so that input and
+# output share one scale.
+KEEPERS = (*MOVES, *REPEATS, *IDENTITIES, *PADS, *JOINS, *MAXIMA, *CLAMPS)
+# Composite operators whose schemas do not say that they may return a view of their tensor.
+MAY_SHARE = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("reshape", "flatten", "contiguous", "unflatten", "dropout", "feature_dropout"),
+        *("to", "type_as", "chunk"),
+    )
+)
+
+
+def schema_names(names: Iterable[str]) -> frozenset[str]:
+    """Returns the names that operators of the table have in schemas, "aten::name"."""
+    return frozenset(f"aten::{name.partition('.')[0]}" for name in names)
+
+
+def overloads_of(names: Iterable[str]) -> frozenset[Target]:
+    """Returns the overloads that names of the table stand for."""
+    return frozenset().union(*map(operator_overloads, names))
 
 
 def operator_overloads(target: str | OpOverload | OpOverloadPacket) -> frozenset[Target]:

@@ -22,8 +22,18 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from quantplug.core.graph.editing import erase_dead_code
-from quantplug.core.graph.facts import attribute, constant_value, operands, rank, tensor_value, written_argument
+from quantplug.core.graph.facts import (
+    attribute,
+    constant_value,
+    operands,
+    rank,
+    sole_user,
+    tensor_value,
+    written_argument,
+)
+from quantplug.core.graph.operators import ALIASES, CLAMPS, JOINS, MAXIMA, MOVES, REPEATS, overloads_of
 from quantplug.core.graph.submodels import submodel_targets
+from quantplug.core.graph.traits import clamp_bounds
 from quantplug.core.patterns.language import op
 from quantplug.core.qdq.nodes import AFFINE_OPS, DEQUANTIZE_OPS, DEQUANTIZE_ROWS
 
@@ -37,11 +47,8 @@ _SUMS = op("add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor").overloads
 _AVERAGES = op(
     "mean.dim", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d"
 ).overloads
-_BOUNDS = op("relu", "relu6", "hardtanh", "clamp.default", "clamp_.default").overloads
-_SELECTIONS = op(
-    "max_pool1d", "max_pool2d", "max_pool3d", "view", "reshape", "flatten", "unflatten", "permute", "transpose",
-    "squeeze", "unsqueeze", "slice", "select", "expand", "cat", "stack", "contiguous", "clone",
-).overloads  # fmt: skip
+_BOUNDS = overloads_of(CLAMPS)
+_SELECTIONS = overloads_of((*MOVES, *REPEATS, *ALIASES, *JOINS, *MAXIMA))
 # Attributes of an operator that the nodes in its place take over.
 _META = ("nn_module_stack", "stack_trace", "from_node", "custom")
 
@@ -69,9 +76,10 @@ class _Piece:
 
     @classmethod
     def ending_behind(cls, root: fx.Node) -> "_Piece":
-        bound = root if root.target in _BOUNDS else _only_reader(root, _BOUNDS)
-        quantize = _only_reader(bound or root, {_QUANTIZE})
-        return cls(root, bound, quantize) if quantize is not None else cls(root)
+        reader = sole_user(root)
+        bound = next((node for node in (root, reader) if clamp_bounds(node) is not None), None)
+        quantize = sole_user(bound or root)
+        return cls(root, bound, quantize) if quantize is not None and quantize.target is _QUANTIZE else cls(root)
 
     def erase(self) -> None:
         """Takes the nodes out that nothing reads any more; those that work in place would otherwise stay."""
@@ -83,21 +91,12 @@ class _Piece:
         """The least and the greatest integer of the result; quantizing is monotone, so a bound is one of them."""
         assert self.quantize is not None
         scale, zero_point, low, high = self.quantize.args[1:5]
-        found = operands(self.bound) if self.bound is not None else {}
-        least = found.get("min_val", found.get("min"))
-        greatest = found.get("max_val", found.get("max"))
-        if self.bound is not None and self.bound.target in op("relu", "relu6").overloads:
-            least, greatest = 0.0, 6.0 if self.bound.target in op("relu6").overloads else None
+        least, greatest = clamp_bounds(self.bound) or (None, None)
 
         def integer(value: Any, otherwise: Any) -> int:
             return int(otherwise if value is None else min(max(round(value / scale) + zero_point, low), high))
 
         return integer(least, low), integer(greatest, high)
-
-
-def _only_reader(node: fx.Node, targets: Any) -> fx.Node | None:
-    users = list(node.users)
-    return users[0] if len(users) == 1 and users[0].target in targets else None
 
 
 @dataclass(frozen=True)
@@ -259,7 +258,7 @@ def _average(write: _Arithmetic, piece: _Piece) -> fx.Node | None:
 
 def _bound(write: _Arithmetic, piece: _Piece) -> fx.Node | None:
     source = piece.root.all_input_nodes[0]
-    if piece.quantize is None or _integers(source) is None or _writes_to_shared(piece.root):
+    if piece.bound is not piece.root or _integers(source) is None or _writes_to_shared(piece.root):
         return None
     found: fx.Node = write.real(source)
     return found
@@ -267,7 +266,7 @@ def _bound(write: _Arithmetic, piece: _Piece) -> fx.Node | None:
 
 def _selection(write: _Arithmetic, piece: _Piece) -> fx.Node | None:
     """Only where everything that comes together has the numbers of the result."""
-    if piece.quantize is None or piece.bound is not None:
+    if piece.quantize is None or piece.bound is not None or written_argument(piece.root) is not None:
         return None
     tensors = [n for n in piece.root.all_input_nodes if tensor_value(n) is not None]
     if any(_integers(n) is None or n.args[1:] != piece.quantize.args[1:] for n in tensors):

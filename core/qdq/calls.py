@@ -12,15 +12,16 @@ from typing import Any
 from torch import Tensor, fx
 
 from quantplug.core.graph.facts import constant_value, operands, operator_name, sole_user
+from quantplug.core.graph.operators import CLAMPS, schema_names
 from quantplug.core.qdq.nodes import is_dequantize, is_dynamic
 from quantplug.core.qdq.qparams import StaticQParams, folded, quantized_output, static_qparams
 
-_ACTIVATIONS = {f"aten::{name}" for name in ("relu", "relu_", "relu6", "relu6_", "hardtanh", "hardtanh_")}
+_ACTIVATIONS = schema_names(name for name in CLAMPS if not name.startswith("clamp"))
 
 
 def is_activation(node: fx.Node) -> bool:
     """Tells whether a node is an activation that kernels compute with the operator before it."""
-    return operator_name(node) in _ACTIVATIONS
+    return operator_name(node).removesuffix("_") in _ACTIVATIONS
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from quantplug.core.errors import LoweringError
 from quantplug.core.graph.editing import call_like
 from quantplug.core.graph.facts import constant_value, operands, operator_name, sole_user
+from quantplug.core.graph.traits import transposes
 from quantplug.core.patterns.language import Op, op
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
 
@@ -151,12 +152,6 @@ DEQUANTIZE_PER_TENSOR = (
     QD.dequantize_per_tensor.tensor,
     QD.dequantize_per_tensor.tensor2,
 )
-TRANSPOSES = (
-    torch.ops.aten.t.default,
-    torch.ops.aten.transpose.int,
-    torch.ops.aten.permute.default,
-    torch.ops.aten.numpy_T.default,
-)
 
 
 def integer_weight(node: fx.Node, channel_axis: int = 0) -> IntegerWeight | str:
@@ -166,7 +161,7 @@ def integer_weight(node: fx.Node, channel_axis: int = 0) -> IntegerWeight | str:
         node: the weight operand; a two-dimensional transpose of the dequantized constant is seen through.
         channel_axis: the operand's axis of output channels.
     """
-    if node.target in TRANSPOSES and node.args and isinstance(node.args[0], fx.Node):
+    if transposes(node) and isinstance(node.args[0], fx.Node):
         found = integer_weight(node.args[0], 1 - channel_axis)
         return found if isinstance(found, str) or found.values.dim() == 2 else "a transposed weight is not a matrix"
     if node.target in DEQUANTIZE_PER_TENSOR:

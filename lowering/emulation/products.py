@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quantplug.core.graph.traits import per_dimension
 from quantplug.core.qdq.qparams import QD, IntegerWeight, QParams
 from quantplug.lowering.emulation.kernels import Kernel, float32, zero
 from quantplug.lowering.emulation.numerics import Numerics
@@ -119,20 +120,16 @@ def convolution_columns(given: dict[str, Any], kernel: tuple[int, ...]) -> Colum
     """
     if isinstance(given["padding"], str):
         return f"padding '{given['padding']}' is not emulated with an accumulator of this kind"
+    spatial = len(kernel)
     geometry = [
-        _pair(given[name], len(kernel), least) for name, least in (("dilation", 1), ("padding", 0), ("stride", 1))
+        (least,) * (2 - spatial) + tuple(per_dimension(given[name], spatial))
+        for name, least in (("dilation", 1), ("padding", 0), ("stride", 1))
     ]
-    size = (1,) * (2 - len(kernel)) + kernel
+    size = (1,) * (2 - spatial) + kernel
 
     def columns(x: Tensor) -> Tensor:
-        image = x.unsqueeze(2) if len(kernel) == 1 else x
+        image = x.unsqueeze(2) if spatial == 1 else x
         patches = F.unfold(image, size, *geometry)
         return patches.reshape(len(x), given["groups"], -1, patches.shape[-1])
 
     return columns
-
-
-def _pair(found: Any, spatial: int, least: int) -> tuple[int, ...]:
-    values = [found] * spatial if isinstance(found, int) else list(found)
-    values = values * spatial if len(values) < spatial else values
-    return tuple([least] * (2 - spatial) + values)

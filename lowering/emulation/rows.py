@@ -13,7 +13,8 @@ from torch import Tensor, fx
 
 from quantplug.core.graph.editing import free_name
 from quantplug.core.graph.facts import constant_value, operands
-from quantplug.core.graph.operators import DROPOUTS, MOVES, REPEATS
+from quantplug.core.graph.operators import ALIASES, CLAMPS, DROPOUTS, JOINS, MAXIMA, MOVES, PADS, REPEATS
+from quantplug.core.graph.traits import clamp_bounds
 from quantplug.core.patterns.language import Match, Op, Pattern, anything, each, either, op, optional, single_use, value
 from quantplug.core.patterns.rules import Rewrite, Rule
 from quantplug.core.peers.torch_names import schema_of
@@ -33,8 +34,6 @@ from quantplug.lowering.emulation.kernels import (
 )
 from quantplug.lowering.emulation.numerics import Numerics
 from quantplug.lowering.emulation.products import Layer, Product, convolution_columns, integer_bias, linear_columns
-
-CLAMPS = ("relu", "relu6", "hardtanh", "clamp.default", "clamp_.default", "clamp_min.default", "clamp_max.default")
 
 
 @dataclass(frozen=True)
@@ -92,11 +91,10 @@ def _bounds(match: Match, out: QParams) -> tuple[int, int] | str:
     """Returns the integers between which a fused clamp keeps the output."""
     if "clamp" not in match:
         return out.quant_min, out.quant_max
-    given, name = operands(match["clamp"]), schema_of(match["clamp"].target).name
-    low, high = given.get("min_val", given.get("min")), given.get("max_val", given.get("max"))
-    low, high = (0.0, 6.0 if "relu6" in name else None) if "relu" in name else (low, high)
-    if isinstance(low, fx.Node) or isinstance(high, fx.Node):
+    bounds = clamp_bounds(match["clamp"])
+    if bounds is None:
         return "its bounds are tensors"
+    low, high = bounds
     return (_integer(low, out) if low is not None else out.quant_min), (
         _integer(high, out) if high is not None else out.quant_max
     )
@@ -237,6 +235,18 @@ def tables(function: Callable[[fx.Node], Callable[[Tensor], Tensor]], *operators
     return (Rule(_sandwich(inner), _build(make, "x")),)
 
 
+def clamps() -> tuple[Rule, ...]:
+    """Returns the rules of clamps on their own, tabulated."""
+
+    def make(match: Match, out: QParams) -> Kernel | str:
+        bounds = clamp_bounds(match["inner"])
+        if bounds is None:
+            return "its bounds are tensors"
+        return Lookup(lambda x: x.clamp(*bounds), qparams(match["x"]), out)
+
+    return (Rule(_sandwich(op(*CLAMPS, name="inner", self=_operand("x"))), _build(make, "x")),)
+
+
 def slopes() -> tuple[Rule, ...]:
     """Returns the rules of leaky relu in fixed point."""
 
@@ -265,10 +275,10 @@ def means() -> tuple[Rule, ...]:
 
 def movements() -> tuple[Rule, ...]:
     """Returns the rules of operators that move or compare integers: input and output share parameters."""
-    inner = op(*MOVES, *REPEATS, "max_pool2d", "alias", "detach", "swapaxes", name="inner", self=_operand("x"))
+    inner = op(*MOVES, *REPEATS, *ALIASES, *MAXIMA, name="inner", self=_operand("x"))
     dropped = op(*DROPOUTS, name="inner", input=_operand("x"), train=False)
-    padded = op("constant_pad_nd", "pad", name="inner", self=_operand("x"), value=anything("number"))
-    joined = op("cat", "stack", name="inner", tensors=each(dequantize(), "sources"))
+    padded = op(*PADS, name="inner", self=_operand("x"), value=anything("number"))
+    joined = op(*JOINS, name="inner", tensors=each(dequantize(), "sources"))
     return (
         Rule(_sandwich(inner), _move),
         Rule(_sandwich(dropped), _move),

@@ -14,11 +14,12 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from quantplug.core.errors import LoweringError
 from quantplug.core.graph.editing import call, constant, viewed
 from quantplug.core.graph.facts import constant_value, describe, operands, tensor_value
+from quantplug.core.graph.operators import CLAMPS
+from quantplug.core.graph.traits import clamp_bounds
 from quantplug.core.patterns.language import Match, item, op, value
 from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.nodes import is_dequantize
 from quantplug.core.qdq.qparams import dequantize
-from quantplug.lowering.clamps import bounds_of
 
 aten = torch.ops.aten
 
@@ -128,7 +129,9 @@ def _selected(match: Match) -> fx.Node:
     """Clamps of integers that others read too are computed on the integers, by bounds whose fractions are cut off."""
     node = match.root
     found: fx.Node = match["x"]
-    bounds = bounds_of(node, str(node.target).split(".")[1])  # "aten.clamp.default"
+    bounds = clamp_bounds(node)
+    if bounds is None:
+        return "its bounds are tensors"
     for bound, compare in zip(bounds, (aten.lt.Scalar, aten.gt.Scalar), strict=True):
         if bound is None:
             continue
@@ -175,7 +178,7 @@ BIASES = (
     Rule(_CONVOLUTIONS, _uneven),
     Rule(op("mm.default", "addmm.default"), _uneven_product),
 )
-_CLAMPS = op("clamp.default", "hardtanh.default", "relu6.default", self=dequantize(input=value("q"), name="x"))
+_CLAMPS = op(*(name for name in CLAMPS if name != "relu"), self=dequantize(input=value("q"), name="x"))
 _NORMS = op("layer_norm.default", "group_norm.default", "instance_norm.default", input=value("x"))
 OTHERS = (
     Rule(_CONVOLUTIONS, _column_by_column),

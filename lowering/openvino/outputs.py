@@ -8,17 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from quantplug.core.errors import ArtefactError, shown
 from quantplug.core.files.structures import structure_of, structure_text
 from quantplug.core.files.typed import typed
 from quantplug.core.graph.calling import return_flat
+from quantplug.core.graph.operators import ALIASES, overloads_of
 from quantplug.core.peers.torch_names import pytree
 
-_ATEN = torch.ops.aten
-_COPIES = (_ATEN.clone.default, _ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh_copy.default)
+_COPIES = overloads_of(("clone", *ALIASES))
 
 
 @dataclass(frozen=True)

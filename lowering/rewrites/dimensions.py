@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from quantplug.core.graph.facts import operator_name, tensor_value
+from quantplug.core.graph.traits import per_dimension
 from quantplug.core.peers.torch_names import OpOverload
 from quantplug.lowering.rewrites.writing import Writer, constant_operand, done, matching
 
@@ -101,18 +102,13 @@ def _is_separable(values: dict[str, Any]) -> bool:
 
 def _pooled(write: Writer, kind: Any, source: fx.Node, values: dict[str, Any], axes: slice) -> fx.Node:
     names = [name for name in ("kernel_size", "stride", "padding", "dilation") if name in values]
-    given = {name: _triple(values[name] or values["kernel_size"])[axes] for name in names}
-    given["padding"] = _triple(values["padding"])[axes]
+    given = {name: per_dimension(values[name] or values["kernel_size"], 3)[axes] for name in names}
+    given["padding"] = per_dimension(values["padding"], 3)[axes]
     if set(given["kernel_size"]) == {1} and set(given["stride"]) == {1}:
         return source
     columns = {name: [*numbers, 0 if name == "padding" else 1] for name, numbers in given.items()}
     spatial = given if len(given["padding"]) == 2 else columns
     return write.call(kind, source, *spatial.values(), values["ceil_mode"])
-
-
-def _triple(value: Any) -> list[int]:
-    values = list(value) if isinstance(value, (list, tuple)) else [value]
-    return values * 3 if len(values) == 1 else values
 
 
 def global_pooling_is_2d(model: fx.GraphModule) -> fx.GraphModule:
@@ -140,19 +136,17 @@ def pooling_1d_is_2d(model: fx.GraphModule) -> fx.GraphModule:
             continue
         write = Writer(model, node)
         batch, channels, width = source.shape
-        flat = {name: [1, *_single(values[name] or values["kernel_size"])] for name in ("kernel_size", "stride")}
-        flat["padding"] = [0, *_single(values["padding"])]
+        flat = {
+            name: [1, *per_dimension(values[name] or values["kernel_size"], 1)] for name in ("kernel_size", "stride")
+        }
+        flat["padding"] = [0, *per_dimension(values["padding"], 1)]
         last = [values["count_include_pad"]] if "count_include_pad" in values else []
-        flat |= {"dilation": [1, *_single(values["dilation"])]} if "dilation" in values else {}
+        flat |= {"dilation": [1, *per_dimension(values["dilation"], 1)]} if "dilation" in values else {}
         row = write.reshape(values["self"], batch, channels, 1, width)
         name = str(node.target).split(".")[1]
         pooled = write.call(kinds[name], row, *flat.values(), values["ceil_mode"], *last)
         write.replace(write.reshape(pooled, *result.shape))
     return done(model)
-
-
-def _single(value: Any) -> list[int]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def scalars_have_dimensions(model: fx.GraphModule) -> fx.GraphModule:

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from quantplug.core.graph.aliases import changed_under_other_names
 from quantplug.core.graph.facts import operator_name, tensor_value
+from quantplug.core.graph.operators import SHUFFLES, VIEWS, schema_names
 from quantplug.lowering.rewrites.writing import (
     Writer,
     axis_of,
@@ -28,7 +29,7 @@ def view_is_reshape(model: fx.GraphModule) -> fx.GraphModule:
     is left as it stands, as a copy would not. One open size is left to be inferred: XNNPACK reshapes by numbers.
     """
     changed = changed_under_other_names(model.graph)
-    for node, values in matching(model, "view", "_unsafe_view", "reshape"):
+    for node, values in matching(model, *VIEWS):
         if "size" in values and node in changed:
             continue
         sizes = values.get("size", values.get("shape"))
@@ -144,6 +145,36 @@ def roll_is_slices(model: fx.GraphModule) -> fx.GraphModule:
     return done(model)
 
 
+def shuffle_is_permutation(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes shuffles of pixels and of channels as a permutation between two views, each of which takes integers."""
+    for node, values in matching(model, *SHUFFLES):
+        source, result = tensor_value(values["self"]), tensor_value(node)
+        apart = None if source is None else _apart(operator_name(node).removeprefix("aten::"), values, source)
+        if apart is None or source is None or result is None:
+            continue
+        (sizes, order), write = apart, Writer(model, node)
+        pieces = write.call(_ATEN.permute.default, write.reshape(values["self"], source.shape[0], *sizes), order)
+        write.replace(write.reshape(pieces, *result.shape))
+    return done(model)
+
+
+def _apart(name: str, values: dict[str, Any], source: Tensor) -> tuple[list[int], list[int]] | None:
+    """Returns the sizes, behind the batch, of what a shuffle reorders, and the order; None for any other operator."""
+    sizes: list[Any] = list(source.shape[1:])
+    if len(sizes) != 3 or not all(isinstance(size, int) for size in sizes):
+        return None
+    channels, height, width = sizes
+    if name == "channel_shuffle":
+        return [values["groups"], channels // values["groups"], height, width], [0, 2, 1, 3, 4]
+    if name == "pixel_shuffle":
+        r = values["upscale_factor"]
+        return [channels // r**2, r, r, height, width], [0, 1, 4, 2, 5, 3]
+    if name == "pixel_unshuffle":
+        r = values["downscale_factor"]
+        return [channels, height // r, r, width // r, r], [0, 1, 3, 5, 2, 4]
+    return None
+
+
 def circular_padding_is_joined(model: fx.GraphModule) -> fx.GraphModule:
     """Writes a circular pad as its input between slices of it, for each dimension.
 
@@ -215,4 +246,4 @@ def view_of_view_is_view(model: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return operator_name(node) in {"aten::view", "aten::reshape", "aten::_unsafe_view"}
+    return operator_name(node) in schema_names(VIEWS)

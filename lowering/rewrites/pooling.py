@@ -10,7 +10,8 @@ from torch import Tensor, fx
 
 from quantplug.core.graph.editing import erase_dead_code
 from quantplug.core.graph.facts import operator_name, tensor_value
-from quantplug.lowering.rewrites.writing import Writer, axis_of, done, matching, pair
+from quantplug.core.graph.traits import per_dimension
+from quantplug.lowering.rewrites.writing import Writer, axis_of, done, matching
 
 _ATEN = torch.ops.aten
 
@@ -46,7 +47,7 @@ def global_pooling_is_mean(model: fx.GraphModule) -> fx.GraphModule:
 def _pools_whole_image(node: fx.Node, values: dict[str, Any], source: Tensor) -> bool:
     if operator_name(node) == "aten::adaptive_avg_pool2d":
         return all(size == 1 for size in values["output_size"])
-    kernel, padding = pair(values["kernel_size"]), pair(values["padding"])
+    kernel, padding = per_dimension(values["kernel_size"]), per_dimension(values["padding"])
     return kernel == list(source.shape[2:]) and padding == [0, 0] and values.get("divisor_override") is None
 
 
@@ -115,7 +116,7 @@ def average_pooling_is_depthwise(model: fx.GraphModule) -> fx.GraphModule:
     """
     for node, values in matching(model, "avg_pool2d"):
         source = tensor_value(values["self"])
-        kernel, padding = pair(values["kernel_size"]), pair(values["padding"])
+        kernel, padding = per_dimension(values["kernel_size"]), per_dimension(values["padding"])
         unpadded = padding == [0, 0]
         if source is None or source.dim() != 4 or values["ceil_mode"] or values["divisor_override"] is not None:
             continue
@@ -124,7 +125,7 @@ def average_pooling_is_depthwise(model: fx.GraphModule) -> fx.GraphModule:
         channels = source.shape[1]
         write = Writer(model, node)
         weight = torch.full((channels, 1, *kernel), 1.0 / math.prod(kernel), dtype=source.dtype)
-        stride = pair(values["stride"]) if values["stride"] else kernel
+        stride = per_dimension(values["stride"]) if values["stride"] else kernel
         held = write.constant(weight, "average")
         write.replace(write.call(_ATEN.conv2d.default, values["self"], held, None, stride, padding, [1, 1], channels))
     return done(model)

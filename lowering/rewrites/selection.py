@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.graph.facts import operands, operator_name, tensor_value
+from quantplug.core.graph.operators import CLAMPS, COPIES, IDENTITIES, RESHAPES
 from quantplug.lowering.rewrites.writing import Writer, axis_of, done, permutation
 
 _ATEN = torch.ops.aten
 _ELEMENTWISE = {
-    "add", "sub", "mul", "div", "maximum", "minimum", "relu", "relu6", "gelu", "silu", "sigmoid", "tanh", "hardswish",
-    "hardsigmoid", "hardtanh", "leaky_relu", "elu", "abs", "neg", "exp", "sqrt", "rsqrt", "square", "clamp", "dropout",
-    "clone", "contiguous", "alias", "detach",
+    "add", "sub", "mul", "div", "maximum", "minimum", "gelu", "silu", "sigmoid", "tanh", "hardswish", "hardsigmoid",
+    "leaky_relu", "elu", "abs", "neg", "exp", "sqrt", "rsqrt", "square", *CLAMPS, *COPIES, *IDENTITIES,
 }  # fmt: skip
-_VIEWS = {"view", "reshape", "_unsafe_view", "flatten", "unflatten"}
+_RESHAPES = {name.partition(".")[0] for name in RESHAPES}
 # Operators that are worth it: the others only follow them, or a slice would stand between a layer and its activation.
 _COSTLY = {"linear", "matmul", "bmm", "layer_norm", "softmax", "_softmax", "cat"}
 
@@ -98,7 +98,7 @@ def _operands(node: fx.Node, rows: _Rows) -> dict[fx.Node, _Rows | None] | None:
     last = rows.axis == result.dim() - 1
     if name in _ELEMENTWISE:
         return {n: _broadcast(n, rows, result) for n in node.all_input_nodes}
-    if name in _VIEWS:
+    if name in _RESHAPES:
         return _alone(node, _viewed(_value(values["self"]), result, rows))
     if name in ("transpose", "permute"):
         return _alone(node, replace(rows, axis=permutation(node)[rows.axis]))
@@ -204,7 +204,7 @@ def _part(write: Writer, rows: _Rows, replaced: dict[fx.Node, fx.Node]) -> fx.No
     sizes[rows.axis] = rows.stop - rows.start
     if _name(node) == "cat":
         return next(iter(replaced.values()))
-    if _name(node) in _VIEWS:
+    if _name(node) in _RESHAPES:
         return write.reshape(*replaced.values(), *sizes)
     target: Any = node.target
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: replaced.get(operand, operand))

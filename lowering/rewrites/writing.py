@@ -8,6 +8,7 @@ from torch import Tensor, fx
 
 from quantplug.core.graph.editing import constant, erase_dead_code, like
 from quantplug.core.graph.facts import constant_value, operands, operator_name, tensor_value
+from quantplug.core.graph.operators import schema_names
 from quantplug.core.peers.torch_names import schema_or_none
 
 
@@ -63,7 +64,7 @@ def value_of(node: fx.Node) -> Any:
 
 def matching(model: fx.GraphModule, *names: str) -> Iterator[tuple[fx.Node, dict[str, Any]]]:
     """Yields the nodes of some operators; operands are read late, when earlier nodes are rewritten already."""
-    wanted = {f"aten::{name}" for name in names}
+    wanted = schema_names(names)
     found = [node for node in model.graph.nodes if operator_name(node) in wanted]
     for node in found:
         if _is_pure(node):
@@ -107,12 +108,6 @@ def permutation(node: fx.Node) -> list[int]:
     first, second = values["dim0"], values["dim1"]
     order[first], order[second] = order[second], order[first]
     return order
-
-
-def pair(value: Any) -> list[int]:
-    """Returns the two numbers of a spatial operand, which may be given as one."""
-    values = list(value) if isinstance(value, (list, tuple)) else [value]
-    return values * 2 if len(values) == 1 else values
 
 
 def is_getitem(node: fx.Node) -> bool:

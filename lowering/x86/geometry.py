@@ -15,9 +15,9 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.core.graph.editing import call, viewed
 from quantplug.core.graph.facts import operands, tensor_value
+from quantplug.core.graph.traits import per_dimension
 from quantplug.core.patterns.language import Match, op
 from quantplug.core.patterns.rules import Rule, apply
-from quantplug.lowering.sizes import for_each_dimension
 from quantplug.lowering.spelling import padding_in_numbers
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ def geometry(node: fx.Node, kernel: Sequence[int]) -> Geometry | str:
     if any(uneven):
         return "padding 'same' is uneven for an even kernel size"
     stride, padding, dilation = (
-        for_each_dimension(sizes, spatial) for sizes in (given["stride"], padding, given["dilation"])
+        per_dimension(sizes, spatial) for sizes in (given["stride"], padding, given["dilation"])
     )
     return stride, padding, dilation, given["groups"]
 

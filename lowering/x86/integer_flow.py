@@ -12,7 +12,7 @@ from torch import fx
 
 from quantplug.core.graph.editing import call, viewed
 from quantplug.core.graph.facts import operands, rank, tensor_value
-from quantplug.core.graph.operators import MOVES, REPEATS
+from quantplug.core.graph.operators import JOINS, MOVES, REPEATS
 from quantplug.core.patterns.language import Match, each, op, single_use, value
 from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.qparams import QD, QParams, dequantize, is_static, qparams, quantize
@@ -116,7 +116,7 @@ def _sink_max_pool(match: Match) -> fx.Node | str:
 
 SINK = (
     *(Rule(op(name, self=STATIC_DEQUANTIZE), _sink) for name in MOVES),
-    Rule(op("cat", "stack", tensors=each(dequantize(), "sources")), _sink_join),
+    Rule(op(*JOINS, tensors=each(dequantize(), "sources")), _sink_join),
     Rule(op("relu", self=single_use(STATIC_DEQUANTIZE)), _sink_relu),
     *clamp_rules(STATIC_DEQUANTIZE),
     Rule(op("constant_pad_nd", self=STATIC_DEQUANTIZE), _sink_pad),

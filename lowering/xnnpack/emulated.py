@@ -17,8 +17,8 @@ from quantplug.core.specs.levels import Level
 from quantplug.lowering.emulation.emulate import KernelSet, Prepared
 from quantplug.lowering.emulation.numerics import Numerics
 from quantplug.lowering.emulation.rows import (
-    CLAMPS,
     Row,
+    clamps,
     means,
     movements,
     multiplications,
@@ -77,7 +77,7 @@ XNNPACK = KernelSet(
         Row("mul", multiplications(_NUMERICS)),
         Row("maximum, minimum, div", through_float("maximum", "minimum", "div.Tensor", "div_.Tensor")),
         Row("leaky_relu", slopes()),
-        Row("clamp", tables(_as_declared, *CLAMPS)),
+        Row("clamp", clamps()),
         Row("hardswish", tables(_hardswish, "hardswish")),
         Row("gelu", tables(_gelu, "gelu")),
         Row("sigmoid, tanh", tables(_rounded_once, "sigmoid", "tanh")),

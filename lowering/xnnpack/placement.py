@@ -11,22 +11,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantplug.core.graph.facts import compute_nodes, module_path, operator_name
-from quantplug.core.graph.operators import IDENTITIES, MOVES, REPEATS, operator_overloads
+from quantplug.core.graph.facts import compute_nodes, module_path
+from quantplug.core.graph.traits import clamp_bounds, is_identity, moves, repeats
 from quantplug.core.peers.torch_names import schema_or_none
+from quantplug.core.qdq.calls import is_activation
 from quantplug.core.qdq.nodes import is_conversion, is_dequantize
 from quantplug.core.qdq.qparams import quantized_output, static_qparams
-from quantplug.lowering.clamps import bounds_of
 from quantplug.lowering.placement import NOTHING
 from quantplug.lowering.program import LoweredOp
 from quantplug.lowering.xnnpack.program import KernelCounts
 from quantplug.lowering.xnnpack.serializer.records import KernelCall
 
-_IDENTITIES = frozenset().union(*map(operator_overloads, IDENTITIES))
-# What may yield the very integers that it reads.
-_STILL = _IDENTITIES.union(*map(operator_overloads, (*MOVES, *REPEATS)))
-# Operators that ExecuTorch writes as bounds of the kernel before them.
-_FUSED = {"relu", "relu6", "hardtanh"}
 _DROPPED = "no kernel was written that clamps to its bounds"
 
 
@@ -149,7 +144,7 @@ def _without_kernel(
         return "float", _DROPPED
     if (producer == "int8" and bounds is not None) or _passes_integers(node):
         return "int8", ""
-    if producer not in (None, "int8") and node.target not in _IDENTITIES:
+    if producer not in (None, "int8") and not is_identity(node):
         return str(producer), "runs with its producer"
     if producer is None and not any(map(is_conversion, sources)):
         return "portable", "it only copies or casts, outside XNNPACK"
@@ -158,17 +153,15 @@ def _without_kernel(
 
 def _bounds(node: fx.Node) -> tuple[float, float] | None:
     """Returns the bounds that the kernel before an activation has if it is fused, None for other operators."""
-    name = operator_name(node).removeprefix("aten::").removesuffix("_")
-    if name not in _FUSED:
-        return None
-    low, high = bounds_of(node, name)
-    return low, float("inf") if high is None else high
+    low, high = (clamp_bounds(node) if is_activation(node) else None) or (None, None)
+    return None if low is None else (low, float("inf") if high is None else high)
 
 
 def _passes_integers(node: fx.Node) -> bool:
     """Tells whether an operator yields the integers that it reads, so that a copy of them was written."""
     entered = [static_qparams(source) for source in node.all_input_nodes if is_dequantize(source)]
-    return node.target in _STILL and None not in entered and entered == [quantized_output(node)]
+    still = moves(node) or repeats(node) or is_identity(node)
+    return still and None not in entered and entered == [quantized_output(node)]
 
 
 def _why_float(node: fx.Node) -> str:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quantplug.core.errors import ConfigError, PatternError
-from quantplug.core.graph.operators import operator_overloads
+from quantplug.core.graph.operators import CLAMPS, operator_overloads
 from quantplug.core.peers.torch_names import OpOverload, OpOverloadPacket, schema_of
 
 RESIDUAL = "residual"
@@ -24,23 +24,8 @@ TENSORS = ("Tensor", "List[Tensor]")
 """The types of operands that have to be given as tensors."""
 
 INTERPOLATIONS = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
-ACTIVATIONS = frozenset(
-    [
-        "relu",
-        "relu6",
-        "hardtanh",
-        "clamp",
-        "leaky_relu",
-        "elu",
-        "tanh",
-        "sigmoid",
-        "hardsigmoid",
-        "hardswish",
-        "gelu",
-        "silu",
-        "softmax",
-    ]
-)
+_CURVES = ("leaky_relu", "elu", "tanh", "sigmoid", "hardsigmoid", "hardswish", "gelu", "silu", "softmax")
+ACTIVATIONS = frozenset((*CLAMPS, *_CURVES))
 
 _ANY = "*"
 _SIZES = "it asks for sizes, which export turns into numbers and symbols: no operator on a tensor is left"

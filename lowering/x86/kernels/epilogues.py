@@ -9,6 +9,8 @@ from typing import Any
 from torch import fx
 
 from quantplug.core.graph.facts import operands
+from quantplug.core.graph.operators import CLAMPS
+from quantplug.core.graph.traits import clamp_bounds
 from quantplug.core.patterns.language import Match, Op, op, single_use
 from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.qparams import QParams, qparams, quantize
@@ -32,17 +34,17 @@ from quantplug.lowering.x86.kernels.images import as_images
 def fuse(graph: fx.Graph) -> None:
     """Fuses unary functions, clamps and output quantization into the kernels; the graph stays functional."""
     apply(graph, UNARIES)
-    apply(graph, CLAMPS)
+    apply(graph, INTEGER_CLAMPS)
     apply(graph, OUTPUTS)
     as_images(graph)
 
 
 def _unary(
-    function: Op, name: str, scalars: Callable[[dict[str, Any]], list[Any] | str], algorithm: str = "approximate"
+    function: Op, name: str, scalars: Callable[[fx.Node], list[Any] | str], algorithm: str = "approximate"
 ) -> Rule:
     def rewrite(match: Match) -> fx.Node | str:
         given = operands(match.root)
-        numbers = scalars(given)
+        numbers = scalars(match.root)
         if isinstance(numbers, str):
             return numbers
         node: fx.Node = match["kernel"]
@@ -55,34 +57,25 @@ def _unary(
     return Rule(function, rewrite)
 
 
-def _nothing(given: dict[str, Any]) -> list[Any]:
+def _nothing(function: fx.Node) -> list[Any]:
     return NO_SCALARS
 
 
-def _bounds(low: str, high: str) -> Callable[[dict[str, Any]], list[Any] | str]:
-    def read(given: dict[str, Any]) -> list[Any] | str:
-        found = [given.get(low), given.get(high)]
-        if any(isinstance(bound, fx.Node) for bound in found):
-            return "its bounds are tensors"
-        return [end if bound is None else float(bound) for bound, end in zip(found, UNBOUNDED, strict=True)]
-
-    return read
+def _bounds(function: fx.Node) -> list[Any] | str:
+    found = clamp_bounds(function)
+    if found is None:
+        return "its bounds are tensors"
+    return [end if bound is None else float(bound) for bound, end in zip(found, UNBOUNDED, strict=True)]
 
 
-def _six(given: dict[str, Any]) -> list[Any]:
-    return [0.0, 6.0]
-
-
-def _slope(given: dict[str, Any]) -> list[Any]:
-    return [given["negative_slope"]]
+def _slope(function: fx.Node) -> list[Any]:
+    return [operands(function)["negative_slope"]]
 
 
 def _unaries(name: str) -> Iterator[Rule]:
     source = single_use(kernel(name))
     yield _unary(op("relu", self=source), "relu", _nothing)
-    yield _unary(op("relu6", self=source), "hardtanh", _six)
-    yield _unary(op("hardtanh", self=source), "hardtanh", _bounds("min_val", "max_val"))
-    yield _unary(op("clamp.default", self=source), "hardtanh", _bounds("min", "max"))
+    yield from (_unary(op(clamp, self=source), "hardtanh", _bounds) for clamp in CLAMPS if clamp != "relu")
     yield _unary(op("hardswish", self=source), "hardswish", _nothing)
     yield _unary(op("silu", self=source), "swish", _nothing)
     gate = op("sigmoid", self=kernel(name))
@@ -133,5 +126,5 @@ _ENDS: dict[str, Callable[[Any], tuple[float, float] | None]] = {
     "relu": lambda numbers: (0.0, UNBOUNDED[1]),
     "hardtanh": lambda numbers: tuple(numbers),
 }
-CLAMPS = tuple(rule for name in (CONVOLUTION, LINEAR) for rule in clamp_rules(single_use(kernel(name, None))))
+INTEGER_CLAMPS = tuple(rule for name in (CONVOLUTION, LINEAR) for rule in clamp_rules(single_use(kernel(name, None))))
 OUTPUTS = tuple(Rule(quantize(input=single_use(kernel(name, None))), _fuse_output) for name in (CONVOLUTION, LINEAR))

@@ -14,6 +14,7 @@ from torch import fx
 
 from quantplug.core.graph.editing import call_like, constant
 from quantplug.core.graph.facts import tensor_value
+from quantplug.core.graph.traits import per_dimension
 from quantplug.core.qdq.calls import QuantizedCall
 from quantplug.core.qdq.nodes import is_dequantize
 from quantplug.core.qdq.qparams import QParams, requantize, static_qparams
@@ -71,7 +72,7 @@ def _padded(working: fx.GraphModule, node: fx.Node, values: Mapping[str, Any]) -
     source = values["input"]
     params = static_qparams(source) if is_dequantize(source) else None
     entered = params if params is not None and params.is_int8 else None
-    height, width = (list(values["padding"]) * 2)[:2]
+    height, width = per_dimension(values["padding"])
     if height or width:
         pads = [width, width, height, height]
         source = call_like(working.graph, node, _ATEN.constant_pad_nd.default, source, pads, 0.0)
@@ -90,7 +91,7 @@ def _window(
     size: int,
 ) -> fx.Node:
     """Returns what some rows or columns of the kernel see of the padded input."""
-    stride, dilation = ((list(values[name]) * 2)[axis - 2] for name in ("stride", "dilation"))
+    stride, dilation = (per_dimension(values[name])[axis - 2] for name in ("stride", "dilation"))
     first = start * dilation
     last = first + (size - 1) * stride + (taps - 1) * dilation + 1
     found = call_like(working.graph, source, _ATEN.slice.Tensor, source, axis, first, last)

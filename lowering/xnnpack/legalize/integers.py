@@ -14,6 +14,8 @@ from torch import fx
 
 from quantplug.core.graph.editing import call_like, constant, erase_dead_code, like
 from quantplug.core.graph.facts import constant_value, operands, operator_name, rank
+from quantplug.core.graph.operators import CLAMPS, schema_names
+from quantplug.core.graph.traits import clamp_bounds
 from quantplug.core.qdq.calls import QuantizedCall, is_activation, quantized_calls
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
 from quantplug.core.qdq.qparams import INT8, StaticQParams, requantize, static_qparams
@@ -23,7 +25,8 @@ _ATEN = torch.ops.aten
 _Q = torch.ops.quantized_decomposed
 # Kernels that take bounds of their results.
 _FUSING = {*GEMMS, "aten::add", "aten::sub", "aten::mul"}
-_CLAMPS = ("aten::clamp", "aten::clamp_", "aten::clamp_min", "aten::clamp_max")
+# Clamps that the serializer drops, unlike relu and hardtanh.
+_UNFUSED = {f"{name}{in_place}" for name in schema_names(CLAMPS) if "clamp" in name for in_place in ("", "_")}
 _BESIDE_NUMBERS: Mapping[str, Any] = MappingProxyType(
     {
         "aten::add": _ATEN.add.Tensor,
@@ -93,14 +96,13 @@ def _int8_number(node: fx.Node, number: float) -> fx.Node:
 
 def clamps_as_fusable_activations(working: fx.GraphModule) -> None:
     """XNNPACK fuses relu and hardtanh into the kernel before them, but the serializer drops a clamp."""
-    for call in quantized_calls(working.graph, _CLAMPS):
-        low, high = (call.operands.get(name) for name in ("min", "max"))
-        if call.yielded is None or not _fuses(call.input) or any(isinstance(bound, fx.Node) for bound in (low, high)):
+    for call in quantized_calls(working.graph, _UNFUSED):
+        given = clamp_bounds(call.node)
+        if given is None or call.yielded is None or not _fuses(call.input):
             continue
-        lowest, highest = call.yielded.bounds
-        bounds = (lowest if low is None else low, highest if high is None else high)
-        if bounds[0] <= bounds[1]:
-            _become_hardtanh(call.node, call.input, *map(float, bounds))
+        low, high = (float(end if own is None else own) for own, end in zip(given, call.yielded.bounds, strict=True))
+        if low <= high:
+            _become_hardtanh(call.node, call.input, low, high)
 
 
 def _fuses(kernel: fx.Node) -> bool:
@@ -128,9 +130,9 @@ def _bound(quantize: fx.Node, params: StaticQParams) -> None:
     graph, value, (low, high) = quantize.graph, quantize.all_input_nodes[0], params.bounds
     quantize.args = (value, params.scale, params.zero_point, *INT8)
     if is_activation(value) and len(value.users) == 1:
-        given = operands(value)
-        top = 6.0 if operator_name(value) in ("aten::relu6", "aten::relu6_") else given.get("max_val", high)
-        _become_hardtanh(value, value.args[0], max(low, float(given.get("min_val", 0.0))), min(high, top))
+        least, most = clamp_bounds(value) or (None, None)
+        low, high = max(low, low if least is None else float(least)), min(high, high if most is None else float(most))
+        _become_hardtanh(value, value.args[0], low, high)
         return
     with graph.inserting_before(quantize):
         # Behind a kernel that takes no bounds the clamp works on the integers; rounding commutes with it.

@@ -12,6 +12,7 @@ from torch import fx
 from quantplug.core.graph.aliases import changed_under_other_names
 from quantplug.core.graph.editing import call_like, constant
 from quantplug.core.graph.facts import constant_value, operator_name, tensor_value
+from quantplug.core.graph.operators import ALIASES, COPIES, IDENTITIES, JOINS, MOVES, PADS, schema_names
 from quantplug.core.qdq.calls import QuantizedCall, quantized_calls
 from quantplug.core.qdq.nodes import is_dequantize
 from quantplug.core.qdq.qparams import requantize, static_qparams
@@ -20,14 +21,8 @@ from quantplug.lowering.xnnpack.legalize.integers import one_dequantize_per_use
 _ATEN = torch.ops.aten
 _Q = torch.ops.quantized_decomposed
 # Kernels that move or mix integers of one scale: their output has the quantization parameters of their input.
-_MOVES = {
-    "aten::max_pool2d", "aten::permute", "aten::transpose", "aten::t", "aten::view", "aten::reshape",
-    "aten::flatten", "aten::unflatten", "aten::unsqueeze", "aten::squeeze", "aten::slice", "aten::select",
-    "aten::pad", "aten::constant_pad_nd", "aten::clone", "aten::contiguous", "aten::expand",
-    "aten::pixel_shuffle", "aten::pixel_unshuffle", "aten::channel_shuffle", "aten::dropout", "aten::alias",
-    "aten::detach", "aten::movedim", "aten::swapaxes", "aten::upsample_bilinear2d",
-}  # fmt: skip
-_PADS = ("aten::pad", "aten::constant_pad_nd")
+_MOVES = schema_names((*MOVES, *IDENTITIES, *PADS, "expand", "max_pool2d", "upsample_bilinear2d"))
+_PADS = schema_names(PADS)
 
 
 def contiguous_constants(working: fx.GraphModule) -> None:
@@ -46,14 +41,14 @@ def aliases_are_clones(working: fx.GraphModule) -> None:
     makes the operator one that writes nothing, and knows who reads what.
     """
     tied = changed_under_other_names(working.graph)
-    for call in quantized_calls(working.graph, ("aten::alias", "aten::detach")):
+    for call in quantized_calls(working.graph, schema_names(ALIASES)):
         if call.node not in tied:
             call.node.target = _ATEN.clone.default
 
 
 def copies_of_integers_are_views(working: fx.GraphModule) -> None:
     """ExecuTorch 1.4 drops a copy and leaves the conversions around it; a view takes integers and costs nothing."""
-    for call in quantized_calls(working.graph, ("aten::clone", "aten::contiguous")):
+    for call in quantized_calls(working.graph, schema_names(COPIES)):
         value = tensor_value(call.node)
         if value is None or not is_dequantize(call.input) or call.entered != call.yielded:
             continue
@@ -105,7 +100,7 @@ def _pads_with_zero(call: QuantizedCall) -> bool:
 
 def concatenations_share_qparams(working: fx.GraphModule) -> None:
     """Inputs of a quantized concatenation are converted to its output's parameters before it."""
-    for call in quantized_calls(working.graph, ("aten::cat", "aten::stack")):
+    for call in quantized_calls(working.graph, schema_names(JOINS)):
         output, values = call.yielded, call.input
         if output is None or not output.is_int8 or not all(is_dequantize(v) and static_qparams(v) for v in values):
             continue

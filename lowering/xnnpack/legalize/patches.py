@@ -20,6 +20,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.core.graph.editing import call_like, constant
 from quantplug.core.graph.facts import operands, tensor_value
+from quantplug.core.graph.traits import per_dimension
 from quantplug.core.patterns.language import Match
 from quantplug.core.qdq.calls import QuantizedCall, quantized_calls
 from quantplug.core.qdq.nodes import is_dequantize
@@ -185,7 +186,7 @@ def _is_tiled(values: Mapping[str, Any], weight: Tensor, image: list[Any]) -> bo
     kernel, channels = list(weight.shape[2:]), weight.shape[1]
     if isinstance(values["padding"], str) or not all(isinstance(size, int) for size in image[2:]):
         return False
-    stride, dilation = ((list(values[name]) * 2)[:2] for name in ("stride", "dilation"))
+    stride, dilation = (per_dimension(values[name]) for name in ("stride", "dilation"))
     plain = values["groups"] == 1 and dilation == [1, 1] and not any(values["padding"])
     padded = -(-channels // _READ_AT_ONCE) * _READ_AT_ONCE
     whole = all(size % taps == 0 for size, taps in zip(image[2:], kernel, strict=True))

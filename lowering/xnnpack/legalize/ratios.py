@@ -1,6 +1,7 @@
 """Ratios of scales that XNNPACK's kernels express, and the reason against operators outside of them."""
 
 from quantplug.core.graph.facts import operator_name
+from quantplug.core.graph.operators import CLAMPS, schema_names
 from quantplug.core.qdq.calls import QuantizedCall
 from quantplug.core.qdq.nodes import is_dequantize
 from quantplug.core.qdq.qparams import static_qparams
@@ -17,8 +18,7 @@ RATIOS = {
 _KINDS = {
     **dict.fromkeys(("aten::add", "aten::sub"), "add"),
     "aten::mul": "mul",
-    **dict.fromkeys(("aten::leaky_relu", "aten::relu", "aten::hardtanh", "aten::relu6"), "convert"),
-    **dict.fromkeys(("aten::clamp", "aten::mean"), "convert"),
+    **dict.fromkeys(schema_names((*CLAMPS, "leaky_relu", "mean")), "convert"),
 }
 
 
