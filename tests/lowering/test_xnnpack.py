@@ -149,6 +149,16 @@ INTEGER = {
         [ROWS],
         1,
     ),
+    "products by constant matrices": (
+        Net(
+            lambda s, x: fake(torch.mm(fake(torch.addmm(s.b, fake(x), s.w().t()), B), s.v().t()), (0.1, 0)),
+            w=Weight(8, 16),
+            v=Weight(8, 8),
+            b=bias(8),
+        ),
+        [ROWS],
+        2,
+    ),
     "dynamic convolution": (Net(lambda s, x: conv(s, dynamic(x)), w=Weight(8, 8, 3, 3), b=bias(8)), [IMAGE], 1),
 }
 
