@@ -25,11 +25,10 @@ aten = torch.ops.aten
 
 # The least that is added to a bias: lost in any rounding, and no denormal, which OpenVINO takes for zero.
 _LEAST = 1e-30
-_NO_CHANGE = "its biases differ already, or it has no channels with scales of their own"
 
 
 def step_aside(graph: fx.Graph) -> None:
-    """Rewrites the operators of a graph that OpenVINO computes wrongly, in place.
+    """Rewrites the operators of a plainly spelled graph that OpenVINO computes wrongly, in place.
 
     Raises:
         LoweringError: an average has open sizes, for which there is no other form.
@@ -49,22 +48,9 @@ def _uneven(match: Match) -> fx.Node | str:
         return "its weight has scales for groups, which stay where they are"
     bias = _uneven_bias(node, given["bias"], weight.shape[0])
     if bias is None:
-        return _NO_CHANGE
+        return "its biases differ already, or it has no channels with scales of their own"
     node.args, node.kwargs = tuple({**given, "bias": bias}.values()), {}
     return node
-
-
-def _uneven_product(match: Match) -> fx.Node | str:
-    """The same of products, whose columns are the channels."""
-    node, given = match.root, operands(match.root)
-    is_sum = "mat1" in given
-    bias = _uneven_bias(node, given["self"] if is_sum else None, node.meta["val"].shape[1])
-    if bias is None:
-        return _NO_CHANGE
-    if is_sum:
-        node.replace_input_with(given["self"], bias)
-        return node
-    return call(node, aten.addmm.default, (bias, *node.args), node)
 
 
 def _uneven_bias(node: fx.Node, bias: Any, channels: int | torch.SymInt) -> fx.Node | None:
@@ -90,11 +76,8 @@ def _column_by_column(match: Match) -> fx.Node | str:
         return "its sizes are not known"
     if stride[-1] == 1 or weight.shape[-1] == 1 or statically_known_true(result.shape[-1] > 1):
         return "its result is more than one column wide"
-    spatial = weight.dim() - 2
-    padding, dilation = (list(given[name]) * spatial for name in ("padding", "dilation"))
-    steps = (list(stride) * spatial)[: spatial - 1]
-    product = call(node, node.target, tuple({**given, "stride": [*steps, 1]}.values()), node)
-    width = image.shape[-1] + 2 * padding[spatial - 1] - dilation[spatial - 1] * (weight.shape[-1] - 1)
+    product = call(node, node.target, tuple({**given, "stride": [*stride[:-1], 1]}.values()), node)
+    width = image.shape[-1] + 2 * given["padding"][-1] - given["dilation"][-1] * (weight.shape[-1] - 1)
     product.meta["val"] = result.new_empty(*result.shape[:-1], width)
     return viewed(node, aten.slice.Tensor, product, -1, 0, sys.maxsize, stride[-1])
 
@@ -116,8 +99,7 @@ def _padded_before(match: Match) -> fx.Node | str:
             f"OpenVINO computes {describe(node)} wrongly, which counts its padding and rounds open sizes up; export "
             "it with fixed sizes, set `ceil_mode=False`, or use backend 'x86'."
         )
-    widths = list(given["padding"]) * (spatial // len(given["padding"]))
-    edges = [edge for width in reversed(widths) for edge in (width, width)]
+    edges = [edge for width in reversed(given["padding"]) for edge in (width, width)]
     padded = viewed(node, aten.constant_pad_nd.default, match["x"], edges)
     pooled = viewed(node, node.target, padded, *tuple({**given, "padding": [0] * spatial}.values())[1:])
     for dim, size in enumerate(sizes, -spatial):  # torch leaves out a window that begins in the padding
@@ -176,7 +158,6 @@ _CONVOLUTIONS = op("conv1d.default", "conv2d.default", "conv3d.default")
 BIASES = (
     Rule(op("linear.default"), _uneven),
     Rule(_CONVOLUTIONS, _uneven),
-    Rule(op("mm.default", "addmm.default"), _uneven_product),
 )
 _CLAMPS = op(*(name for name in CLAMPS if name != "relu"), self=dequantize(input=value("q"), name="x"))
 _NORMS = op("layer_norm.default", "group_norm.default", "instance_norm.default", input=value("x"))

@@ -43,6 +43,7 @@ from quantplug.lowering.processor import as_unsigned, largest_pair, pair_objecti
 from quantplug.lowering.program import refusal, require_float_dtype
 from quantplug.lowering.scopes import require_no_autocast
 from quantplug.lowering.signature import FixedInput, Signature
+from quantplug.lowering.spelling import spell_plainly
 from quantplug.lowering.starting import starting, twin
 
 _ATEN = torch.ops.aten
@@ -87,6 +88,7 @@ def lower(
     require_no_autocast(module.graph, "OpenVINO's front end does")
     reference, recorded = twin(module), record(module.graph)
     pair = _require_pairs(module.graph)
+    spell_plainly(module.graph)
     halves = spell_out_halves(module.graph)
     step_aside(module.graph)
     apply(module.graph, GIVEN)

@@ -23,7 +23,7 @@ HALF = torch.bfloat16
 PRODUCTS = frozenset(
     target
     for name in (
-        *("linear", "addmm", "mm", "bmm", "baddbmm", "matmul", "conv1d", "conv2d", "conv3d", "convolution"),
+        *("linear", "addmm", "mm", "bmm", "baddbmm", "matmul", "conv1d", "conv2d", "conv3d"),
         *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
     )
     for target in op(name).targets

@@ -109,3 +109,15 @@ def test_compilers_get_a_large_weight_of_few_rows_streamed(rows, is_streamed, bi
     assert aten._weight_int8pack_mm.default not in [node.target for node in program.portable.graph.nodes]
     assert sqnr(graph(*inputs), module(*inputs)) > 35
     assert sqnr(graph(*inputs), program(*inputs)) > 40
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("decomposed", [False, True], ids=["whole", "decomposed"])
+def test_a_transposed_convolution_computes_in_bfloat16_however_it_was_exported(decomposed):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.ConvTranspose2d(8, 16, 3, stride=2, groups=2)).eval(), torch.randn(1, 8, 9, 9)
+    exported = torch.export.export(model, (x,))
+    graph = (exported.run_decompositions() if decomposed else exported).module()
+    program = lower(graph, (x,), float_dtype=torch.bfloat16)
+    assert [op.reason for op in program.ops] == ["no integer kernel in this place; it computes in bfloat16"]
+    assert 40 < float(sqnr(program(x), model(x))) < 70
