@@ -17,7 +17,7 @@ from quantplug.core.graph.facts import require_graph_module
 from quantplug.core.graph.meta import IO_DTYPES, SUBMODEL, TRAINING, TRANSFORMS
 from quantplug.core.qdq.integer_io import IODTypes
 from quantplug.quantizers.framework.capabilities import Capability, capabilities
-from quantplug.quantizers.framework.scoped import ScopedQuantizer
+from quantplug.quantizers.framework.scoped import ScopedQuantizer, effective_scopes
 from quantplug.quantizers.framework.weight_bits import tell_of_wide_weights
 
 Self = TypeVar("Self", bound="BackendQuantizer")
@@ -42,7 +42,7 @@ class BackendQuantizer(ScopedQuantizer):
         Where a scope leaves operators float, their batch norms stay: nothing that is float is rewritten.
         """
         declared = self.backend.folds_batch_norm
-        settings = self._effective_scopes().settings
+        settings = effective_scopes(self).settings
         everywhere = any(scope.kind == "global" for scope in settings) and all(scope.quantizes for scope in settings)
         return declared if everywhere or declared is False else self._may_fold
 
@@ -53,7 +53,7 @@ class BackendQuantizer(ScopedQuantizer):
 
     def _leaves_by_name(self, batch_norm: fx.Node) -> str | None:
         """Returns which scope leaves a batch norm float, one that names it; others are about what it follows."""
-        return self.leaves_float(batch_norm) if self._effective_scopes().choose(batch_norm).is_named else None
+        return self.leaves_float(batch_norm) if effective_scopes(self).choose(batch_norm).is_named else None
 
     def set_io(self: Self, input: torch.dtype | None = None, output: torch.dtype | None = None) -> Self:  # noqa: A002
         """Sets the dtypes of the converted model's float inputs and outputs; None leaves them float.
@@ -93,7 +93,7 @@ class BackendQuantizer(ScopedQuantizer):
             ModelError: the model is not an exported graph.
         """
         require_graph_module(model, f"Backend '{self.backend.name}'")
-        scopes = self._effective_scopes()
+        scopes = effective_scopes(self)
         # The submodels of control flow come one by one; the scopes were held against all of them at first.
         silent = scopes.unmatched(model) if self.strict and not SUBMODEL.get(model) else []
         if silent:

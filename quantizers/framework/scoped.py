@@ -92,17 +92,9 @@ class ScopedQuantizer(Quantizer):
             f"{list(self.backend.configs)} or None, found {type(found).__name__}."
         )
 
-    def _effective_scopes(self) -> Scopes:
-        settings = self.scopes.settings
-        if any(scope.config is not None or scope.kind == "global" for scope in settings):
-            return self.scopes
-        default = Scopes(list(settings))
-        default.set_global(self.backend.config())
-        return default
-
     def leaves_float(self, node: fx.Node) -> str | None:
         """Returns which scope leaves a node float, in words, or None if it has a config."""
-        choice = self._effective_scopes().choose(node)
+        choice = effective_scopes(self).choose(node)
         if choice.config is not None and quantizes(choice.config):
             return None
         return f"{describe(node)} {stays_float(choice)}"
@@ -110,11 +102,21 @@ class ScopedQuantizer(Quantizer):
     @property
     def leaves_all_float(self) -> bool:
         """Whether the scopes ask for no quantization at all."""
-        return not any(scope.quantizes for scope in self._effective_scopes().settings)
+        return not any(scope.quantizes for scope in effective_scopes(self).settings)
 
     @property
     def needs_calibration(self) -> bool:
         """Whether any config in force has activation scales that calibration has to find."""
-        configs = (scope.config for scope in self._effective_scopes().settings)
+        configs = (scope.config for scope in effective_scopes(self).settings)
         activations = (c.input_activation or c.output_activation for c in configs if c is not None)
         return any(spec is not None and not spec.is_dynamic for spec in activations)
+
+
+def effective_scopes(quantizer: ScopedQuantizer) -> Scopes:
+    """Returns the scopes in force: those that were set, over the backend's default config where none quantizes."""
+    settings = quantizer.scopes.settings
+    if any(scope.config is not None or scope.kind == "global" for scope in settings):
+        return quantizer.scopes
+    default = Scopes(list(settings))
+    default.set_global(quantizer.backend.config())
+    return default
