@@ -29,7 +29,8 @@ def activation(name: str, inner: Pattern, bind: str = "activation") -> Op:
     """
     number = optional(anything(None, _number))
     bounds: dict[str, Any] = {bound: number for bound in CLAMPS.get(name, ()) if isinstance(bound, str)}
-    return op(name, self=inner, name=bind, **bounds)
+    targets = (f"{name}.default", f"{name}_.default") if name.startswith("clamp") else (name,)
+    return op(*targets, self=inner, name=bind, **bounds)
 
 
 def with_activations(label: str, base: Pattern, activations: tuple[str, ...]) -> tuple[tuple[str, Pattern], ...]:

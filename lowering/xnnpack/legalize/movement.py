@@ -22,7 +22,8 @@ from quantplug.lowering.xnnpack.legalize.legalized import Legalized
 from quantplug.lowering.xnnpack.legalize.operators import calls, first_input
 
 # Kernels that move or mix integers of one scale: their output has the quantization parameters of their input.
-_MOVES = schema_names((*MOVES, *IDENTITIES, *PADS, "expand", "max_pool2d", "upsample_bilinear2d"))
+_KERNELS = tuple(name for name in MOVES if name not in ("flip", "roll"))
+_MOVES = schema_names((*_KERNELS, *IDENTITIES, *PADS, "expand", "max_pool2d", "upsample_bilinear2d"))
 _PADS = schema_names(PADS)
 # What ExecuTorch serializes as a reshape by numbers, or, as conv1d, as a conv2d between two of them.
 _RESHAPES = {"aten::squeeze", "aten::squeeze_", "aten::unsqueeze", "aten::unsqueeze_", "aten::conv1d"}
