@@ -27,9 +27,11 @@ def activation(name: str, inner: Pattern, bind: str = "activation") -> Op:
     Raises:
         PatternError: the activation is no operator with an operand `self`.
     """
-    number = optional(anything(None, _number))
+    number = anything(None, _number)
+    number = optional(number) if name == "clamp" else number  # the others have no bound to leave out
     bounds: dict[str, Any] = {bound: number for bound in CLAMPS.get(name, ()) if isinstance(bound, str)}
-    return op(name, self=inner, name=bind, **bounds)
+    targets = (f"{name}.default", f"{name}_.default") if name.startswith("clamp") else (name,)
+    return op(*targets, self=inner, name=bind, **bounds)
 
 
 def with_activations(label: str, base: Pattern, activations: tuple[str, ...]) -> tuple[tuple[str, Pattern], ...]:

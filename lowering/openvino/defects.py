@@ -107,7 +107,7 @@ def _padded_before(match: Match) -> fx.Node | str:
     return pooled
 
 
-def _selected(match: Match) -> fx.Node:
+def _selected(match: Match) -> fx.Node | str:
     """Clamps of integers that others read too are computed on the integers, by bounds whose fractions are cut off."""
     node = match.root
     found: fx.Node = match["x"]

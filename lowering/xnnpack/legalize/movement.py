@@ -21,7 +21,8 @@ from quantplug.lowering.xnnpack.legalize.integers import one_dequantize_per_use
 _ATEN = torch.ops.aten
 _Q = torch.ops.quantized_decomposed
 # Kernels that move or mix integers of one scale: their output has the quantization parameters of their input.
-_MOVES = schema_names((*MOVES, *IDENTITIES, *PADS, "expand", "max_pool2d", "upsample_bilinear2d"))
+_KERNELS = tuple(name for name in MOVES if name not in ("flip", "roll"))
+_MOVES = schema_names((*_KERNELS, *IDENTITIES, *PADS, "expand", "max_pool2d", "upsample_bilinear2d"))
 _PADS = schema_names(PADS)
 
 

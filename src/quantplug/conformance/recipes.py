@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from quantplug.core.graph.operators import DROPOUTS, SHUFFLES
 from quantplug.core.peers.torch_names import OpOverload
 
 
@@ -242,6 +243,17 @@ def _unflatten(sample: Sample, known: Known) -> Operands:
     return {"self": Shape((sample.batch, 2 * sample.channels, sample.size)), "dim": 1, "sizes": [2, sample.channels]}
 
 
+def _moved(sample: Sample, known: Known) -> Operands:
+    return {"self": Shape(sample.image), "source": 1, "destination": 2}
+
+
+def _twice(sample: Sample, known: Known) -> Operands:
+    """Channels and sizes that a factor of 2 divides."""
+    batch, channels, *sizes = sample.image
+    doubled = Shape((batch, 4 * channels, *(2 * size for size in sizes)))
+    return {"self": doubled, **dict.fromkeys(("upscale_factor", "downscale_factor", "groups"), 2)}
+
+
 def _resize(sample: Sample, known: Known) -> Operands:
     sizes = [2 * sample.size, 2 * sample.size]
     return {"input": Shape(sample.image), "self": Shape(sample.image), "output_size": sizes, "align_corners": False}
@@ -279,6 +291,8 @@ _RECIPES: Mapping[str, Recipe] = {
     "log_softmax": _given(dim=-1),
     "hardtanh": _hardtanh,
     "clamp": _given(min=-0.5, max=0.75),
+    "clamp_min": _given(min=-0.5),
+    "clamp_max": _given(max=0.75),
     "pow": _given(exponent=2.0),
     "view": _sized(_flat),
     "reshape": _sized(_flat),
@@ -286,17 +300,24 @@ _RECIPES: Mapping[str, Recipe] = {
     "flatten": _given(start_dim=1),
     "unflatten": _unflatten,
     "permute": _given(dims=[0, 2, 3, 1]),
-    "transpose": _given(dim0=1, dim1=2),
-    "t": _columns,
+    **dict.fromkeys(("transpose", "swapdims"), _given(dim0=1, dim1=2)),
+    "swapaxes": _given(axis0=1, axis1=2),
+    **dict.fromkeys(("movedim", "moveaxis"), _moved),
+    **dict.fromkeys(("t", "numpy_T"), _columns),
     "squeeze": _single,
     "unsqueeze": _given(dim=1),
     "slice": _given(dim=1, start=1, end=3),
     "select": _given(dim=1, index=1),
+    "narrow": _given(dim=1, start=1, length=2),
+    "flip": _given(dims=[2]),
+    "roll": _given(shifts=[1], dims=[2]),
+    **{name: _twice for name in SHUFFLES if "shuffle" in name},
+    "repeat_interleave": _given(repeats=2, dim=1),
     "expand": _singles,
     "repeat": _given(repeats=[1, 2, 1, 1]),
     "pad": _given(pad=[1, 1, 1, 1]),
     "constant_pad_nd": _given(pad=[1, 1, 1, 1]),
-    "dropout": lambda sample, known: {"input": Shape(sample.image), "p": 0.5},
+    **dict.fromkeys(DROPOUTS, lambda sample, known: {"input": Shape(sample.image), "p": 0.5}),
     "cat": _given(dim=1),
     "stack": _given(dim=1),
     "upsample_bilinear2d": _resize,
