@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -152,7 +153,7 @@ def test_sparse_inputs_are_one_sentence():
 
 
 def test_values_of_any_size_are_shown_in_one_line():
-    array = np.zeros((1000, 1000))
+    array: Any = np.zeros((1000, 1000))
     for attempt in (
         lambda: quantplug.calibrate(prepared(), [X], inputs=array, progress=False),
         lambda: quantplug.calibrate(prepared(), [X], limit=array, progress=False),
@@ -172,4 +173,4 @@ def test_values_of_any_size_are_shown_in_one_line():
 
 def test_what_picks_inputs_is_a_function():
     with pytest.raises(CalibrationError, match=r"^inputs is 0; pass a function of a batch"):
-        quantplug.calibrate(prepared(), [X], inputs=0, progress=False)
+        quantplug.calibrate(prepared(), [X], inputs=0, progress=False)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ The honest kernel is a convolution of integers in whole numbers, scaled and roun
 """
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from quantplug.lowering.rules import lower_by_rules
 from quantplug.quantizers.framework.backend import Backend
 
 INT8 = DTypeConfig("int8", input=torch.int8, output=torch.int8, weight=torch.int8)
-SEEN = {}
+SEEN: dict[Any, Any] = {}
 
 
 @torch.library.custom_op("faulty_npu::product", mutates_args=())
@@ -114,8 +115,8 @@ def backend(fault="", level=Level.ONE_STEP, **shown):
         for name in ("conv2d.default", "linear")
         for to in [partial(to_product, fault=fault)]
     )
-    rows = (convolution((2,), ()), linear(()))
-    rows = tuple(row.within(level).shown_by(*shown.get(row.name, ())).where(not_decomposed) for row in rows)
+    made = (convolution((2,), ()), linear(()))
+    rows = tuple(row.within(level).shown_by(*shown.get(row.name, ())).where(not_decomposed) for row in made)
     lower = partial(lower_by_rules, rules=rules, library="faulty_npu")
     return Backend("faulty", rows, dtypes=(INT8,), lowering=lower)
 

@@ -171,7 +171,7 @@ def test_samples_and_errors():
         correct_biases(prepared, [*data, data[0][:, :, :4]])
     for wrong in (0, 2.5, True):
         with pytest.raises(CalibrationError, match="takes a number of samples from 1 on"):
-            correct_biases(prepared, data, wrong)
+            correct_biases(prepared, data, wrong)  # type: ignore[arg-type]
     assert all(torch.equal(value, prepared.get_parameter(name)) for name, value in weights.items())
     few = correct_biases(copy.deepcopy(prepared), data, samples=32)
     assert dict(few) == pytest.approx(dict(correct_biases(copy.deepcopy(prepared), data[:2])), rel=1e-4)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -124,7 +125,7 @@ def _kind(path, value):
 
 
 def _distinct_paths(plan):
-    seen = {}
+    seen: dict[Any, Any] = {}
     for path in _paths(plan):
         seen.setdefault(_kind(path, plan), path)
     return list(seen.values())

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,17 +44,17 @@ def lowered(net: Net, *shapes: tuple[int, ...], minimum: float = 40.0) -> XNNPAC
     return program
 
 
-def conv(s: Net, x: Tensor, **options: object) -> Tensor:
+def conv(s: Any, x: Tensor, **options: Any) -> Tensor:
     return F.conv2d(x, s.w(), s.b, **options)
 
 
 torch.manual_seed(0)  # the weights of the nets below
 # name -> (net, input shapes, placements)
-INTEGER = {
+INTEGER: dict[str, Any] = {
     "slices added": (Net(lambda s, x: slices_added(fake(torch.relu(fake(x))))), [IMAGE], 4),
     "shared linear": (Net(lambda s, x: twice(s, x, F.linear), w=Weight(16, 16), b=bias(16)), [ROWS], 2),
     "shared convolution": (
-        Net(lambda s, x: twice(s, x, lambda *a: F.conv2d(*a, padding=1)), w=Weight(8, 8, 3, 3), b=bias(8)),
+        Net(lambda s, x: twice(s, x, lambda x, w: F.conv2d(x, w, padding=1)), w=Weight(8, 8, 3, 3), b=bias(8)),
         [IMAGE],
         2,
     ),
@@ -175,7 +176,7 @@ def test_defects_of_the_stock_flow_run_on_integer_kernels(name):
 
 
 # name -> (net, input shapes, a word of the reason)
-FLOAT = {
+FLOAT: dict[str, Any] = {
     "zero points in weights": (
         Net(lambda s, x: fake(conv(s, fake(x)), B), w=Weight(8, 8, 3, 3, zero_points=True), b=bias(8)),
         [IMAGE],
@@ -386,7 +387,7 @@ def test_bad_arguments_are_refused_in_one_sentence(small):
     with pytest.raises(ConfigError, match="threads is 0"):
         lower(graph, (x,), threads=0)
     with pytest.raises(ModelError, match="takes an exported graph module"):
-        lower(torch.nn.Linear(2, 2), (x,))
+        lower(torch.nn.Linear(2, 2), (x,))  # type: ignore[arg-type]
 
 
 def test_a_program_that_loses_the_reference_is_not_returned(small):

@@ -1,5 +1,7 @@
 """Views and copies of turned, sliced, repeated and flipped tensors: programs that run, at any batch size."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -116,7 +118,7 @@ def test_moved_tensors_of_every_config_are_copied_and_viewed(name, config, is_op
 @pytest.mark.parametrize("name", ["shuffle of channels", "reshape", "space to depth", "windows"])
 def test_copies_between_integers_cost_no_conversion(name):
     x = torch.randn(2, 3, 8, 8)
-    program = quantplug.quantize(around(name), (x,), "xnnpack", [x], progress=False).program
+    program: Any = quantplug.quantize(around(name), (x,), "xnnpack", [x], progress=False).program
     assert (program.counts.converts, program.counts.delegates, program.counts.portable) == (2, 1, 0)
 
 

@@ -1,5 +1,7 @@
 """Depthwise convolutions with kernels larger than XNNPACK's own are sums of parts, and agree with the q/dq graph."""
 
+from typing import Any
+
 import pytest
 import torch
 from qdq_graphs import decibels
@@ -8,7 +10,7 @@ from torch import nn
 import quantplug
 from quantplug.lowering.xnnpack import lower
 
-LARGE = {
+LARGE: dict[str, Any] = {
     "7 x 7": ((7, 7), {"padding": 3}),
     "7 x 7 without padding": ((7, 7), {"bias": False}),
     "strided and dilated": ((5, 7), {"padding": (2, 4), "stride": (2, 1), "dilation": (1, 2)}),

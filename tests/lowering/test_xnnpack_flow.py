@@ -11,6 +11,7 @@ from torch import nn
 import quantplug
 from quantplug.core.errors import ConfigError, ConvertError
 from quantplug.core.qdq.integer_io import boundary_qparams, quantized_inputs
+from quantplug.lowering.xnnpack import XNNPACKProgram
 from quantplug.quantizers.framework.capabilities import capability_table
 from quantplug.quantizers.framework.derived import derive
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
@@ -189,6 +190,7 @@ def test_e03_integer_inputs_and_outputs():
     model, x = nn.Sequential(layer(), nn.ReLU(), layer()).eval(), torch.randn(*IMAGE)
     artefact = quantplug.quantize(model, (x,), quantizer, [(x,)], progress=False)
     integers = quantized_inputs(artefact.reference, (x,))[0]
+    assert isinstance(artefact.program, XNNPACKProgram)
     assert artefact.program.counts.converts == 0
     assert torch.equal(artefact(integers), artefact.reference(integers))
     scale, zero_point = boundary_qparams(artefact.reference)[1][0][:2]

@@ -166,7 +166,7 @@ def test_torchaos_rows_lower_whatever_their_rank(shape):
 
     torch.manual_seed(0)
     model = Layers().eval()
-    quantize_(model, Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32)))
+    quantize_(model, Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32)))  # type: ignore[attr-defined]
     x = fading(*shape)
     graph = torch.export.export(model, (x,)).module()
     program = lower(graph, (x,))

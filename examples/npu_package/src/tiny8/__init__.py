@@ -15,7 +15,7 @@ def _to_kernel(match: qp.Match, name: str, *args: Any) -> None:
     qp.replace_node(match.root, kernel)
 
 
-def _low(match: qp.Match) -> int:
+def _low(match: qp.Match) -> Any:
     return qp.qparams(match.root).zero_point if "relu" in match else -128
 
 
@@ -53,7 +53,7 @@ def _mean(match: qp.Match) -> None:
 def _sigmoid(match: qp.Match) -> None:
     x, out = qp.qparams(match["x_in"]), qp.qparams(match.root)
     real = torch.sigmoid((torch.arange(-128, 128) - x.zero_point) * x.scale)
-    table = (real / out.scale).round().add(out.zero_point).clamp(-128, 127).to(torch.int8)
+    table = ((real / out.scale).round() + out.zero_point).clamp(-128, 127).to(torch.int8)
     _to_kernel(match, "sigmoid", match["x"], qp.add_constant(match.root, "table", table))
 
 
