@@ -85,6 +85,7 @@ class Toy(Quantizer):
         pass
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_q13_resnet18_with_a_toy_quantizer_end_to_end(resnet, backend):
     x = torch.randn(SIZE)

@@ -143,11 +143,13 @@ def of_executorch():
     return XNNPACKQuantizer().set_global(config)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("make", "backend"),
-    [(of_torchao, "x86"), (of_executorch, "xnnpack"), (lambda: Folded(of_torchao()), "x86")],
-    ids=["torchao", "executorch", "own"],
+    [
+        pytest.param(of_torchao, "x86", id="torchao"),
+        pytest.param(of_executorch, "xnnpack", id="executorch", marks=pytest.mark.slow),
+        pytest.param(lambda: Folded(of_torchao()), "x86", id="own", marks=pytest.mark.slow),
+    ],
 )
 def test_quantizers_of_others_gain_on_images_that_the_correction_did_not_see(make, backend):
     model = Residual(blocks=2).eval()

@@ -167,9 +167,9 @@ def check_training_equals_torchao(module, shape, quantizer):
 @pytest.mark.parametrize(
     ("kind", "per_channel", "converts"),
     [
-        ("conv2d", True, True),
         ("conv2d", False, False),
         ("conv1d", True, False),
+        pytest.param("conv2d", True, True, marks=pytest.mark.slow),
         pytest.param("conv1d", True, True, marks=pytest.mark.slow),
         pytest.param("conv2d", False, True, marks=pytest.mark.slow),
     ],

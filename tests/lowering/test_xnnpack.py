@@ -430,7 +430,7 @@ def test_lowering_prints_nothing():
     assert run.stderr.split("BEGIN\n")[1] == ""
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [nn.Softplus(), nn.Mish(), nn.Hardshrink()], ids=lambda m: type(m).__name__)
 def test_float_operators_that_the_delegate_mixes_up_run_outside_of_it(activation):
     torch.manual_seed(0)

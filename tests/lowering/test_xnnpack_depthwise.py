@@ -42,6 +42,7 @@ def test_a_large_kernel_runs_as_float_parts_and_says_why(name):
     assert (program.counts.delegates, program.counts.portable) == (1, 0)
 
 
+@pytest.mark.slow
 def test_a_large_kernel_of_a_graph_that_quantizes_at_run_time():
     torch.manual_seed(0)
     program = program_of(nn.Sequential(nn.Conv2d(8, 8, 7, groups=8), nn.Conv2d(8, 8, 1)), "int8_dynamic")

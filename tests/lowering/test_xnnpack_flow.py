@@ -84,7 +84,7 @@ RECURRENT = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_layers_are_one_delegate_of_integer_layers_and_float_states(name):
     recurrent, shape = RECURRENT[name]
@@ -174,6 +174,7 @@ def test_weight_only_linear_layers_need_no_calibration(config):
     assert artefact.nbytes <= 0.3 * sum(p.numel() * 4 for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_layers_without_four_bit_kernels_stay_float_and_say_why():
     model = nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 8))
     report = flow(model, (3, 48), config="int4_dynamic_groups", minimum=30.0).report

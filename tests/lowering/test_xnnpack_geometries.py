@@ -28,7 +28,7 @@ def outside(layer, shape, backend):
     return artefact.program.ops[1]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_no_kernel_takes_runs_outside(name):
     layer, shape, reason = LAYERS[name]

@@ -19,7 +19,8 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, activation="gelu", batch_first=True).eval()
 
 
-@pytest.mark.parametrize("config", ["int8", pytest.param("int8_dynamic", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["int8", "int8_dynamic"])
 def test_a_dynamic_sequence_runs_at_every_length(config):
     model, x = encoder(), torch.randn(1, 8, 32)
     exported = torch.export.export(model, (x,), dynamic_shapes=({1: LENGTH},)).module()
@@ -70,7 +71,7 @@ class Branches(nn.Module):
         return self.c(torch.cond(x.sum() > 0, self.a, inner, (x,)))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["int8", "int8_dynamic"])
 def test_layers_in_branches_run_on_integer_kernels(config):
     torch.manual_seed(0)

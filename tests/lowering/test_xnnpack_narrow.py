@@ -61,7 +61,7 @@ def test_e13_e08_a_network_of_convolutions_has_a_small_file_and_one_delegate(con
     )
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(
     ("layer", "shape"),

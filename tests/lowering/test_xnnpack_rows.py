@@ -92,7 +92,7 @@ def test_every_row_keeps_its_precision_in_the_graph_and_in_the_saved_program(mod
     assert [(op.placement, op.reason) for op in layers] == [("int8", "")] * 2
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "decibels"), [("int8_dynamic", AGREED), ("int4_dynamic", AGREED), ("int4_dynamic_groups", AGREED)]
 )
