@@ -228,6 +228,7 @@ def command(line, **options):
     return subprocess.run([sys.executable, "-c", code], text=True, timeout=300, check=False, **options)
 
 
+@pytest.mark.slow
 def test_an_output_that_is_full_is_one_sentence(files):
     with open("/dev/full", "w") as full:
         done = command("explain model.pt2", cwd=files, stdout=full, stderr=subprocess.PIPE)

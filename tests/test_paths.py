@@ -68,7 +68,7 @@ def test_the_longest_name_that_the_system_takes_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == [longest]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["[red]m.pte", "[/b].pte", "\udcff\udcfe.pte"])
 def test_names_of_odd_characters_are_written_and_printed(name, tmp_path, monkeypatch):
     """The work was done when printing or writing the name failed."""

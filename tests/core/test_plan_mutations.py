@@ -201,6 +201,7 @@ def test_every_changed_plan_replays_or_is_one_sentence(sources, name, prepare):
     assert source.try_all(source.mutations, prepare) == {}
 
 
+@pytest.mark.slow
 def test_a_process_that_made_no_plan_reads_those_of_every_quantizer(sources, tmp_path):
     """What a plan names is known there too: observers, functions, the rewrites of built-in backends."""
     (tmp_path / "plans.json").write_text(json.dumps([source.plan for source in sources.values()]))

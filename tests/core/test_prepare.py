@@ -307,7 +307,8 @@ def all_shared(node: fx.Node) -> tuple[dict[fx.Node, Any], Any]:
     return {first: spec}, SharedQuantizationSpec((first, node))
 
 
-@pytest.mark.parametrize("steps", [1200, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1200, 2000])
 def test_a_recurrence_of_thousands_of_steps_in_one_group(steps: int) -> None:
     x = torch.randn(1, 2)
     prepared = prepare_pt2e(exported(Recurrence(steps), x), Written(all_shared))

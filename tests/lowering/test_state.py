@@ -83,7 +83,7 @@ def test_emulation_keeps_the_state(kind, kernels):
         agree(emulated(x), reference(x), 35)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [MODELS[0], MODELS[1], MODELS[3]], ids=lambda kind: kind.__name__)
 def test_a_compiled_program_keeps_the_state(kind, tmp_path):
     _, artefact = quantized(kind, "x86")

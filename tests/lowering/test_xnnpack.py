@@ -266,6 +266,7 @@ def test_weight_only_linear_keeps_integer_weights_in_the_file():
     assert "not quantized" in program.ops[0].reason
 
 
+@pytest.mark.slow
 def test_conv3d_runs_in_float_and_one_with_groups_is_refused_in_one_sentence():
     x = torch.randn(1, 4, 5, 6, 6)
     parts = {"w": Weight(4, 4, 3, 3, 3), "b": bias(4)}
@@ -287,6 +288,7 @@ def test_integer_inputs_and_outputs():
     assert torch.equal(program(x), graph(x))
 
 
+@pytest.mark.slow
 def test_an_fp16_model_gives_finite_numbers():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3)).half()

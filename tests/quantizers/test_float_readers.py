@@ -149,6 +149,7 @@ def test_a_sum_in_integers_takes_its_other_summand_in_integers():
     assert True in read_in_integers(reference, "add")
 
 
+@pytest.mark.slow
 def test_a_function_that_only_float_operators_read_stays_float_on_xnnpack():
     model, data = of_seed("dense", 0)
     report = quantplug.quantize(model, (data[0],), "xnnpack", data[:2], progress=False).report
