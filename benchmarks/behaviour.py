@@ -110,7 +110,7 @@ def observe(model: torch.nn.Module, sample: xnnpack_models.Sample, backend: str,
 def record(folder: Path, everything: bool, only: list[str]) -> None:
     """Writes a file for each case that the folder has none of."""
     folder.mkdir(parents=True, exist_ok=True)
-    built: dict[str, Any] = {}
+    built: dict[str, tuple[Any, Any]] = {}
     for model, backend, config in cases(everything):
         path = folder / f"{model},{backend},{config}.pt"
         if path.exists() or (only and not {model, backend, config} & set(only)):

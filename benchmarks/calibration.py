@@ -136,9 +136,10 @@ def forward_ratio(model: nn.Module, kind: str, batches: list[Tensor], rounds: in
             find_ranges(observers)  # type: ignore[arg-type]
         else:
             for module in observers:
-                module.calculate_qparams()  # type: ignore[operator]
+                module.calculate_qparams()
 
-    plain(), calibrated()
+    plain()
+    calibrated()
     search = seconds(searched)
     runs = [(seconds(plain), seconds(calibrated)) for _ in range(rounds)]
     ratio = statistics.median(b for _, b in runs) / statistics.median(a for a, _ in runs)

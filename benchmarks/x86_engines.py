@@ -98,8 +98,7 @@ def _any_batch(case: Case, *, strict: bool = False) -> fx.GraphModule:
     example = case.calibration[0]
     shapes = [{0: torch.export.Dim("batch", max=64)} for _ in example]
     exported = torch.export.export(case.model, example, dynamic_shapes=shapes, strict=strict)
-    found: fx.GraphModule = exported.module()  # type: ignore[assignment]
-    return found
+    return exported.module()
 
 
 def _keep(converted: fx.GraphModule, case: Case, path: Path) -> None:
@@ -275,7 +274,7 @@ def _quantize_onnx(case: Case, folder: Path) -> float:
         model.load_state_dict(weights)
     original, prepared = folder / "float.onnx", folder / "prepared.onnx"
     torch.backends.mha.set_fastpath_enabled(False)  # the exporter does not know the fused layers
-    settings = {"dynamo": False, "opset_version": 17, "dynamic_axes": {"x": {0: "batch"}}}
+    settings: dict[str, Any] = {"dynamo": False, "opset_version": 17, "dynamic_axes": {"x": {0: "batch"}}}
     torch.onnx.export(model, case.calibration[0], str(original), input_names=["x"], **settings)
     started = time.perf_counter()
     quant_pre_process(str(original), str(prepared), skip_symbolic_shape=True)

@@ -74,7 +74,7 @@ def vision(name: str, size: int) -> nn.Module:
     """Returns a model of torchvision by name; "vit" is vit_b_16 with 4 layers."""
     models = torchvision_models()
     if name == "vit":
-        transformer: nn.Module = models.VisionTransformer(size, 16, 4, 12, 768, 3072)
+        transformer = models.VisionTransformer(size, 16, 4, 12, 768, 3072)
         nn.init.trunc_normal_(transformer.heads.head.weight, std=0.02)  # torchvision's is zero before training
         return transformer
     loose = {"weights_backbone": None} if name.startswith(("deeplab", "lraspp", "fcn")) else {}

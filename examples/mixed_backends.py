@@ -4,6 +4,7 @@ Run it: python examples/mixed_backends.py
 """
 
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -57,5 +58,6 @@ program = quantplug.get_quantizer("xnnpack").backend.lower(
     converted, (batches[0],), accepts=lambda node: node not in head
 )
 with tempfile.TemporaryDirectory() as folder:
-    print(f"{program.save(Path(folder) / 'tagger.pte').stat().st_size} bytes, {program.counts}")
+    size = program.save(Path(folder) / "tagger.pte").stat().st_size
+print(f"{size} bytes, {dict(Counter(op.placement for op in program.ops))}")
 print(f"largest difference to float: {(program(batches[0]) - model(batches[0])).abs().max().item():.4f}")

@@ -12,6 +12,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ def rank_main(scenario, folder):
 
     started = time.perf_counter()
     timeout = 2.0 if scenario == "slow" else 30.0
-    found = {"rank": rank}
+    found: dict[str, Any] = {"rank": rank}
     try:
         result = calibrate(model, shard(), checkpoint=folder / "run", checkpoint_every=1, timeout=timeout)
         found |= {"batches": result.batches, "processes": result.processes, "qparams": qparams(model)}

@@ -5,6 +5,7 @@ The only place, besides the tutorial's example, that imports torch.ao.quantizati
 
 import operator
 import warnings
+from typing import Any
 
 import torch
 import torch.ao.nn.intrinsic as nni
@@ -117,7 +118,7 @@ def _fx_step(converted, node):
 
 def steps(converted):
     """The activations' steps of a q/dq graph of ours in the same words."""
-    constant = set()
+    constant: set[Any] = set()
     found = []
     for node in converted.graph.nodes:
         if node.op == "get_attr" or (node.op == "call_function" and set(node.all_input_nodes) <= constant):

@@ -13,6 +13,7 @@ class Cache(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4 * FEATURES, 8)
+        self.past: torch.Tensor
         self.register_buffer("past", torch.zeros(3, FEATURES))
 
     def forward(self, x):
@@ -40,6 +41,7 @@ class Counter(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(FEATURES, 8)
+        self.calls: torch.Tensor
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x):
@@ -53,6 +55,8 @@ class Slots(nn.Module):
     def __init__(self):
         super().__init__()
         self.key, self.out = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 8)
+        self.keys: torch.Tensor
+        self.position: torch.Tensor
         self.register_buffer("keys", torch.zeros(6, FEATURES))
         self.register_buffer("position", torch.zeros(1, dtype=torch.int64))
 
@@ -106,6 +110,7 @@ class Masked(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(FEATURES, FEATURES)
+        self.peak: torch.Tensor
         self.register_buffer("peak", torch.full((1, FEATURES), -1.0))
 
     def forward(self, x):
@@ -117,6 +122,11 @@ class Masked(nn.Module):
 
 class Delayed(nn.Module):
     """One buffer takes what another one was, and two change places."""
+
+    last: torch.Tensor
+    older: torch.Tensor
+    left: torch.Tensor
+    right: torch.Tensor
 
     def __init__(self):
         super().__init__()

@@ -3,6 +3,7 @@
 import dataclasses
 import warnings
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def keywords(seed):
 @pytest.mark.parametrize("form", ["module", "strict", "program"])
 def test_a_model_called_by_keyword_runs_as_it_is_called(backend, form):
     model, args = Encoder().eval(), (batch(0)["ids"],)
-    given = model
+    given: Any = model
     if form != "module":
         given = torch.export.export(model, args, keywords(0), strict=form == "strict")
     artefact = quantplug.quantize(
@@ -122,7 +123,8 @@ def test_a_loaded_program_takes_the_same_keywords(backend, tmp_path):
         example_kwargs=keywords(0),
         progress=False,
     )
-    loaded = type(artefact.program).load(artefact.save(tmp_path / "model.pt2"))
+    program: Any = type(artefact.program)
+    loaded = program.load(artefact.save(tmp_path / "model.pt2"))
     assert torch.equal(loaded(**batch(5))["last"], artefact(**batch(5))["last"])
 
 

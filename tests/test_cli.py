@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,7 +71,8 @@ def by_name(files):
     ids, mask, shift = torch.randint(0, 10, (2, 5)), torch.ones(2, 5), torch.randn(2, 5, 16)
     inputs = {"mask": mask, "extra": {"shift": shift}, "doubled": True}
     torch.export.save(torch.export.export(model, (ids,), inputs), files / "named.pt2")
-    arrays = {"mask": np.ones((6, 5), np.float32), "ids": np.random.default_rng(0).integers(0, 10, (6, 5))}
+    arrays: dict[str, Any] = {"mask": np.ones((6, 5), np.float32)}
+    arrays["ids"] = np.random.default_rng(0).integers(0, 10, (6, 5))
     arrays["extra_shift"] = 100 * np.random.default_rng(0).standard_normal((6, 5, 16)).astype(np.float32)
     np.savez(files / "named.npz", **arrays)
     np.savez(files / "typo.npz", **{name.replace("mask", "maks"): array for name, array in arrays.items()})
@@ -111,8 +113,13 @@ def test_help_shows_brackets_as_they_are(run):
 
 @pytest.mark.slow
 def test_quantize_corrects_biases_with_as_many_samples_as_asked(run, monkeypatch):
-    seen = []
-    monkeypatch.setattr(flow, "correct_biases", lambda prepared, loader, samples, **_: seen.append(samples) or True)
+    seen: list[Any] = []
+
+    def correct_biases(prepared, loader, samples, **_):
+        seen.append(samples)
+        return True
+
+    monkeypatch.setattr(flow, "correct_biases", correct_biases)
     line = "quantize model.pt2 --calibration data.npz --out biased.pte"
     assert run(f"{line} --bias-samples 6")[0] == 0
     assert run(f"{line} --correct-bias")[0] == 0
@@ -221,6 +228,7 @@ def command(line, **options):
     return subprocess.run([sys.executable, "-c", code], text=True, timeout=300, check=False, **options)
 
 
+@pytest.mark.slow
 def test_an_output_that_is_full_is_one_sentence(files):
     with open("/dev/full", "w") as full:
         done = command("explain model.pt2", cwd=files, stdout=full, stderr=subprocess.PIPE)
@@ -230,7 +238,7 @@ def test_an_output_that_is_full_is_one_sentence(files):
     assert "Exception ignored" not in done.stderr
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["xnnpack", "cortex_m", "openvino", "x86"])
 def test_a_full_disk_is_no_fault_of_the_model(backend, files):
     def no_large_files():

@@ -5,6 +5,7 @@ import errno
 import os
 import re
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from quantplug.core.errors import (
     QuantplugError,
 )
 from quantplug.core.specs.levels import sqnr
+from quantplug.lowering.x86 import X86Program
 from quantplug.plugin import annotate_with
 from quantplug.quantizers.x86_config import get_x86_quantization_config
 
@@ -83,6 +85,7 @@ class Toy(Quantizer):
         pass
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_q13_resnet18_with_a_toy_quantizer_end_to_end(resnet, backend):
     x = torch.randn(SIZE)
@@ -131,15 +134,15 @@ def test_e16_calibrate_takes_a_loader_a_limit_and_a_progress_flag():
 
 
 def test_r20_lowered_to_native_kernels(tmp_path):
-    calls = {}
+    programs: dict[str, Any] = {}
     for backend in BACKENDS:
         artefact = quantplug.quantize(small(), (X,), backend, [X], progress=False)
         assert {op.placement for op in artefact.program.ops} == {"int8"}
-        calls[backend] = artefact
-    kernels = [str(n.target) for n in calls["x86"].program.module.graph.nodes if n.op == "call_function"]
+        programs[backend] = artefact.program
+    kernels = [str(n.target) for n in programs["x86"].module.graph.nodes if n.op == "call_function"]
     assert any(name.startswith("onednn.qconv") for name in kernels)
     assert any(name.startswith("onednn.qlinear") for name in kernels)
-    assert calls["xnnpack"].program.delegates == 1
+    assert programs["xnnpack"].delegates == 1
 
 
 @pytest.mark.few(1)
@@ -201,7 +204,7 @@ def test_saving_replaces_neither_a_pipe_nor_a_link(tmp_path):
     link.symlink_to(there)
     assert artefact.save(link) == link
     assert link.is_symlink()
-    assert torch.equal(type(artefact.program).load(there)(X), artefact(X))
+    assert torch.equal(X86Program.load(there)(X), artefact(X))
 
 
 @pytest.mark.few(1)
@@ -209,10 +212,8 @@ def test_saving_replaces_neither_a_pipe_nor_a_link(tmp_path):
 def test_forms_of_model_and_inputs(backend):
     model = small()
     program = torch.export.export(model, (X,))
-    outputs = [
-        quantplug.quantize(form, inputs, backend, [X], progress=False)(X)
-        for form, inputs in ((model, (X,)), (program, [X]), (program.module(), X))
-    ]
+    forms: list[Any] = [(model, (X,)), (program, [X]), (program.module(), X)]
+    outputs = [quantplug.quantize(form, inputs, backend, [X], progress=False)(X) for form, inputs in forms]
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ def test_the_longest_name_that_the_system_takes_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == [longest]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["[red]m.pte", "[/b].pte", "\udcff\udcfe.pte"])
 def test_names_of_odd_characters_are_written_and_printed(name, tmp_path, monkeypatch):
     """The work was done when printing or writing the name failed."""
@@ -152,7 +153,7 @@ def test_sparse_inputs_are_one_sentence():
 
 
 def test_values_of_any_size_are_shown_in_one_line():
-    array = np.zeros((1000, 1000))
+    array: Any = np.zeros((1000, 1000))
     for attempt in (
         lambda: quantplug.calibrate(prepared(), [X], inputs=array, progress=False),
         lambda: quantplug.calibrate(prepared(), [X], limit=array, progress=False),
@@ -172,4 +173,4 @@ def test_values_of_any_size_are_shown_in_one_line():
 
 def test_what_picks_inputs_is_a_function():
     with pytest.raises(CalibrationError, match=r"^inputs is 0; pass a function of a batch"):
-        quantplug.calibrate(prepared(), [X], inputs=0, progress=False)
+        quantplug.calibrate(prepared(), [X], inputs=0, progress=False)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -149,8 +150,9 @@ def _dotted(node):
 
 def _peers_private_names(tree):
     """Yields what a file imports of a peer's private modules and names, or names in words or as attributes."""
+    node: Any
     for node in ast.walk(tree):
-        found = []
+        found: list[list[str]] = []
         if isinstance(node, ast.Import):
             found = [alias.name.split(".") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -167,7 +169,8 @@ def _peers_private_names(tree):
 
 def _private_attributes(tree):
     """Yields attributes with an underscore that nothing in the file defines, so that they are another's."""
-    own, operators = set(PUBLIC_UNDERSCORES), set()
+    node: Any
+    own, operators = set(PUBLIC_UNDERSCORES), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             own.add(node.name)
@@ -204,7 +207,7 @@ def test_private_names_are_those_of_the_installed_version(peer):
     (written_for,) = (
         ast.literal_eval(node.value)
         for node in ast.parse(NAMES[peer].read_text()).body
-        if isinstance(node, ast.Assign) and node.targets[0].id == "WRITTEN_FOR"
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "WRITTEN_FOR"
     )
     installed = tuple(map(int, metadata.version(peer).split(".")[:2]))
     assert installed == written_for, (
@@ -263,10 +266,7 @@ OTHER_LISTS = {"src/quantplug/conformance/recipes.py", "quantizers/cortex_m.py"}
 
 def _operators_named(part):
     """Yields what a list, or a call's arguments, names of the table: "relu_", "aten::relu", aten.relu.default."""
-    if isinstance(part, ast.Dict):
-        elements = part.keys
-    else:
-        elements = part.args if isinstance(part, ast.Call) else getattr(part, "elts", [])
+    elements = part.keys if isinstance(part, ast.Dict) else getattr(part, "args", getattr(part, "elts", ()))
     for element in elements:
         inner = element.value if isinstance(element, ast.Starred) else element
         dotted = _dotted(inner) if any("aten" in part.lower() for part in _dotted(inner)) else []

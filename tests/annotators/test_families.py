@@ -17,6 +17,7 @@ from quantplug.annotators.presets import get_symmetric_quantization_config
 from quantplug.core.annotation.annotator import Choice
 from quantplug.core.annotation.engine import annotate, annotate_with
 from quantplug.core.observers import HistogramObserver
+from quantplug.core.patterns.language import Match
 from quantplug.core.specs.levels import sqnr
 from quantplug.quantizers.xnnpack import XNNPACK
 
@@ -43,7 +44,7 @@ def observers(prepared):
 def observer_at(prepared, source, consumer):
     """The observer that a consumer reads a value through."""
     (call,) = (n for n in node(prepared, consumer).all_input_nodes if n.args and n.args[0].name == source)
-    return getattr(prepared, call.target)
+    return prepared.get_submodule(str(call.target))
 
 
 def pairs(converted):
@@ -94,7 +95,7 @@ def test_q08_input_and_output_share_one_observer(name):
     calls = [n for n in prepared.graph.nodes if n.op == "call_module" and n.args and n.args[0].name == name]
     (output,) = calls
     for source in node(prepared, name).all_input_nodes:
-        assert getattr(prepared, source.target) is getattr(prepared, output.target)
+        assert prepared.get_submodule(str(source.target)) is prepared.get_submodule(str(output.target))
 
 
 def test_q08_average_pooling_shares_where_the_kernel_does_not_rescale():
@@ -102,7 +103,7 @@ def test_q08_average_pooling_shares_where_the_kernel_does_not_rescale():
     prepared = observed(model, get_quantizer("tensorrt"), X)
     (call,) = (n for n in prepared.graph.nodes if n.op == "call_module" and n.args and n.args[0].name == "avg_pool2d")
     (source,) = node(prepared, "avg_pool2d").all_input_nodes
-    assert getattr(prepared, source.target) is getattr(prepared, call.target)
+    assert prepared.get_submodule(str(source.target)) is prepared.get_submodule(str(call.target))
     # Kernels that rescale keep a tighter range of their own for the output.
     x86 = observed(
         Function(lambda m, x: m.d(F.avg_pool2d(m.c(x), 2)), c=nn.Conv2d(3, 3, 1), d=nn.Conv2d(3, 3, 1)),
@@ -149,15 +150,15 @@ def test_q10_shared_specs_by_edge_and_by_node_and_the_implicit_flag(form, implic
 
     model = Function(lambda m, x: m.one(x) + m.two(x), one=nn.Conv2d(3, 3, 1), two=nn.Conv2d(3, 3, 1))
     prepared = observed(model, Toy(), X)
-    read = [getattr(prepared, n.target) for n in node(prepared, "add").all_input_nodes]
-    (out,) = (getattr(prepared, n.target) for n in node(prepared, "add").users)
+    read = [prepared.get_submodule(str(n.target)) for n in node(prepared, "add").all_input_nodes]
+    (out,) = (prepared.get_submodule(str(n.target)) for n in node(prepared, "add").users)
     assert read[1] is out
     if implicit or form == "node":
         # With implicit sharing the edge (conv, add) takes over the observer of conv's output.
         assert (read[0] is out) == (implicit or form == "edge")
     theirs = torchao_prepare(exported(model, X), Toy())
-    theirs_read = [getattr(theirs, n.target) for n in node(theirs, "add").all_input_nodes]
-    (theirs_out,) = (getattr(theirs, n.target) for n in node(theirs, "add").users)
+    theirs_read = [theirs.get_submodule(str(n.target)) for n in node(theirs, "add").all_input_nodes]
+    (theirs_out,) = (theirs.get_submodule(str(n.target)) for n in node(theirs, "add").users)
     assert [o is out for o in read] == [o is theirs_out for o in theirs_read]
 
 
@@ -241,7 +242,7 @@ class Styled(Quantizer):
             for n in model.graph.nodes:
                 for _, pattern in rule.patterns:
                     match = pattern.match(n)
-                    if match:
+                    if isinstance(match, Match):
                         for found, annotation in rule(match, CONFIG).items():
                             annotation._annotated = True
                             found.meta[KEY] = annotation

@@ -1,5 +1,7 @@
 """Specs and presets: what a spec says is what the q/dq graph carries."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -176,6 +178,7 @@ def test_q11_small_numbers_keep_their_precision_on_xnnpack(function, least):
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("layer", ["linear", "conv", "conv_transpose"])
 def test_q12_the_bias_scale_is_the_product_of_input_and_weight_scale(per_channel, layer):
+    part: Any
     part, x = {
         "linear": (nn.Linear(4, 3), LINEAR_INPUT),
         "conv": (nn.Conv2d(3, 5, 3), torch.randn(1, 3, 6, 6)),
@@ -196,7 +199,7 @@ def test_q12_the_bias_scale_is_the_product_of_input_and_weight_scale(per_channel
 def scale_of(model, dequantize):
     scale = dequantize.args[1]
     if isinstance(scale, torch.fx.Node):
-        scale = getattr(model, scale.target)
+        scale = getattr(model, str(scale.target))
     return torch.as_tensor(scale).reshape(-1)
 
 

@@ -3,7 +3,9 @@
 The honest kernel is a convolution of integers in whole numbers, scaled and rounded once, as an author would write it.
 """
 
+import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from quantplug.lowering.rules import lower_by_rules
 from quantplug.quantizers.framework.backend import Backend
 
 INT8 = DTypeConfig("int8", input=torch.int8, output=torch.int8, weight=torch.int8)
-SEEN = {}
+SEEN: dict[Any, Any] = {}
 
 
 @torch.library.custom_op("faulty_npu::product", mutates_args=())
@@ -111,8 +113,8 @@ def backend(fault="", level=Level.ONE_STEP, **shown):
         for name in ("conv2d.default", "linear")
         for to in [partial(to_product, fault=fault)]
     )
-    rows = (convolution((2,), ()), linear(()))
-    rows = tuple(row.within(level).shown_by(*shown.get(row.name, ())).where(not_decomposed) for row in rows)
+    made = (convolution((2,), ()), linear(()))
+    rows = tuple(row.within(level).shown_by(*shown.get(row.name, ())).where(not_decomposed) for row in made)
     lower = partial(lower_by_rules, rules=rules, library="faulty_npu")
     return Backend("faulty", rows, dtypes=(INT8,), lowering=lower)
 
@@ -151,11 +153,16 @@ FAULTS = (
 )
 
 
+TOLD = {
+    "first call": "other data of its range",
+    "saturation": "(the calibration data|inputs beyond the calibrated range)",
+}
+
+
 def failures(made, check):
-    """What fails a check, without the checks that it does not need."""
-    tried = [judge(trial, check) for trial in trials(made)]
-    assert any(verdict.status != "skipped" for verdict in tried)
-    return [verdict.reason for verdict in tried if verdict.status == "failed"]
+    """Yields what fails a check in forms of the convolution, without what it does not need."""
+    tried = (judge(trial, check) for trial in trials(made, "conv"))
+    return (verdict.reason for verdict in tried if verdict.status == "failed")
 
 
 @pytest.mark.parametrize(
@@ -166,13 +173,8 @@ def failures(made, check):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_r08_b26_a_kernel_with_one_fault_fails_the_level(fault, level, shown):
     SEEN.clear()
-    reasons = failures(backend(fault, level, **shown), "level")
-    assert reasons
-    assert all(reason.startswith("the program against the q/dq graph, on ") for reason in reasons)
-    told = " ".join(reasons)
-    assert ("on other data of its range" if fault == "first call" else "on the calibration data") in told or (
-        fault == "saturation" and "beyond the calibrated range" in told
-    )
+    told = f"the program against the q/dq graph, on {TOLD.get(fault, 'the calibration data')}"
+    assert any(re.match(told, reason) for reason in failures(backend(fault, level, **shown), "level"))
 
 
 @pytest.mark.few(1)

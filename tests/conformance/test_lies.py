@@ -151,7 +151,7 @@ def test_r23_a_backend_emulates_its_own_kernels_by_the_set_that_it_names():
     assert statuses == {"passed"}
     assert derive(lying(kernels="x86"), "another", lowering=TINY_NPU.lowering).kernels is None
     with pytest.raises(ConfigError, match="Backend 'tiny_npu' names no kernels to emulate"):
-        TINY_NPU.emulate(None, ())
+        TINY_NPU.emulate(None, ())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="has the kernels 3; give a KernelSet or its name"):
         lying(kernels=3)
     with pytest.raises(ConfigError, match="There are no kernels 'tiny_npu:NOWHERE' to emulate"):
@@ -176,7 +176,8 @@ def test_an_annotator_that_decides_otherwise_each_time_fails_deterministic():
 
 
 def test_b07_a_config_that_breaks_the_declared_limit_fails_limits():
-    tight = DTypeConfig("int8", *[DTypeWithConstraints(torch.int8, scale_min_lower_bound=1.0)] * 2)
+    bound = DTypeWithConstraints(torch.int8, scale_min_lower_bound=1.0)
+    tight = DTypeConfig("int8", bound, bound)
     found = failed(replace(TINY_NPU, name="liar", dtypes=(tight,), configs={"int8": get_symmetric_quantization_config}))
     assert set(found) == {"limits"}
     assert "breaks scale_min_lower_bound of backend 'liar'" in found["limits"]

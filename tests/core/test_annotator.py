@@ -30,7 +30,7 @@ from quantplug.annotators.presets import get_symmetric_quantization_config
 from quantplug.core.annotation.annotator import Annotator, Choice
 from quantplug.core.annotation.engine import annotate, annotate_with
 from quantplug.core.errors import AnnotationError, ConfigError, ModelError, PatternError
-from quantplug.core.patterns.language import op, value
+from quantplug.core.patterns.language import Match, op, value
 from quantplug.core.specs.decision import decision
 from quantplug.core.specs.dtypes import DTypeConfig
 from quantplug.core.specs.levels import sqnr
@@ -77,6 +77,7 @@ def test_decide_is_pure():
     model = fused()
     before = written(model)
     match = convolution().patterns[0][1].match(node(model, "relu"))
+    assert isinstance(match, Match)
     decided = convolution()(match, CONFIG)
     assert {n.name for n in decided} == {"conv2d", "relu"}
     assert written(model) == before
@@ -312,6 +313,6 @@ def test_a_rule_is_asked_once_about_a_match_even_if_dtypes_are_chosen_by_its_spe
 def test_an_annotator_that_is_given_a_graph_says_what_annotates_one():
     model = torch.export.export(nn.Linear(4, 4), (torch.randn(2, 4),)).module()
     with pytest.raises(ConfigError, match=r"found GraphModule; annotate a graph with `quantplug.plugin.annotate_with"):
-        linear()(model, get_symmetric_quantization_config())
+        linear()(model, get_symmetric_quantization_config())  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="annotate_with takes an exported graph module, found Linear"):
-        annotate_with(nn.Linear(4, 4), [linear()], get_symmetric_quantization_config())
+        annotate_with(nn.Linear(4, 4), [linear()], get_symmetric_quantization_config())  # type: ignore[arg-type]

@@ -143,11 +143,13 @@ def of_executorch():
     return XNNPACKQuantizer().set_global(config)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("make", "backend"),
-    [(of_torchao, "x86"), (of_executorch, "xnnpack"), (lambda: Folded(of_torchao()), "x86")],
-    ids=["torchao", "executorch", "own"],
+    [
+        pytest.param(of_torchao, "x86", id="torchao"),
+        pytest.param(of_executorch, "xnnpack", id="executorch", marks=pytest.mark.slow),
+        pytest.param(lambda: Folded(of_torchao()), "x86", id="own", marks=pytest.mark.slow),
+    ],
 )
 def test_quantizers_of_others_gain_on_images_that_the_correction_did_not_see(make, backend):
     model = Residual(blocks=2).eval()
@@ -171,7 +173,7 @@ def test_samples_and_errors():
         correct_biases(prepared, [*data, data[0][:, :, :4]])
     for wrong in (0, 2.5, True):
         with pytest.raises(CalibrationError, match="takes a number of samples from 1 on"):
-            correct_biases(prepared, data, wrong)
+            correct_biases(prepared, data, wrong)  # type: ignore[arg-type]
     assert all(torch.equal(value, prepared.get_parameter(name)) for name, value in weights.items())
     few = correct_biases(copy.deepcopy(prepared), data, samples=32)
     assert dict(few) == pytest.approx(dict(correct_biases(copy.deepcopy(prepared), data[:2])), rel=1e-4)

@@ -39,7 +39,7 @@ def test_the_error_of_a_requantization_bounds_what_is_measured():
     node = next(n for n in reference.graph.nodes if n.name == boundary.node)
     first, second = node.args[0].args[1:3], node.args[1:3]
     values = (torch.arange(-128, 128) - first[1]) * first[0]
-    rounded = torch.fake_quantize_per_tensor_affine(values, *second, 0, 255)
+    rounded = torch.fake_quantize_per_tensor_affine(values, second[0], second[1], 0, 255)
     inside = (values / second[0] + second[1]).round().clamp(0, 255) == (values / second[0] + second[1]).round()
     assert boundary.error == pytest.approx(float((rounded - values)[inside].abs().max()), rel=1e-3)
     assert boundary.clipped == pytest.approx(float((~inside).float().mean()))

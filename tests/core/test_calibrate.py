@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -133,7 +134,7 @@ def test_wrong_loaders_are_refused_and_leave_no_trace(kind, name):
     calibrate(model, batches(2))
     before = qparams(model)
     with pytest.raises(CalibrationError, match=words) as caught:
-        calibrate(model, loader)
+        calibrate(model, loader)  # type: ignore[arg-type]
     assert str(caught.value).endswith(".")
     assert qparams(model) == before
 
@@ -165,7 +166,7 @@ def test_models_that_are_not_prepared_are_refused():
         (torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),)), "ExportedProgram"),
     ):
         with pytest.raises(ModelError, match=words):
-            calibrate(model, [torch.ones(1, 2)])
+            calibrate(model, [torch.ones(1, 2)])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +192,7 @@ def test_wrong_options_are_refused(options):
 def test_an_unknown_option_is_a_sentence_with_the_nearest_one():
     words = r"^calibrate has no option 'chekpoint' \(did you mean 'checkpoint'\?\); choose among limit, progress, .*\.$"
     with pytest.raises(CalibrationError, match=words):
-        calibrate(prepared(), batches(1), chekpoint="run.ckpt")
+        calibrate(prepared(), batches(1), chekpoint="run.ckpt")  # type: ignore[call-arg]
 
 
 class Divides(nn.Module):
@@ -295,7 +296,7 @@ def test_stops_when_ranges_have_settled():
 
 def test_seed_makes_a_shuffling_loader_repeatable_and_leaves_the_generators_alone():
     loader = DataLoader(TensorDataset(torch.cat(batches(8))), batch_size=4, shuffle=True)
-    found = []
+    found: list[dict[str, Any]] = []
     for seed in (3, 3, 4):
         model = prepared("moving_average", averaging_constant=0.5)
         torch.manual_seed(len(found)), random.seed(5)

@@ -116,7 +116,7 @@ def test_a_converted_model_is_not_converted_again_and_flags_are_checked() -> Non
     with pytest.raises(ConvertError, match="converted already"):
         convert_pt2e(converted)
     with pytest.raises(ConfigError, match="fold_quantize"):
-        convert_pt2e(prepared, fold_quantize="no")
+        convert_pt2e(prepared, fold_quantize="no")  # type: ignore[arg-type]
 
 
 def test_a_prepared_model_can_be_converted_calibrated_on_and_converted_again() -> None:
@@ -161,7 +161,12 @@ def test_e09_dynamic_needs_no_calibration_and_sees_its_weights() -> None:
 def test_weights_are_observed_once_and_not_in_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, ...]] = []
     original = PerChannelMinMaxObserver.forward
-    monkeypatch.setattr(PerChannelMinMaxObserver, "forward", lambda s, v: (seen.append(v.shape), original(s, v))[1])
+
+    def forward(self: PerChannelMinMaxObserver, values: Tensor) -> Tensor:
+        seen.append(values.shape)
+        return original(self, values)
+
+    monkeypatch.setattr(PerChannelMinMaxObserver, "forward", forward)
     x = torch.randn(2, 8)
     prepared = prepare_pt2e(exported(Mlp(), x), Operators())
     for _ in range(5):

@@ -357,6 +357,7 @@ def test_x86_keeps_nothing_of_the_example_inputs(tmp_path):
     path = artefact.save(tmp_path / "model.pt2")
     assert marked[0, 0, 0, :1].numpy().tobytes() not in path.read_bytes()
     assert path.stat().st_size < marked.nbytes
+    assert isinstance(artefact.program, X86Program)
     assert not artefact.program.example_inputs[0].any()
     loaded = X86Program.load(path)
     for _ in range(2):

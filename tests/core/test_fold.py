@@ -292,6 +292,7 @@ class Written(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.weight: torch.Tensor
         self.register_buffer("weight", torch.randn(4, 3, 3, 3))
         self.norm = nn.BatchNorm2d(4)
 

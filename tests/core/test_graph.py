@@ -54,7 +54,9 @@ def test_constants_and_values(resnet):
     conv = by_name(resnet, "conv2d")
     weight = operands(conv)["weight"]
     assert is_constant(weight)
-    assert torch.equal(constant_value(weight), attribute(resnet, "conv1.weight"))
+    value = constant_value(weight)
+    assert value is not None
+    assert torch.equal(value, attribute(resnet, "conv1.weight"))
     assert rank(conv) == 4
     assert is_float(conv)
     assert tensor_value(conv).shape == (1, 4, 16, 16)

@@ -41,6 +41,7 @@ def image():
     return torch.randn(4, 3, 6, 6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("training", [False, True], ids=["exported_in_eval", "exported_in_training"])
 def test_both_modes_compute_what_the_module_computes(image, training):
     module = Noisy()

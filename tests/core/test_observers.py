@@ -4,6 +4,7 @@ import bisect
 import copy
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ CPU = torch.device("cpu")
 GRIDS = sorted(name for name, (kind, _) in OBSERVERS.items() if issubclass(kind, GridObserver))
 
 
-def made(name: str, per_channel: bool = False, **options) -> DataObserver:
+def made(name: str, per_channel: bool = False, **options) -> Any:
     return observer(name, per_channel, **options)()
 
 
@@ -232,8 +233,8 @@ def test_histogram_range_equals_a_literal_walk(data, low, high):
         float(squared_error(sums_of(seen.state), seen.scheme, *(torch.tensor([[float(e)]]) for e in candidate)))
         for candidate in (ends, least)
     )
-    ends = ends if error <= STUCK * smallest else tuple(map(float, least))
-    assert [float(e) for e in seen.ranges()] == pytest.approx(ends, rel=1e-6)
+    expected = ends if error <= STUCK * smallest else tuple(map(float, least))
+    assert [float(e) for e in seen.ranges()] == pytest.approx(expected, rel=1e-6)
 
 
 def test_histogram_loses_no_more_than_torchaos():
@@ -292,7 +293,7 @@ def sqnr(data: torch.Tensor, seen: DataObserver) -> float:
 @pytest.mark.parametrize("name", ["entropy", "mse", "histogram", "percentile"])
 def test_e12_searches_beat_minmax_on_heavy_tails(name):
     data = heavy_tailed(200_000)
-    bits = {"quant_min": -8, "quant_max": 7, "qscheme": SYMMETRIC}
+    bits: dict[str, Any] = {"quant_min": -8, "quant_max": 7, "qscheme": SYMMETRIC}
     ranged, searched = made("minmax", **bits), made(name, **bits)
     ranged(data), searched(data)
     assert sqnr(data, searched) > sqnr(data, ranged) + 2
@@ -335,7 +336,7 @@ def test_per_channel_minmax_gives_torchaos_bits():
 @pytest.mark.parametrize("name", sorted(OBSERVERS))
 def test_per_channel_equals_each_channel_alone(name):
     data = heavy_tailed(4 * 600).view(4, 600) * torch.tensor([[1.0], [10.0], [0.01], [0.0]])
-    options = {} if name not in GRIDS else {"bins": 512}
+    options: dict[str, Any] = {} if name not in GRIDS else {"bins": 512}
     together = made(name, True, quant_min=-8, quant_max=7, qscheme=torch.per_channel_symmetric, **options)
     together(data)
     for channel in range(4):

@@ -246,8 +246,8 @@ def exported(name: str, quantizer: str, training: bool = False) -> tuple[torch.f
     model = make()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
-            nn.init.uniform_(module.running_mean)
-            nn.init.uniform_(module.running_var, 0.5, 2.0)
+            module.running_mean.uniform_()
+            module.running_var.uniform_(0.5, 2.0)
     example = torch.randint(0, 10, shape) if name == "tagger" else torch.randn(shape)
     # The x86 quantizers look for source_fn_stack metadata, which only strict export leaves.
     program = torch.export.export(model.train(training), (example,), strict=True)

@@ -209,7 +209,7 @@ def test_patterns_are_values_and_matching_changes_nothing():
     one = op("relu", self=value("x"), name="r")
     assert one == op("relu", self=value("x"), name="r") or hash(one) == hash(one)
     with pytest.raises(AttributeError):
-        one.name = "other"
+        one.name = "other"  # type: ignore[misc]
     graph = graph_of(lambda m, x: torch.relu(x), X)
     before = str(graph)
     one.match(last(graph))

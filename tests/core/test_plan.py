@@ -46,6 +46,7 @@ def _finish(prepared):
     return quantplug.convert_pt2e(prepared)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("backend", ["xnnpack", "x86"])
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_plan_read_from_json_replays_on_a_re_export(net, backend, strict):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -124,7 +125,7 @@ def _kind(path, value):
 
 
 def _distinct_paths(plan):
-    seen = {}
+    seen: dict[Any, Any] = {}
     for path in _paths(plan):
         seen.setdefault(_kind(path, plan), path)
     return list(seen.values())
@@ -200,6 +201,7 @@ def test_every_changed_plan_replays_or_is_one_sentence(sources, name, prepare):
     assert source.try_all(source.mutations, prepare) == {}
 
 
+@pytest.mark.slow
 def test_a_process_that_made_no_plan_reads_those_of_every_quantizer(sources, tmp_path):
     """What a plan names is known there too: observers, functions, the rewrites of built-in backends."""
     (tmp_path / "plans.json").write_text(json.dumps([source.plan for source in sources.values()]))

@@ -92,7 +92,7 @@ class Cats(nn.Module):
 
 def shared_cat(node: fx.Node) -> tuple[dict[fx.Node, Any], Any] | None:
     if node.target is torch.ops.aten.conv1d.default:
-        return {node.args[0]: ACT}, ACT
+        return {node.all_input_nodes[0]: ACT}, ACT
     first, *rest = node.all_input_nodes
     same = SharedQuantizationSpec((first, node))
     return {first: ACT, **dict.fromkeys(rest, same)}, same
@@ -129,7 +129,7 @@ def bias_spec(weight: fx.Node, node: fx.Node) -> DerivedQuantizationSpec:
 def derived(node: fx.Node) -> Any:
     if node.target is not torch.ops.aten.linear.default:
         return None
-    x, weight, bias = node.args
+    x, weight, bias = node.all_input_nodes
     return {bias: bias_spec(weight, node), x: ACT, weight: WEIGHT}, ACT
 
 
@@ -173,7 +173,7 @@ def test_two_observers_on_one_tensor_are_reported() -> None:
 
     prepared = prepare_pt2e(exported(Chain(), torch.randn(2, 4)), Written(write))
     assert [type(observer_of(n)) for n in calls(prepared)] == [MinMaxObserver]
-    (conflict,) = CONFLICTS.get(prepared)
+    (conflict,) = CONFLICTS.get(prepared) or ()
     assert "linear_1" in conflict
     assert "relu" in conflict
 
@@ -240,7 +240,7 @@ def test_what_is_prepared_or_converted_is_not_prepared_again() -> None:
     with pytest.raises(ModelError, match="converted already"):
         prepare_pt2e(convert_pt2e(prepared), Written(everything))
     with pytest.raises(ModelError, match=r"module\(\)"):
-        prepare_pt2e(torch.export.export(Chain(), (torch.randn(2, 4),)), Written(everything))
+        prepare_pt2e(torch.export.export(Chain(), (torch.randn(2, 4),)), Written(everything))  # type: ignore[arg-type]
     with pytest.raises(ConvertError, match="without observers"):
         convert_pt2e(exported(Chain(), torch.randn(2, 4)))
 
@@ -248,6 +248,7 @@ def test_what_is_prepared_or_converted_is_not_prepared_again() -> None:
 class Accumulator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.total: Tensor
         self.register_buffer("total", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -306,7 +307,8 @@ def all_shared(node: fx.Node) -> tuple[dict[fx.Node, Any], Any]:
     return {first: spec}, SharedQuantizationSpec((first, node))
 
 
-@pytest.mark.parametrize("steps", [1200, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1200, 2000])
 def test_a_recurrence_of_thousands_of_steps_in_one_group(steps: int) -> None:
     x = torch.randn(1, 2)
     prepared = prepare_pt2e(exported(Recurrence(steps), x), Written(all_shared))

@@ -1,6 +1,7 @@
 """Learned step sizes: the paper's gradients, torch's numbers, and a better low-bit model at the end."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -51,24 +52,27 @@ def by_the_paper(x, scale, zero_point, least, greatest, factor):
 def test_gradients_are_those_of_the_paper(scheme, bounds, axis, shift, seed):
     torch.manual_seed(seed)
     dtype = torch.uint8 if bounds[0] == 0 else torch.int8
-    fake_quantize = LearnedStepSizeFakeQuantize(dtype, *bounds, SCHEMES[scheme], axis)
+    least, greatest = bounds
+    fake_quantize = LearnedStepSizeFakeQuantize(dtype, least, greatest, SCHEMES[scheme], axis)
     x = torch.randn(3, 4, 5).add(shift).requires_grad_()
     fake_quantize(x)
     with torch.no_grad():
         fake_quantize.scale.mul_(0.7)
     weight = torch.randn(3, 4, 5)
     (fake_quantize(x) * weight).sum().backward()
-    found, x.grad = x.grad, None
+    found: Any = x.grad
+    x.grad = None
 
     shape = [1, 1, 1]
     if "channel" in scheme:
         shape[axis] = -1
     scale = fake_quantize.scale.detach().reshape(shape).requires_grad_()
     zero_point = fake_quantize.zero_point.reshape(shape)
-    far = torch.maximum(bounds[1] - zero_point, zero_point - bounds[0])
+    far = torch.maximum(greatest - zero_point, zero_point - least)
     factor = 1 / torch.sqrt(x.numel() / scale.numel() * far)
-    (by_the_paper(x, scale, zero_point, *bounds, factor) * weight).sum().backward()
-    assert torch.equal(found != 0, x.grad != 0)
+    (by_the_paper(x, scale, zero_point, least, greatest, factor) * weight).sum().backward()
+    expected: Any = x.grad
+    assert torch.equal(found != 0, expected != 0)
     assert torch.equal(found, weight * (found != 0)), "the gradient inside the range is not exactly 1"
     torch.testing.assert_close(fake_quantize.scale.grad, scale.grad.flatten(), rtol=1e-4, atol=1e-5)
 
@@ -80,6 +84,7 @@ def test_forward_equals_quantize_and_dequantize(scheme):
     result = fake_quantize(x)
     scale, zero_point = fake_quantize.calculate_qparams()
     library = torch.ops.quantized_decomposed
+    tail: tuple[Any, ...]
     if "channel" in scheme:
         tail = (scale, zero_point, 1, -7, 7, torch.int8)
         expected = library.dequantize_per_channel(library.quantize_per_channel(x, *tail), *tail)

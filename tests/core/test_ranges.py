@@ -48,7 +48,7 @@ def test_observers_asked_together_answer_as_each_alone(drawn: list[tuple[int, fl
     together = calculate_qparams_together(observers)
     assert {type(o) for o in observers if o not in together} <= {Doubled, HistogramObserver}
     for observer, (scale, zero_point) in together.items():
-        alone = observer.calculate_qparams()  # type: ignore[operator]
+        alone = observer.calculate_qparams()
         for one, other in zip((scale, zero_point), alone, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
             assert one.untyped_storage().nbytes() == one.numel() * one.element_size()

@@ -142,6 +142,7 @@ def test_q16_fake_quantization_rounds_each_row_and_passes_gradients(granularity)
     assert torch.allclose(found, quantize_dequantize(x.detach(), granularity), rtol=1e-6, atol=0)
     assert not torch.equal(found, x)
     found.sum().backward()
+    assert x.grad is not None
     assert torch.equal(x.grad, torch.ones_like(x))
     fake.disable_fake_quant()
     assert fake(x) is x

@@ -65,7 +65,8 @@ def literal_groups(graph: fx.Graph) -> set[frozenset[Any]]:
 )
 def test_q09_groups_are_the_closure_of_both_rules(edges: list[tuple[int, int]], choices: list[int]) -> None:
     graph = fx.symbolic_trace(Web(edges)).graph
-    numbers, earlier = iter(choices), []
+    numbers = iter(choices)
+    earlier: list[tuple[fx.Node, fx.Node]] = []
     for node in graph.nodes:
         if node.op != "call_function":
             continue

@@ -127,8 +127,7 @@ class TutorialQuantizer(Quantizer):
     def annotate(self, gm: fx.GraphModule) -> fx.GraphModule:
         act_quantization_spec = activation_spec(observer="minmax")
         add_partitions = get_source_partitions(gm.graph, [operator.add, torch.add])
-        add_partitions = list(itertools.chain(*add_partitions.values()))
-        for add_partition in add_partitions:
+        for add_partition in itertools.chain(*add_partitions.values()):
             add_node = add_partition.output_nodes[0]
             input_act_qspec = act_quantization_spec
             output_act_qspec = act_quantization_spec

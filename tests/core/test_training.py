@@ -72,9 +72,7 @@ def exported(module: nn.Module, *inputs: Tensor, training: bool = True, strict: 
 
 
 def quantizer_of(backend: quantplug.Backend) -> Quantizer:
-    quantizer = quantplug.BackendQuantizer.__new__(type("Own", (quantplug.BackendQuantizer,), {"backend": backend}))
-    quantizer.__init__()
-    return quantizer
+    return type("Own", (quantplug.BackendQuantizer,), {"backend": backend})()
 
 
 def composed() -> Quantizer:

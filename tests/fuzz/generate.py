@@ -109,7 +109,9 @@ def _drawn(seed: int, drawn: random.Random, configs: tuple[str, ...], without: f
     names = [name for name in OPERATORS if name not in without]
     weights = [OPERATORS[name][0] * drawn.choice((0.2, 1, 1, 3)) for name in names]
     tracks = [_values(inputs, EXAMPLE_BATCH)] + ([_values(inputs, OTHER_BATCH)] if is_dynamic else [])
-    holder, steps, made = nn.Module(), [], []
+    holder = nn.Module()
+    steps: list[Any] = []
+    made: list[Any] = []
     wanted, tries = drawn.randint(5, 40 if drawn.random() < 0.4 else 15), 0
     while len(steps) < wanted and tries < 400:
         tries += 1

@@ -1,6 +1,7 @@
 """A slice of the fuzzer: some seeds in every run, more of them in the slow one."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_a_program_beside_its_graph_is_a_suspect_and_shrinks_to_a_test(monkeypat
 
 def test_state_that_stands_still_is_found_by_the_second_call(monkeypatch):
     """A program that answers every call like the first."""
-    answers = {}
+    answers: dict[Any, Any] = {}
     called = check.X86Program.__call__
 
     def frozen(self, *inputs):

@@ -1,6 +1,7 @@
 """Q/dq graphs written by hand, so that a test says exactly which construct it lowers."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torchao.quantization.pt2e  # noqa: F401  registers torch.ops.quantized_decomposed
@@ -27,6 +28,9 @@ def dynamic(x: Tensor) -> Tensor:
 
 class Weight(nn.Module):
     """An integer weight that is dequantized per channel."""
+
+    integers: Tensor
+    scales: Tensor
 
     def __init__(self, *shape: int, axis: int = 0, zero_points: bool = False, bits: int = 8):
         super().__init__()
@@ -62,7 +66,7 @@ class TensorWeight(nn.Module):
 class Net(nn.Module):
     """A function of named parts and inputs."""
 
-    def __init__(self, function: Callable[..., object], **parts: nn.Module | Tensor):
+    def __init__(self, function: Callable[..., object], **parts: Any):
         super().__init__()
         self.function = function
         for name, part in parts.items():

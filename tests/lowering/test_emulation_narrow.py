@@ -135,7 +135,8 @@ def test_r23_emulation_equals_the_kernel_for_any_shape_scale_and_zero_point(mode
     torch.manual_seed(seed)
     groups = options[2]
     x, weight, bias = torch.randn(1, 4, size, 4) * 2, Weight(4, 4 // groups, 3, 2), torch.randn(4)
-    found, kernel = run(x, weight, bias, options, *mode, entered, out)
+    accumulator, saturate, bits = mode
+    found, kernel = run(x, weight, bias, options, accumulator, saturate, bits, entered, out)
     assert torch.equal(found, kernel)
 
 

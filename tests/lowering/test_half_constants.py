@@ -1,6 +1,7 @@
 """Weights and tables in float16 that no row is about, in the files of x86 and OpenVINO: size, numbers, report."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -266,7 +267,7 @@ def test_e13_weights_of_a_loop_are_widened_once():
     build, inputs, _ = CASES["gru cells"]
     x = inputs()
     quantizer = quantplug.get_quantizer("x86").set_global("float16")
-    program = quantizer.backend.lower(converted(build().eval(), (x,), quantizer), (x,))
+    program: Any = quantizer.backend.lower(converted(build().eval(), (x,), quantizer), (x,))
     widened = [node for node in program.portable.graph.nodes if node.target is torch.ops.aten.to.dtype]
     assert len(widened) == 2
     assert not [node for node in program.module.graph.nodes if node.target in (CAST_OP, torch.ops.aten.to.dtype)]

@@ -135,8 +135,8 @@ def test_e13_numbers_that_float16_does_not_hold_are_told():
     """A program of zeros passed: its graph, computed in float16 as well, kept as little."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)).eval()
     for layer in model:
-        nn.init.normal_(layer.weight, std=1e-5)
-        nn.init.zeros_(layer.bias)
+        nn.init.normal_(layer.get_parameter("weight"), std=1e-5)
+        nn.init.zeros_(layer.get_parameter("bias"))
     with pytest.raises(LoweringError, match=r"keeps .* dB .* float16 holds numbers from 6e-8 to 65504 only"):
         quantplug.quantize(model, (torch.randn(4, 64),), "xnnpack", config="float16", progress=False)
 
@@ -258,9 +258,9 @@ def test_e13_a_state_keeps_its_type_on_xnnpack():
 
 def test_e13_training_with_float16_is_the_cast_and_nothing_else():
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU()), torch.randn(4, 16)
+    layer, x = nn.Linear(16, 16), torch.randn(4, 16)
     quantizer = quantplug.get_quantizer("x86").set_global("float16")
-    prepared = quantplug.prepare_qat_pt2e(exported(model, x), quantizer)
+    prepared = quantplug.prepare_qat_pt2e(exported(nn.Sequential(layer, nn.ReLU()), x), quantizer)
     converted = quantplug.convert_pt2e(prepared)
-    expected = F.relu(F.linear(x, model[0].weight.half().float(), model[0].bias))
+    expected = F.relu(F.linear(x, layer.weight.half().float(), layer.bias))
     torch.testing.assert_close(converted(x), expected)

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -136,7 +137,7 @@ def test_r27_an_activation_fused_onto_a_product_runs_behind_its_integers_in_a_fi
         def forward(self, a, b):
             return function(a, b)
 
-    sides = {
+    sides: dict[str, Any] = {
         side: dequantize(
             input=value(name), name=f"into {name}", where=(lambda match, into=f"into {name}": is_static(match[into]),)
         )

@@ -41,7 +41,7 @@ with torch.no_grad():
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "dynamic"), [(1, False), (4, True)])
 def test_no_weight_is_reordered_when_a_program_runs(tmp_path, batch, dynamic):
     script = SCRIPT.format(batch=batch, dynamic=dynamic, path=tmp_path / "program.pt2")

@@ -70,7 +70,7 @@ def quantized(model, backend, quantizer=None):
     return quantplug.quantize(model.eval(), CALLS[0], backend, CALLS, quantizer=quantizer, progress=False)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("product", [bmm, matmul, mul, layer])
 @pytest.mark.parametrize("backend", ["x86", "xnnpack", "openvino", "cortex_m", "products"])
 def test_angles_of_run_time_stay_float(backend, product):

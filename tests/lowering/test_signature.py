@@ -1,6 +1,7 @@
 """Programs take what their model was exported for; anything else is refused in one sentence, never computed."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from quantplug.lowering.openvino import OpenVINOProgram
 from quantplug.lowering.x86 import X86Program
 
 BACKENDS = ["x86", "xnnpack", "openvino", "tensorrt"]
-LOADED = {"x86": X86Program, "openvino": OpenVINOProgram}
+LOADED: dict[str, Any] = {"x86": X86Program, "openvino": OpenVINOProgram}
 
 
 class Averaged(nn.Module):
@@ -111,7 +112,8 @@ def test_emulations_refuse_it_too(model, inputs, kernels):
 
 def test_compiled_programs_refuse_it_too(inputs):
     torch.manual_seed(1)
-    run = quantplug.quantize(Averaged().eval(), inputs, "x86", [inputs], progress=False).program.compile()
+    program: Any = quantplug.quantize(Averaged().eval(), inputs, "x86", [inputs], progress=False).program
+    run = program.compile()
     with pytest.raises(LoweringError, match="Input 0 of the program is"):
         run(torch.randn(4, 3, 16, 16), *inputs[1:])
 

@@ -1,6 +1,7 @@
 """What models remember from call to call, in every artefact: against the q/dq graph and the float model."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def test_emulation_keeps_the_state(kind, kernels):
         agree(emulated(x), reference(x), 35)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [MODELS[0], MODELS[1], MODELS[3]], ids=lambda kind: kind.__name__)
 def test_a_compiled_program_keeps_the_state(kind, tmp_path):
     _, artefact = quantized(kind, "x86")
@@ -100,6 +101,7 @@ class FromThree(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.count: torch.Tensor
         self.register_buffer("count", torch.full((1,), 3.0))
 
     def forward(self, x):
@@ -134,6 +136,8 @@ class DecayingLayer(nn.Module):
     def __init__(self):
         super().__init__()
         self.read, self.out = nn.Linear(12, 12), nn.Linear(12, 4)
+        self.weight: torch.Tensor
+        self.bias: torch.Tensor
         self.register_buffer("weight", torch.randn(12, 12) * 0.4)
         self.register_buffer("bias", torch.randn(4))
 
@@ -178,6 +182,7 @@ class Returned(nn.Module):
     def __init__(self):
         super().__init__()
         self.read = nn.Linear(12, 12)
+        self.now: torch.Tensor
         self.register_buffer("now", torch.zeros(2, 12))
         self.register_buffer("before", torch.zeros(2, 12))
 
@@ -194,6 +199,7 @@ class Normalized(nn.Module):
     def __init__(self):
         super().__init__()
         self.read, self.out = nn.Linear(12, 12), nn.Linear(12, 4)
+        self.mean: torch.Tensor
         self.register_buffer("mean", torch.zeros(12))
 
     def forward(self, x):
@@ -247,7 +253,8 @@ def test_state_in_unusual_places(kind, backend, tmp_path):
             agree(found, model(x), 15)
             first.append(copy.deepcopy(found))
     if backend != "xnnpack":
-        loaded = type(artefact.program).load(artefact.save(tmp_path / "model.pt2"))
+        program: Any = type(artefact.program)
+        loaded = program.load(artefact.save(tmp_path / "model.pt2"))
         for x, found in zip(growing(), first, strict=True):
             agree(loaded(x), found, 90)
 

@@ -1,5 +1,7 @@
 """Steps of a lowering: run in order, and checked where that is asked for."""
 
+from typing import Any
+
 import pytest
 
 from quantplug.core.errors import LoweringError
@@ -14,8 +16,8 @@ def is_whole(numbers):
     return None if all(isinstance(number, int) for number in numbers) else f"{numbers} has fractions"
 
 
-SORT = Step("sort", list.sort, leaves=(is_sorted,))
-HALVE = Step("halve the last", lambda numbers: numbers.append(numbers.pop() / 2), needs=(is_whole,))
+SORT: Step[Any] = Step("sort", list.sort, leaves=(is_sorted,))
+HALVE: Step[Any] = Step("halve the last", lambda numbers: numbers.append(numbers.pop() / 2), needs=(is_whole,))
 
 
 def test_steps_run_in_order_and_unchecked_ones_are_trusted():
@@ -25,7 +27,7 @@ def test_steps_run_in_order_and_unchecked_ones_are_trusted():
 
 
 def test_a_step_that_does_not_leave_what_it_says_is_named():
-    faulty = Step("sort", list.reverse, leaves=(is_sorted,))
+    faulty: Step[Any] = Step("sort", list.reverse, leaves=(is_sorted,))
     with pytest.raises(LoweringError, match=r"Step 'sort' did not leave what it says: \[2, 1, 3\] is not sorted\."):
         run((faulty,), [3, 1, 2], checked=True)
 

@@ -1,6 +1,7 @@
 """Models that write their inputs in place: the outputs stay, the inputs too, in the graph and on the kernels."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,8 @@ def test_outputs_are_the_models_and_inputs_stay(model, backend, config, tmp_path
     runs = [program, program.reference]
     if hasattr(type(program.program), "load"):
         suffix = {"x86": "pt2", "openvino": "xml"}[backend]
-        runs.append(type(program.program).load(program.save(tmp_path / f"model.{suffix}")))
+        kind: Any = type(program.program)
+        runs.append(kind.load(program.save(tmp_path / f"model.{suffix}")))
     for x in data + data[:1]:
         for run in runs:
             close(run(x), module(x.clone()))

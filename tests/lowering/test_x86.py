@@ -218,7 +218,7 @@ def test_our_quantizer_on_a_default_export_lowers_every_convolution_and_linear()
 
 def test_a_module_that_is_not_exported_is_refused():
     with pytest.raises(ModelError, match="Network"):
-        lower(Network(), (torch.randn(1, 3, 32, 32),))
+        lower(Network(), (torch.randn(1, 3, 32, 32),))  # type: ignore[arg-type]
 
 
 def test_a_model_with_observers_is_refused():

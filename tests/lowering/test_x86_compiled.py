@@ -157,7 +157,7 @@ else:
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("instructions", ["AVX2", "AVX512_CORE"])
 def test_a_processor_without_vnni_gets_right_numbers_and_is_told_what_that_costs(
     instructions, lowered, tmp_path, monkeypatch

@@ -1,5 +1,7 @@
 """What x86 claims beyond products: averages, clamps, embeddings, weights alone; each on integers, as declared."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -379,7 +381,7 @@ def test_every_range_of_activations_runs_on_the_same_kernels(options):
     prepared = prepare(exported, quantizer)
     prepared(x)
     reference = quantplug.convert_pt2e(prepared)
-    program = quantizer.backend.lower(reference, (x,))
+    program: Any = quantizer.backend.lower(reference, (x,))
     assert {op.placement for op in program.ops} == {"int8"}
     assert 0 < program.pair <= (2 * 255 * 128 if "symmetric" in options and highest_integer() == 255 else 32767)
     assert Level.APPROXIMATE.objection(program(x), reference(x), decibels=45) is None

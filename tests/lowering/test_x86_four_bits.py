@@ -1,6 +1,7 @@
 """Weights of four bits in groups on x86: what a file holds, and what the kernel computes."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,7 @@ def test_open_sizes_and_compiled_programs_have_the_kernel_too():
     for rows in (2, 33):
         x = torch.randn(rows, 256)
         assert sqnr(artefact(x), artefact.reference(x)) > 45
+    assert isinstance(artefact.program, X86Program)
     targets = {str(node.target) for node in artefact.program.module.graph.nodes}
     assert "aten._weight_int4pack_mm_for_cpu.default" in targets
     assert not {"aten.stack.default", "aten._convert_weight_to_int4pack_for_cpu.default"} & targets
@@ -79,7 +81,8 @@ def test_sequences_of_open_sizes_have_the_kernel(opened, tmp_path):
     x = torch.randn(3, 5, 256)
     model = Block().eval()
     artefact = quantplug.quantize(model, (x,), "x86", config=FULL, dynamic_shapes={"x": shapes}, progress=False)
-    loaded = type(artefact.program).load(artefact.save(tmp_path / "model.pt2"))
+    assert isinstance(artefact.program, X86Program)
+    loaded = X86Program.load(artefact.save(tmp_path / "model.pt2"))
     for length in (2, 5, 33):
         x = torch.randn(7 if 0 in opened else 3, length, 256)
         for run in (artefact, loaded):
@@ -106,7 +109,8 @@ def test_what_the_kernel_does_not_read_stays_float_with_the_reason(layer, wide, 
         def forward(self, x):
             return self.other(self.first(x).reshape(x.shape[0], *[1] * (layer.weight.dim() - 2), -1))
 
-    net, x = Net().eval(), torch.randn(3, 64)
+    net: Any = Net().eval()
+    x = torch.randn(3, 64)
     size = 16 if wide % 32 else 32
     net.first = nn.Linear(64, wide) if size == 32 else nn.Sequential(nn.Linear(64, 64), nn.Linear(64, wide))
     artefact = quantplug.quantize(net, (x,), "x86", config=FULL, progress=False)

@@ -5,6 +5,9 @@ every later layer, so that beside the agreement with the q/dq graph it counts as
 to the float model as the q/dq graph is.
 """
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from extras import torchvision_models, transformers_module
@@ -58,7 +61,7 @@ SEGMENTING = {"weights_backbone": None}
 GOOGLE = {"aux_logits": False, "init_weights": False}
 VISION = {
     **{
-        name: lambda name=name: seen(name)
+        name: partial(seen, name)
         for name in (
             *("resnet18", "mobilenet_v2", "mobilenet_v3_small", "efficientnet_b0", "shufflenet_v2_x0_5", "densenet121"),
             *("convnext_tiny", "swin_t", "swin_v2_t", "regnet_y_400mf", "squeezenet1_1", "resnext50_32x4d"),
@@ -97,7 +100,7 @@ SEQUENCES = {
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 # class, config class, options, input, index of the output; of Hugging Face's transformers
-LANGUAGE = {
+LANGUAGE: dict[str, Any] = {
     "bert": ("BertModel", "BertConfig", {**SMALL, "vocab_size": 100}),
     "bert, attention written out": (
         "BertModel",
@@ -151,7 +154,7 @@ def whisper():
 MODELS = {
     **VISION,
     **SEQUENCES,
-    **{name: lambda name=name: language(name) for name in LANGUAGE},
+    **{name: partial(language, name) for name in LANGUAGE},
     "whisper": whisper,
 }
 OWN = {

@@ -42,6 +42,7 @@ def test_sizes_that_are_equal_in_the_example_stay_open(made, strict, tmp_path):
     net, inputs, shapes, others = made()
     exported = torch.export.export(net.eval(), inputs, dynamic_shapes=(shapes,), strict=strict)
     artefact = quantplug.quantize(exported, None, "x86", [inputs, inputs], progress=False)
+    assert isinstance(artefact.program, X86Program)
     ranges = artefact.program.exported().range_constraints.values()
     assert {(bound.lower, bound.upper) for bound in ranges} == {(2, 16)}
     loaded = X86Program.load(artefact.save(tmp_path / "model.pt2"))

@@ -1,6 +1,7 @@
 """x86's steps: what each says of the graph holds, and the graph computes the same numbers from step to step."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ class Small(nn.Module):
         return self.head(x)
 
 
-def small():
+def small() -> tuple[nn.Module, list[Any]]:
     torch.manual_seed(0)
     return Small().eval(), [(torch.randn(2, 3, 16, 16),) for _ in range(2)]
 
@@ -43,7 +44,7 @@ def listed(name):
     return model, [sample(seed) for seed in range(2)]
 
 
-def converted(model, batches, config, decomposed=False):
+def converted(model, batches, config="int8", decomposed=False):
     quantizer = quantplug.get_quantizer("x86").set_global(config)
     exported = torch.export.export(model, batches[0])
     exported = exported.run_decompositions() if decomposed else exported
@@ -80,7 +81,7 @@ def checked(model, batches, config="int8", decomposed=False, **options):
 
 @pytest.mark.parametrize("config", ["int8", "int8_dynamic", "int8_weight_only"])
 def test_what_every_step_says_holds(config):
-    checked(*small(), config)
+    checked(*small(), config=config)
 
 
 def test_what_every_step_says_holds_of_a_decomposed_graph():
@@ -88,7 +89,7 @@ def test_what_every_step_says_holds_of_a_decomposed_graph():
 
 
 def test_what_every_step_says_holds_where_products_compute_in_half():
-    checked(*small(), "int8_weight_only", float_dtype=torch.bfloat16)
+    checked(*small(), config="int8_weight_only", float_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def forget_values(module):
     ],
 )
 def test_a_faulty_step_is_named(name, change, sentence):
-    graph, batches = converted(*small(), "int8"), small()[1]
+    graph, batches = converted(*small()), small()[1]
     planted = [broken(step, change) if step.name == name else step for step in steps(batches[0], Told())]
     with pytest.raises(LoweringError, match=sentence):
         run(planted, starting(graph), checked=True)
@@ -144,7 +145,7 @@ def test_a_faulty_step_is_named(name, change, sentence):
     ],
 )
 def test_a_step_that_does_nothing_is_named(name, sentence):
-    graph, batches = converted(*small(), "int8", decomposed=True), small()[1]
+    graph, batches = converted(*small(), decomposed=True), small()[1]
     idle = {step.name: dataclasses.replace(step, change=lambda module: None) for step in steps(batches[0], Told())}
     planted = [idle[name] if step.name == name else step for step in steps(batches[0], Told())]
     with pytest.raises(LoweringError, match=f"Step '{name}' did not leave what it says: .*{sentence}"):

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,17 +44,17 @@ def lowered(net: Net, *shapes: tuple[int, ...], minimum: float = 40.0) -> XNNPAC
     return program
 
 
-def conv(s: Net, x: Tensor, **options: object) -> Tensor:
+def conv(s: Any, x: Tensor, **options: Any) -> Tensor:
     return F.conv2d(x, s.w(), s.b, **options)
 
 
 torch.manual_seed(0)  # the weights of the nets below
 # name -> (net, input shapes, placements)
-INTEGER = {
+INTEGER: dict[str, Any] = {
     "slices added": (Net(lambda s, x: slices_added(fake(torch.relu(fake(x))))), [IMAGE], 4),
     "shared linear": (Net(lambda s, x: twice(s, x, F.linear), w=Weight(16, 16), b=bias(16)), [ROWS], 2),
     "shared convolution": (
-        Net(lambda s, x: twice(s, x, lambda *a: F.conv2d(*a, padding=1)), w=Weight(8, 8, 3, 3), b=bias(8)),
+        Net(lambda s, x: twice(s, x, lambda x, w: F.conv2d(x, w, padding=1)), w=Weight(8, 8, 3, 3), b=bias(8)),
         [IMAGE],
         2,
     ),
@@ -185,7 +186,7 @@ def test_defects_of_the_stock_flow_run_on_integer_kernels(name):
 
 
 # name -> (net, input shapes, a word of the reason)
-FLOAT = {
+FLOAT: dict[str, Any] = {
     "zero points in weights": (
         Net(lambda s, x: fake(conv(s, fake(x)), B), w=Weight(8, 8, 3, 3, zero_points=True), b=bias(8)),
         [IMAGE],
@@ -280,6 +281,7 @@ def test_weight_only_linear_keeps_integer_weights_in_the_file():
     assert "not quantized" in program.ops[0].reason
 
 
+@pytest.mark.slow
 def test_conv3d_runs_in_float_and_one_with_groups_is_refused_in_one_sentence():
     x = torch.randn(1, 4, 5, 6, 6)
     parts = {"w": Weight(4, 4, 3, 3, 3), "b": bias(4)}
@@ -301,6 +303,7 @@ def test_integer_inputs_and_outputs():
     assert torch.equal(program(x), graph(x))
 
 
+@pytest.mark.slow
 def test_an_fp16_model_gives_finite_numbers():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3)).half()
@@ -401,7 +404,7 @@ def test_bad_arguments_are_refused_in_one_sentence(small):
     with pytest.raises(ConfigError, match="threads is 0"):
         lower(graph, (x,), threads=0)
     with pytest.raises(ModelError, match="takes an exported graph module"):
-        lower(torch.nn.Linear(2, 2), (x,))
+        lower(torch.nn.Linear(2, 2), (x,))  # type: ignore[arg-type]
 
 
 def test_a_program_that_loses_the_reference_is_not_returned(small):
@@ -444,7 +447,7 @@ def test_lowering_prints_nothing():
     assert run.stderr.split("BEGIN\n")[1] == ""
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [nn.Softplus(), nn.Mish(), nn.Hardshrink()], ids=lambda m: type(m).__name__)
 def test_float_operators_that_the_delegate_mixes_up_run_outside_of_it(activation):
     torch.manual_seed(0)

@@ -1,5 +1,7 @@
 """Views and copies of turned, sliced, repeated and flipped tensors: programs that run, at any batch size."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -82,7 +84,11 @@ def around(name):
     return Net(lambda net, x: net.last(moves(net.first(x))), **parts).eval()
 
 
-def require_agreement(name, config, is_open):
+@pytest.mark.few(1)
+@pytest.mark.parametrize("is_open", [False, True], ids=["fixed", "any batch"])
+@pytest.mark.parametrize("config", ["int8", "int8_dynamic"])
+@pytest.mark.parametrize("name", MOVES)
+def test_moved_tensors_are_copied_and_viewed(name, config, is_open):
     model, inputs = around(name), [torch.randn(2, 3, 8, 8) for _ in range(3)]
     data, shapes = inputs if config == "int8" else None, (({0: BATCH},),) if is_open else None
     artefact = quantplug.quantize(model, (inputs[0],), "xnnpack", data, config, dynamic_shapes=shapes, progress=False)
@@ -93,30 +99,10 @@ def require_agreement(name, config, is_open):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("name", MOVES)
-def test_moved_tensors_are_copied_and_viewed(name):
-    require_agreement(name, "int8", is_open=False)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["shuffle of channels", "windows", "attention"])
-def test_moved_tensors_of_any_batch_are_copied_and_viewed(name):
-    require_agreement(name, "int8", is_open=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_open", [False, True], ids=["fixed", "any batch"])
-@pytest.mark.parametrize("config", ["int8", "int8_dynamic"])
-@pytest.mark.parametrize("name", MOVES)
-def test_moved_tensors_of_every_config_are_copied_and_viewed(name, config, is_open):
-    require_agreement(name, config, is_open)
-
-
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["shuffle of channels", "reshape", "space to depth", "windows"])
 def test_copies_between_integers_cost_no_conversion(name):
     x = torch.randn(2, 3, 8, 8)
-    program = quantplug.quantize(around(name), (x,), "xnnpack", [x], progress=False).program
+    program: Any = quantplug.quantize(around(name), (x,), "xnnpack", [x], progress=False).program
     assert (program.counts.converts, program.counts.delegates, program.counts.portable) == (2, 1, 0)
 
 

@@ -1,5 +1,7 @@
 """Depthwise convolutions with kernels larger than XNNPACK's own are sums of parts, and agree with the q/dq graph."""
 
+from typing import Any
+
 import pytest
 import torch
 from qdq_graphs import decibels
@@ -8,7 +10,7 @@ from torch import nn
 import quantplug
 from quantplug.lowering.xnnpack import lower
 
-LARGE = {
+LARGE: dict[str, Any] = {
     "7 x 7": ((7, 7), {"padding": 3}),
     "7 x 7 without padding": ((7, 7), {"bias": False}),
     "strided and dilated": ((5, 7), {"padding": (2, 4), "stride": (2, 1), "dilation": (1, 2)}),
@@ -40,6 +42,7 @@ def test_a_large_kernel_runs_as_float_parts_and_says_why(name):
     assert (program.counts.delegates, program.counts.portable) == (1, 0)
 
 
+@pytest.mark.slow
 def test_a_large_kernel_of_a_graph_that_quantizes_at_run_time():
     torch.manual_seed(0)
     program = program_of(nn.Sequential(nn.Conv2d(8, 8, 7, groups=8), nn.Conv2d(8, 8, 1)), "int8_dynamic")

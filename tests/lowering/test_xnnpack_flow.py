@@ -11,6 +11,7 @@ from torch import nn
 import quantplug
 from quantplug.core.errors import ConfigError, ConvertError
 from quantplug.core.qdq.integer_io import boundary_qparams, quantized_inputs
+from quantplug.lowering.xnnpack import XNNPACKProgram
 from quantplug.quantizers.framework.capabilities import capability_table
 from quantplug.quantizers.framework.derived import derive
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
@@ -83,7 +84,7 @@ RECURRENT = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_layers_are_one_delegate_of_integer_layers_and_float_states(name):
     recurrent, shape = RECURRENT[name]
@@ -173,6 +174,7 @@ def test_weight_only_linear_layers_need_no_calibration(config):
     assert artefact.nbytes <= 0.3 * sum(p.numel() * 4 for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_layers_without_four_bit_kernels_stay_float_and_say_why():
     model = nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 8))
     report = flow(model, (3, 48), config="int4_dynamic_groups", minimum=30.0).report
@@ -189,6 +191,7 @@ def test_e03_integer_inputs_and_outputs():
     model, x = nn.Sequential(layer(), nn.ReLU(), layer()).eval(), torch.randn(*IMAGE)
     artefact = quantplug.quantize(model, (x,), quantizer, [(x,)], progress=False)
     integers = quantized_inputs(artefact.reference, (x,))[0]
+    assert isinstance(artefact.program, XNNPACKProgram)
     assert artefact.program.counts.converts == 0
     assert torch.equal(artefact(integers), artefact.reference(integers))
     scale, zero_point = boundary_qparams(artefact.reference)[1][0][:2]

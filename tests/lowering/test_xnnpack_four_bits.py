@@ -35,6 +35,7 @@ def test_odd_input_channels_compute_what_their_graph_does(channels, config):
         assert second.reason.endswith(wanted)
 
 
+@pytest.mark.slow
 def test_odd_channels_of_an_open_batch_are_right_for_every_batch():
     batch = torch.export.Dim("batch", min=1, max=16)
     artefact = quantplug.quantize(

@@ -13,7 +13,7 @@ from quantplug.lowering.xnnpack.rewrites import rewrite_for_xnnpack
 EVEN = {
     "all of an image": (lambda x: F.adaptive_max_pool2d(x, 1), (2, 3, 8, 8)),
     "quarters": (lambda x: F.adaptive_max_pool2d(x, 2), (2, 3, 8, 10)),
-    "rows as they are": (lambda x: F.adaptive_max_pool2d(x, (None, 2)), (2, 3, 8, 8)),
+    "rows as they are": (lambda x: F.adaptive_max_pool2d(x, (None, 2)), (2, 3, 8, 8)),  # type: ignore[arg-type]
     "windows that overlap": (lambda x: F.adaptive_max_pool2d(x, 3), (2, 3, 9, 9)),
     "all of a sequence": (lambda x: F.adaptive_max_pool1d(x, 1), (2, 3, 9)),
     "all of a volume": (lambda x: F.adaptive_max_pool3d(x, 1), (2, 3, 5, 6, 7)),

@@ -9,6 +9,7 @@ from qdq_graphs import decibels
 from torch import nn
 
 import quantplug
+from quantplug.lowering.xnnpack import XNNPACKProgram
 
 LENGTH = torch.export.Dim("length", min=2, max=32)
 
@@ -18,7 +19,8 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, activation="gelu", batch_first=True).eval()
 
 
-@pytest.mark.parametrize("config", ["int8", pytest.param("int8_dynamic", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["int8", "int8_dynamic"])
 def test_a_dynamic_sequence_runs_at_every_length(config):
     model, x = encoder(), torch.randn(1, 8, 32)
     exported = torch.export.export(model, (x,), dynamic_shapes=({1: LENGTH},)).module()
@@ -42,6 +44,7 @@ def test_resnet18_is_a_quarter_of_its_float_file():
     artefact = quantplug.quantize(model, (x,), "xnnpack", [x], progress=False)
     stored = sum(p.numel() * 4 for p in model.state_dict().values())
     assert artefact.nbytes <= 0.27 * stored
+    assert isinstance(artefact.program, XNNPACKProgram)
     assert (artefact.program.counts.f32, artefact.program.delegates) == (0, 1)
 
 
@@ -68,7 +71,7 @@ class Branches(nn.Module):
         return self.c(torch.cond(x.sum() > 0, self.a, inner, (x,)))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["int8", "int8_dynamic"])
 def test_layers_in_branches_run_on_integer_kernels(config):
     torch.manual_seed(0)
@@ -100,6 +103,7 @@ def test_layers_in_scopes_run_on_integer_kernels():
     torch.manual_seed(0)
     inputs = [torch.randn(1, 3, 8, 8) for _ in range(8)]
     artefact = quantplug.quantize(Scopes().eval(), (inputs[0],), "xnnpack", inputs, progress=False)
+    assert isinstance(artefact.program, XNNPACKProgram)
     assert (artefact.program.counts.f32, artefact.program.counts.portable) == (0, 0)
     for x in inputs:
         assert decibels(artefact(x), artefact.reference(x)) >= 40
@@ -122,9 +126,11 @@ def test_transposed_convolutions_with_groups_run(config):
 def test_a_channels_last_model_runs():
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(8 * 49, 3)
-    model = nn.Sequential(*layers).to(memory_format=torch.channels_last).eval()
+    model = nn.Sequential(*layers).eval()
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     x = torch.randn(1, 3, 16, 16).to(memory_format=torch.channels_last)
     artefact = quantplug.quantize(model, (x,), "xnnpack", [x], progress=False)
+    assert isinstance(artefact.program, XNNPACKProgram)
     assert (artefact.program.counts.f32, artefact.program.counts.portable) == (0, 0)
     assert decibels(artefact(x), artefact.reference(x)) >= 40
 

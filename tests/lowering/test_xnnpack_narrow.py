@@ -61,7 +61,7 @@ def test_e13_e08_a_network_of_convolutions_has_a_small_file_and_one_delegate(con
     )
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(
     ("layer", "shape"),
@@ -100,7 +100,8 @@ def test_every_geometry_is_computed(layer, shape, config):
 def test_random_geometries_are_computed(channels, kernel, stride, dilation, padding, more, config):
     sizes = [d * (k - 1) + 1 + m for k, d, m in zip(kernel, dilation, more, strict=True)]
     torch.manual_seed(0)
-    layer = nn.Conv2d(*channels, kernel, stride, padding, dilation).eval()
+    one, other = channels
+    layer = nn.Conv2d(one, other, kernel, stride, padding, dilation).eval()
     x = torch.randn(2, channels[0], *sizes)
     artefact = quantized(layer, x, config)
     for batch in (x, torch.randn_like(x)):

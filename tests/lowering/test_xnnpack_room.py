@@ -10,7 +10,7 @@ from qdq_graphs import FULL, A, B, Net, Q, decibels, fake
 from torch import nn
 
 import quantplug
-from quantplug.lowering.xnnpack import lower
+from quantplug.lowering.xnnpack import XNNPACKProgram, lower
 from quantplug.lowering.xnnpack.serializer.graph import capacity, make_room
 
 
@@ -41,6 +41,7 @@ def test_a_delegate_of_64_calls_loads_and_runs():
 
     x = torch.randn(2, 16)
     artefact = quantplug.quantize(Net(forward, layer=nn.Linear(16, 16)).eval(), (x,), "xnnpack", [x], progress=False)
+    assert isinstance(artefact.program, XNNPACKProgram)
     counts = artefact.program.counts
     assert counts.int8 + counts.f32 + counts.converts + counts.moves == 64
     assert decibels(artefact(x), artefact.reference(x)) >= 40

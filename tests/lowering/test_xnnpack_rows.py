@@ -92,7 +92,7 @@ def test_every_row_keeps_its_precision_in_the_graph_and_in_the_saved_program(mod
     assert [(op.placement, op.reason) for op in layers] == [("int8", "")] * 2
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "decibels"), [("int8_dynamic", AGREED), ("int4_dynamic", AGREED), ("int4_dynamic_groups", AGREED)]
 )
@@ -166,7 +166,7 @@ def test_torchaos_rows_lower_whatever_their_rank(shape):
 
     torch.manual_seed(0)
     model = Layers().eval()
-    quantize_(model, Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32)))
+    quantize_(model, Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32)))  # type: ignore[attr-defined]
     x = fading(*shape)
     graph = torch.export.export(model, (x,)).module()
     program = lower(graph, (x,))

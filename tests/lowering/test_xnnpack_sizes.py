@@ -114,7 +114,7 @@ def test_sizes_without_a_limit_are_refused(size):
         quantized(model, x, ({0: size},))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
 @pytest.mark.parametrize("config", ["int8", "int8_dynamic"])
 def test_padded_convolutions_take_every_batch_that_was_exported(mode, config):
@@ -135,7 +135,7 @@ def test_a_program_for_less_than_was_exported_is_refused_when_it_is_lowered(monk
         quantplug.quantize(model, (x,), quantizer, [x], dynamic_shapes=({0: BATCH},), progress=False)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("slopes", [1, 6])
 @pytest.mark.parametrize("shape", [(6, 6), (3, 6, 6), (2, 6, 3, 6), (2, 6, 3, 4, 6)])
 @pytest.mark.parametrize("config", ["int8", "int4_dynamic"])
@@ -164,7 +164,7 @@ class Speech(nn.Module):
         return self.out(self.over(self.into(x.transpose(1, 2)).transpose(1, 2)).relu().transpose(1, 2))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("quantizer", ["xnnpack", "tensorrt"])
 @pytest.mark.filterwarnings("ignore:The quantizer is for backend")
 def test_a_convolution_over_time_takes_open_batches_and_lengths(quantizer):
@@ -188,6 +188,7 @@ def test_the_report_says_which_convolution_has_too_many_open_sizes():
     assert "2 of its sizes are open" in row.reason
 
 
+@pytest.mark.slow
 def test_a_dimension_behind_two_open_sizes():
     model = Net(lambda net, x: net.layer(x.transpose(1, 2)).unsqueeze(-1) + 1.0, layer=nn.Linear(16, 8))
     artefact = quantized(model, torch.randn(LONGER[0]), (({0: BATCH, 2: LENGTH},),))

@@ -6,6 +6,7 @@ from torch import nn
 
 import quantplug
 from quantplug.core.specs.levels import sqnr
+from quantplug.lowering.xnnpack import XNNPACKProgram
 
 ATEN = torch.ops.aten
 ONE, NONE = [1, 1], [0, 0]
@@ -43,5 +44,6 @@ def test_a_convolution_that_is_padded_unevenly_in_words_runs_in_integers():
     model, x = nn.Sequential(nn.Conv2d(6, 6, (2, 3), padding="same"), nn.ReLU()).eval(), torch.randn(1, 6, 8, 8)
     artefact = quantplug.quantize(model, (x,), "xnnpack", [x], progress=False)
     assert {op.placement for op in artefact.program.ops} == {"int8"}
+    assert isinstance(artefact.program, XNNPACKProgram)
     assert artefact.program.delegates == 1
     assert sqnr(artefact(x), artefact.reference(x)) > 40

@@ -193,7 +193,7 @@ def random_graph(seed: int) -> tuple[nn.Module, Tensor]:
                 before, value = value, fake(made, (scale, zero)) if quantized else made
             return value
 
-        def step(self, kind: int, value: Tensor, before: Tensor, weight: Weight) -> Tensor:
+        def step(self, kind: int, value: Tensor, before: Tensor, weight: nn.Module) -> Tensor:
             choices = (
                 lambda: F.conv2d(value, weight(), None, padding=1),
                 lambda: F.relu(value),

@@ -1,5 +1,7 @@
 """Shifted windows, as in Swin transformers: masks filled in place, rolled images, every second pixel."""
 
+from typing import Any
+
 import hypothesis
 import pytest
 import torch
@@ -9,6 +11,7 @@ from qdq_graphs import Net, decibels
 from torch import nn
 
 import quantplug
+from quantplug.lowering.xnnpack import XNNPACKProgram
 from quantplug.lowering.xnnpack.rewrites import rewrite_for_xnnpack
 
 
@@ -153,8 +156,10 @@ class ShiftedWindows(nn.Module):
 
 @pytest.mark.slow
 def test_shifted_windows_run_whole_in_one_delegate_and_keep_their_mask():
-    model, x = ShiftedWindows().eval(), torch.randn(1, 3, 16, 16)
+    model: Any = ShiftedWindows().eval()
+    x = torch.randn(1, 3, 16, 16)
     artefact = quantplug.quantize(model, (x,), "xnnpack", [x, torch.randn(1, 3, 16, 16)], progress=False)
+    assert isinstance(artefact.program, XNNPACKProgram)
     counts = artefact.program.counts
     assert (counts.delegates, counts.portable) == (1, 0)
     floats = {op.target for op in artefact.program.ops if op.placement == "float"}

@@ -46,7 +46,7 @@ def test_e15_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ConfigError, match=r"no backend 'xnpack' \(did you mean 'xnnpack'\?\); choose one of"):
         get_quantizer("xnpack")
     with pytest.raises(ConfigError, match="no backend '3'"):
-        get_quantizer(3)
+        get_quantizer(3)  # type: ignore[arg-type]
 
 
 def test_r17_plugins_are_found_and_broken_ones_do_not_hurt(monkeypatch):
@@ -169,10 +169,10 @@ def test_r11_half_precision_is_in_the_capability_table_and_honoured(dtype):
 
     (row,) = {row.dtypes for row in Half().capabilities()}
     assert row == (str(dtype).removeprefix("torch."),)
-    model, x = nn.Sequential(nn.Linear(8, 8)).eval(), torch.randn(2, 8)
-    converted = convert_pt2e(prepare_pt2e(exported(model, x), Half()))
+    layer, x = nn.Linear(8, 8), torch.randn(2, 8)
+    converted = convert_pt2e(prepare_pt2e(exported(nn.Sequential(layer).eval(), x), Half()))
     assert dtype in {value.dtype for value in converted.state_dict().values()}
-    assert torch.equal(converted(x), nn.functional.linear(x, model[0].weight.to(dtype).float(), model[0].bias))
+    assert torch.equal(converted(x), nn.functional.linear(x, layer.weight.to(dtype).float(), layer.bias))
 
 
 @pytest.mark.parametrize("backend", ["x86", "openvino", "cortex_m"])

@@ -24,10 +24,13 @@ def test_b14_the_scheme_that_a_weight_begins_with_is_the_one_of_its_config():
 @pytest.mark.parametrize(
     ("declare", "words"),
     [
-        (lambda: linear().where("at most"), "'linear' has the constraint 'at most'; give a function"),
-        (lambda: linear().within("exact"), "'linear' has level 'exact'; choose one of"),
-        (lambda: linear().shown_by(3), "'linear' has the example 3; give a function"),
-        (lambda: DTypeWithConstraints(torch.int8, qschemes=("affine",)), "the scheme 'affine'; give one like"),
+        (lambda: linear().where("at most"), "'linear' has the constraint 'at most'; give a function"),  # type: ignore[arg-type]
+        (lambda: linear().within("exact"), "'linear' has level 'exact'; choose one of"),  # type: ignore[arg-type]
+        (lambda: linear().shown_by(3), "'linear' has the example 3; give a function"),  # type: ignore[arg-type]
+        (
+            lambda: DTypeWithConstraints(torch.int8, qschemes=("affine",)),  # type: ignore[arg-type]
+            "the scheme 'affine'; give one like",
+        ),
     ],
 )
 def test_r01_what_is_no_declaration_is_an_error_where_it_is_written(declare, words):

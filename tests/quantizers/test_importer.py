@@ -3,6 +3,7 @@
 import copy
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,6 @@ from torch.ao.quantization import backend_config as declared
 
 import quantplug
 from quantplug import explain
-from quantplug.core.batch_norms.inference import Folding
 from quantplug.core.errors import AnnotationError, CalibrationError, ConfigError
 from quantplug.core.graph.meta import FOLDINGS, VIOLATIONS
 from quantplug.quantizers.framework import registry
@@ -257,7 +257,7 @@ def test_b22_lowered_there_is_one_quantize_and_one_dequantize_around_integers():
     found = quantplug.prepare_pt2e(exported(my_model(), X), quantizer)
     quantplug.calibrate(found, [X], progress=False)
     model = quantplug.convert_pt2e(found)
-    program = backend.lower(model, (X,))
+    program: Any = backend.lower(model, (X,))
     assert {op.node: op.placement for op in program.ops} == {
         "linear": "int8",
         "conv2d": "int8",
@@ -297,7 +297,7 @@ def test_b23_a_batch_norm_is_folded_where_the_config_declares_its_piece_and_only
         nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(300, 4), nn.BatchNorm1d(4)
     )
     x = torch.randn(4, 3, 10, 10)
-    found: list[Folding] = FOLDINGS.get(prepared(settled(model, x), x, config))
+    found = FOLDINGS.get(prepared(settled(model, x), x, config))
     assert [folding.folded for folding in found] == [True, False]
     assert found[1].reason == "the backend declares no piece of aten.linear.default and a batch norm"
 

@@ -4,6 +4,7 @@ import copy
 import enum
 import operator
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ WHOLE_MODELS = {
     "mobilenet": lambda: (settled(MobileNet(), torch.randn(4, 3, 32, 32)), torch.randn(2, 3, 32, 32)),
     "resnet18": lambda: (settled(ResNet18(4, 10), torch.randn(4, 3, 32, 32)), torch.randn(2, 3, 32, 32)),
     **{
-        name: lambda function=function: (Calls(function), torch.randn(2, 3, 8, 8))
+        name: partial(lambda function: (Calls(function), torch.randn(2, 3, 8, 8)), function)
         for name, function in {
             "functional relu": F.relu,
             "sum": lambda x: torch.relu(x + x.transpose(2, 3)),

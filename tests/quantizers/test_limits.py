@@ -218,10 +218,10 @@ def test_b04_every_config_that_dtypes_give_is_accepted_by_them_and_reaches_the_q
 
 
 def test_b14_the_first_satisfiable_dtype_config_wins_and_the_report_says_why():
-    narrow = DTypeConfig("narrow", *[dataclasses.replace(UINT8, quant_max_upper_bound=127)] * 2, WEIGHT)
-    symmetric = DTypeConfig(
-        "symmetric", *[dataclasses.replace(UINT8, qschemes=(torch.per_tensor_symmetric,))] * 2, WEIGHT
-    )
+    seven_bits = dataclasses.replace(UINT8, quant_max_upper_bound=127)
+    narrow = DTypeConfig("narrow", seven_bits, seven_bits, WEIGHT)
+    even = dataclasses.replace(UINT8, qschemes=(torch.per_tensor_symmetric,))
+    symmetric = DTypeConfig("symmetric", even, even, WEIGHT)
     model = exported(mlp(), X)
     quantizer_of(toy(dtypes=(narrow, symmetric, INT8)), config()).annotate(model)
     row = explain(model).row("linear")
@@ -335,7 +335,7 @@ def test_limits_hold_inside_of_control_flow():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: DTypeWithConstraints("int8"), r"has dtype 'int8'; give a torch\.dtype"),
+        (lambda: DTypeWithConstraints("int8"), r"has dtype 'int8'; give a torch\.dtype"),  # type: ignore[arg-type]
         (lambda: DTypeWithConstraints(torch.int8, quant_max_upper_bound=255), r"255, outside of torch\.int8"),
         (lambda: DTypeWithConstraints(torch.int8, 5, 3), r"quant_min_lower_bound is 5, above quant_max_upper_bound"),
         (lambda: DTypeWithConstraints(torch.int8, scale_min_lower_bound=-1.0), "scales are positive"),
@@ -345,8 +345,8 @@ def test_limits_hold_inside_of_control_flow():
         (lambda: linear().rescaling(1.0, 2.0, "sum"), "of 'sum'"),
         (lambda: dataclasses.replace(linear(), output="somewhere"), "has output 'somewhere'; choose one of"),
         (lambda: Backend("", (linear(),), {}, REFERENCE), "has the name ''"),
-        (lambda: Backend("toy", linear(), {}, REFERENCE), "are a Annotator; give a tuple"),
-        (lambda: Backend("toy", ("linear",), {}, REFERENCE), "hold 'linear', which is no Annotator"),
+        (lambda: Backend("toy", linear(), {}, REFERENCE), "are a Annotator; give a tuple"),  # type: ignore[arg-type]
+        (lambda: Backend("toy", ("linear",), {}, REFERENCE), "hold 'linear', which is no Annotator"),  # type: ignore[arg-type]
         (lambda: toy(dtypes=(INT8, INT8)), "declares the dtype config 'uint8_int8' twice"),
         (
             lambda: Backend("toy", (linear(),), {"int8": config()}, REFERENCE),
@@ -383,7 +383,8 @@ def test_r28_a_backend_derives_from_another_which_stays_as_it_is():
 
 
 def test_a_sum_of_its_own_in_a_derived_backend_wins_over_the_base():
-    narrow = DTypeConfig("narrow", *[dataclasses.replace(UINT8, quant_max_upper_bound=127)] * 2, WEIGHT)
+    seven_bits = dataclasses.replace(UINT8, quant_max_upper_bound=127)
+    narrow = DTypeConfig("narrow", seven_bits, seven_bits, WEIGHT)
     made = derive(toy(), "narrow", add=(linear().accepting(narrow),))
     model = exported(mlp(), X)
     quantizer_of(made, config(activation(0, 127))).annotate(model)

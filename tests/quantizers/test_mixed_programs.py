@@ -1,6 +1,7 @@
 """Everybody's quantizers side by side, and one program for several backends."""
 
 from pathlib import Path
+from typing import Any
 
 import openvino
 import pytest
@@ -131,7 +132,7 @@ def test_training_goes_through_the_same_composition():
 def test_a_backbone_on_xnnpack_and_a_head_on_portable_kernels_in_one_program(tmp_path):
     model = Images().eval()
     reference = converted(model, mixed(), X)
-    program = get_quantizer("xnnpack").backend.lower(reference, (X,), accepts=lambda node: node in BACKBONE)
+    program: Any = get_quantizer("xnnpack").backend.lower(reference, (X,), accepts=lambda node: node in BACKBONE)
     placed = {op.node: op.placement for op in program.ops}
     assert {placed[name] for name in ("conv2d", "relu", "conv2d_1", "max_pool2d")} == {"int8"}
     assert {placed[name] for name in ("flatten", "linear", "relu_1", "linear_1")} == {"portable"}
@@ -199,7 +200,7 @@ def test_a_backbone_on_xnnpack_and_a_head_on_openvino_in_one_program(tmp_path, m
     monkeypatch.setenv("OPENVINO_LIB_PATH", str(library))
     model = Images().eval()
     reference = converted(model, get_quantizer("xnnpack").set_global("int8").set_module_name("head", None), X)
-    program = get_quantizer("xnnpack").backend.lower(
+    program: Any = get_quantizer("xnnpack").backend.lower(
         reference, (X,), accepts=lambda node: node in BACKBONE, partitioners=[OpenVINOPartitioner()]
     )
     placed = {op.node: (op.placement, op.reason) for op in program.ops}

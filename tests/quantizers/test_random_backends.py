@@ -67,7 +67,8 @@ def backends(draw):
         bound = DTypeWithConstraints(dtype, *draw(st.sampled_from([(None, None), (0, None), (None, 100)])))
         limits[family] = (width, bound)
         rows.append(MAKERS[family]().where(at_most(width)).accepting(DTypeConfig("it", bound, bound, torch.int8)))
-    asked = DTypeConfig("asked", *[draw(st.sampled_from([torch.int8, torch.uint8]))] * 2, torch.int8)
+    activations = draw(st.sampled_from([torch.int8, torch.uint8]))
+    asked = DTypeConfig("asked", activations, activations, torch.int8)
     backend = Backend(
         "random", tuple(rows), {"it": lambda **_: config_for(asked)}, "quantplug.lowering.reference:lower"
     )

@@ -94,7 +94,7 @@ def test_module_types_by_class_and_by_name():
     for kind in (nn.Linear, "Linear", "torch.nn.modules.linear.Linear"):
         assert quantized(SampleModel(), XNNPACKQuantizer().set_module_type(kind, "int8")) == {"fc"}
     with pytest.raises(ConfigError, match=r"set_module_type takes a subclass of torch.nn.Module or its name, found 3"):
-        XNNPACKQuantizer().set_module_type(3, "int8")
+        XNNPACKQuantizer().set_module_type(3, "int8")  # type: ignore[arg-type]
 
 
 def test_two_module_types_of_one_name_stay_apart():

@@ -26,8 +26,8 @@ def case():
 def test_b25_the_built_in_backends_are_those_of_server_mobile_both_and_tensorrt():
     for name, module in (("x86", "x86"), ("xnnpack", "xnnpack"), ("native", "native"), ("tensorrt", "tensorrt")):
         assert get_quantizer(name).backend.name == module
-    for module in (native, tensorrt):
-        assert len(inspect.getsource(module).splitlines()) <= 60
+    for file in (native, tensorrt):
+        assert len(inspect.getsource(file).splitlines()) <= 60
 
 
 def test_b25_e11_tensorrt_is_symmetric_with_entropy_calibration_and_weights_per_channel(case):
