@@ -14,6 +14,7 @@ from quantplug.core.graph.facts import constant_value, operands, operator_name, 
 from quantplug.core.patterns.language import Match
 from quantplug.core.qdq.nodes import is_dequantize, is_dynamic, is_quantize
 from quantplug.core.qdq.qparams import folded, quantized_output, static_qparams
+from quantplug.core.specs.limits import XNNPACK_RATIOS
 from quantplug.lowering.xnnpack.legalize.legalized import Legalized
 from quantplug.lowering.xnnpack.legalize.operators import (
     GEMMS,
@@ -23,7 +24,6 @@ from quantplug.lowering.xnnpack.legalize.operators import (
     first_input,
     replace_operand,
 )
-from quantplug.lowering.xnnpack.legalize.ratios import RATIOS
 
 _ATEN = torch.ops.aten
 _Q = torch.ops.quantized_decomposed
@@ -128,18 +128,17 @@ def _why_no_integer_gemm(working: fx.GraphModule, node: fx.Node, weight: fx.Node
         return f"its input is {entered.dtype} and XNNPACK takes int8"
     if output is None or not output.is_int8:
         return "its output is not quantized to int8"
-    largest = _largest_scale(weight) * entered.scale / output.scale
-    if largest >= RATIOS["gemm"][1]:
-        return f"the ratio {largest:.3g} of its scales is not below XNNPACK's {RATIOS['gemm'][1]:.3g}"
+    reason = XNNPACK_RATIOS["gemm"].objection((entered.scale, _scales(weight)), output.scale)
+    if reason is not None:
+        return reason
     _widen_weight_range(weight)
     return None
 
 
-def _largest_scale(weight: fx.Node) -> float:
+def _scales(weight: fx.Node) -> Any:
     values = operands(weight)
     scales = values.get("scales", values.get("scale"))
-    stored = constant_value(scales) if isinstance(scales, fx.Node) else torch.tensor(scales)
-    return 0.0 if stored is None else float(stored.max())
+    return constant_value(scales) if isinstance(scales, fx.Node) else scales
 
 
 def _why_not_by_axis(node: fx.Node, weight: fx.Node) -> str | None:

@@ -3,42 +3,30 @@
 from torch import fx
 
 from quantplug.core.graph.facts import operator_name
-from quantplug.core.qdq.nodes import is_dequantize, is_quantize
+from quantplug.core.peers.torch_names import pytree
+from quantplug.core.qdq.nodes import is_dequantize
 from quantplug.core.qdq.qparams import quantized_output, static_qparams
+from quantplug.core.specs.limits import XNNPACK_RATIOS
 from quantplug.lowering.xnnpack.legalize.legalized import Legalized
-from quantplug.lowering.xnnpack.legalize.operators import after_activation
+from quantplug.lowering.xnnpack.legalize.operators import after_activation, calls
 
-# Ratios of scales outside of which XNNPACK refuses to create the operator (its operator sources, "scale
-# ratio must be in"): smallest and first too large.
-RATIOS = {
-    "add": (2.0**-10, 2.0**8),
-    "mul": (2.0**-16, 2.0**8),
-    "convert": (2.0**-8, 2.0**7),
-    "gemm": (0.0, 2.0**8),
+_CONVERTS = ("leaky_relu", "relu", "hardtanh", "relu6", "clamp", "mean", "adaptive_avg_pool2d")
+_KERNELS = {"aten::add": "add", "aten::sub": "add", "aten::mul": "mul"} | {
+    f"aten::{name}": "convert" for name in _CONVERTS
 }
 
 
 def find_scale_ratios_out_of_range(working: fx.GraphModule, found: Legalized) -> None:
     """Finds operators whose scales XNNPACK refuses; they run in float between conversions."""
-    for node in working.graph.nodes:
+    for node in calls(working, _KERNELS):
         output = quantized_output(after_activation(node))
-        entered = [static_qparams(n) for n in node.all_input_nodes if is_dequantize(n)]
-        scales = [p.scale for p in entered if p is not None]
-        if output is None or not scales or is_dequantize(node) or is_quantize(node):
+        entered = [static_qparams(n) for n in pytree.tree_leaves((node.args, node.kwargs)) if _is_read(n)]
+        scales = [params.scale for params in entered if params is not None]
+        if output is None or not scales:
             continue
-        ratio, kind = _ratio(node, scales, output.scale)
-        low, high = RATIOS.get(kind, (0.0, float("inf")))
-        if not low <= ratio < high:
-            reason = f"the ratio {ratio:.3g} of its scales is outside XNNPACK's [{low:.3g}, {high:.3g})"
+        if reason := XNNPACK_RATIOS[_KERNELS[operator_name(node)]].objection(scales, output.scale):
             found.floats[node.name] = reason
 
 
-def _ratio(node: fx.Node, scales: list[float], output: float) -> tuple[float, str]:
-    name = operator_name(node)
-    if name in ("aten::add", "aten::sub"):
-        return max((s / output for s in scales), key=lambda r: max(r, 1 / r)), "add"
-    if name == "aten::mul":
-        return (scales[0] * scales[-1]) / output, "mul"
-    if name in ("aten::leaky_relu", "aten::relu", "aten::hardtanh", "aten::relu6", "aten::clamp", "aten::mean"):
-        return scales[0] / output, "convert"
-    return 1.0, "none"
+def _is_read(operand: object) -> bool:
+    return isinstance(operand, fx.Node) and is_dequantize(operand)
