@@ -1,14 +1,24 @@
-"""The x86 rows with OpenVINO's own compiler behind them instead of torch's oneDNN operators."""
+"""The x86 rows with OpenVINO's own compiler behind them, less what it computes in float.
 
+Found by the conformance kit, with OpenVINO 2026.4 on processors with AVX512 and AMX.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
+from torch import Tensor, nn
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
+from quantplug.annotators.constraints import images_with_batch, whole_windows
 from quantplug.annotators.matmul import matmul
 from quantplug.annotators.presets import activation_spec
-from quantplug.core.annotation.annotator import Annotations, Annotator
+from quantplug.core.annotation.annotator import Annotations, Annotator, Constraint
+from quantplug.core.graph.facts import operands
+from quantplug.core.graph.operators import operator_overloads
 from quantplug.core.patterns.language import Match
+from quantplug.core.specs.levels import Level
 from quantplug.quantizers.framework.derived import derive
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.x86 import NO_INTEGERS, X86
@@ -49,9 +59,70 @@ _PRODUCTS = (
     "products"
 )
 
+
+def _layers_summand(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds for sums onto what an operator yields: an input is rounded and added in one float kernel."""
+    given = match["residual"]
+    return f"'{given.name}' is an input, which OpenVINO adds in float" if given.op == "placeholder" else None
+
+
+def _both_bounds(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds unless a fused clamp has one bound: OpenVINO takes that for a minimum or a maximum."""
+    clamps = (operands(node) for node in match.nodes if node.target in _CLAMPS)
+    is_open = any(None in (given["min"], given["max"]) for given in clamps)
+    return "its clamp has one bound, which OpenVINO applies in float" if is_open else None
+
+
+class _Block(nn.Module):
+    """A sum onto what a layer yields, in the kernel of the next."""
+
+    def __init__(self, norm: nn.Module, activation: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+        self.norm, self.activation = norm, activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        found: Tensor = self.activation(self.norm(self.second(x)) + x)
+        return found
+
+
+def _blocks() -> Iterator[Callable[[], tuple[nn.Module, tuple[Tensor]]]]:
+    """Yields functions to blocks as they are trained and after it, with an activation and without."""
+
+    def made(norm: type[nn.Module], activation: type[nn.Module]) -> tuple[nn.Module, tuple[Tensor]]:
+        torch.manual_seed(0)
+        return _Block(norm(8), activation()).eval(), (torch.randn(2, 8, 9, 9),)
+
+    for norm in (nn.Identity, nn.BatchNorm2d):
+        for activation in (nn.Identity, nn.ReLU):
+            yield partial(made, norm, activation)
+
+
+_CLAMPS = operator_overloads("clamp.default") | operator_overloads("clamp_.default")
+# Sums onto products of matrices, clamps on their own and repetitions are float kernels.
+_IN_FLOAT = ("linear_add", "clamp", "repeat")
+_ASKED: Mapping[str, tuple[Constraint, ...]] = {
+    "conv_add": (_layers_summand,),
+    **dict.fromkeys(("conv", "conv3d", "linear"), (_both_bounds,)),
+    "max_pool2d": (whole_windows,),
+    "avg_pool2d": (images_with_batch,),
+}
+
+
+def _compiled(row: Annotator) -> Annotator:
+    """Returns a row of x86 as OpenVINO runs it: it rounds what it scales, and some clamped volumes by three steps."""
+    rounded = Level.ONE_STEP if row.level is Level.EXACT else row.level
+    level = Level.APPROXIMATE if row.name == "conv3d" else rounded
+    return row.where(*_ASKED.get(row.name, ())).within(level)
+
+
+_ROWS = tuple(map(_compiled, X86.annotators))
+
 OPENVINO = derive(
-    X86,
+    replace(X86, annotators=tuple(row.shown_by(*_blocks()) if row.name == "conv_add" else row for row in _ROWS)),
     "openvino",
+    remove=_IN_FLOAT,
     summary="x86 through OpenVINO's compiler (needs the extra 'openvino')",
     configs={name: X86.configs[name] for name in STATIC},
     lowering="quantplug.lowering.openvino:lower",

@@ -27,6 +27,7 @@ from quantplug.annotators.shape import concatenation, movement
 from quantplug.core.graph.operators import CLAMPS, IDENTITIES, MOVES, PADS, SHUFFLES
 from quantplug.core.named import named
 from quantplug.core.specs.levels import Level
+from quantplug.core.specs.limits import XNNPACK_RATIOS as RATIOS
 from quantplug.quantizers.framework.backend import Backend
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 
@@ -48,19 +49,19 @@ _MOVES = tuple(name for name in MOVES if name not in SHUFFLES)
 # All operators without weights. The backend leaves those float that carry the state of a recurrent layer. One that
 # wants them in integers too adds the rows as they are: derive(XNNPACK, "xnnpack_states", add=INTEGER_STATES).
 INTEGER_STATES = (
-    binary("add", tuple(CLAMPS)).where(constraints.has_dimensions).needing_company(),
-    binary("sub", tuple(CLAMPS)).where(constraints.has_dimensions).needing_company(),
-    binary("mul", tuple(CLAMPS)).where(constraints.has_dimensions).needing_company(),
-    binary("maximum", activations=()).where(constraints.has_dimensions).needing_company(),
-    binary("minimum", activations=()).where(constraints.has_dimensions).needing_company(),
+    binary("add", tuple(CLAMPS)).held_to(RATIOS["add"]).where(constraints.has_dimensions).needing_company(),
+    binary("sub", tuple(CLAMPS)).held_to(RATIOS["add"]).where(constraints.has_dimensions).needing_company(),
+    binary("mul", tuple(CLAMPS)).held_to(RATIOS["mul"]).where(constraints.has_dimensions).needing_company(),
+    *(binary(n, activations=()).where(constraints.has_dimensions).needing_company() for n in ("maximum", "minimum")),
     concatenation("cat").needing_company().within(Level.EXACT),
     # The max-pool kernel compares integers in one scale; the mean kernel rescales.
     pooling("max_pool2d").within(Level.EXACT),
     resize().where(named(f"{_LOWERING}.legalize:resizes_by_ratios")).within(Level.APPROXIMATE),
-    pooling("adaptive_avg_pool2d", "mean", own_output=True).where(constraints.whole_map),
+    pooling("adaptive_avg_pool2d", "mean", own_output=True).held_to(RATIOS["convert"]).where(constraints.whole_map),
     known_range("sigmoid"),
     # The kernel of tanh takes any scale, and of small numbers that of -1..1 would leave little.
-    own_range("tanh", "hardswish", "gelu", "leaky_relu", "elu", "abs", "neg").needing_company(),
+    own_range("tanh", "hardswish", "gelu", "elu", "abs", "neg").needing_company(),
+    own_range("leaky_relu").held_to(RATIOS["convert"]).needing_company(),
     clamps(*CLAMPS).needing_company(),
     movement((*_MOVES, "expand", *IDENTITIES, *PADS)).where(constraints.repeats_nothing).within(Level.EXACT),
 )
@@ -75,19 +76,23 @@ _weight_only = partial(get_symmetric_quantization_config, True, is_weight_only=T
 _four_bits = {"weight_qmin": groupwise.FOUR_BITS[0], "weight_qmax": groupwise.FOUR_BITS[1]}
 
 _ROWS = (
-    convolution(dims=(1, 2)).where(
+    convolution(dims=(1, 2))
+    .held_to(RATIOS["gemm"])
+    .where(
         groupwise.whole_bytes,
         named(f"{_LOWERING}.legalize:patches_if_float"),
         constraints.images_if_dynamic,
         named(f"{_LOWERING}.legalize:one_open_size_if_1d"),
     ),
-    transposed_convolution(dims=(2,)).where(
+    transposed_convolution(dims=(2,))
+    .held_to(RATIOS["gemm"])
+    .where(
         groupwise.whole_bytes,
         constraints.static_only,
         constraints.one_group_or_scale,
         named(f"{_LOWERING}.legalize:adds_less_than_a_step"),
     ),
-    linear().where(groupwise.whole_groups, groupwise.groups_beside_run_time, groupwise.pairs_of_channels),
+    linear().held_to(RATIOS["gemm"]).where(*groupwise.OF_LINEAR),
     half_table(),
     *(row.where(named("quantplug.lowering.rewrites.recurrence:outside_of_states")) for row in INTEGER_STATES),
 )

@@ -130,15 +130,20 @@ class Annotator:
         """Returns the same annotator for kernels of these dtype configs only, the preferred one first."""
         return replace(self, dtypes=dtypes)
 
-    def rescaling(self, low: float, high: float, of: str = "product") -> "Annotator":
+    def rescaling(self, low: float, high: float, of: str = "product", *, or_float: bool = False) -> "Annotator":
         """Returns the same annotator for kernels whose requantization expresses ratios of scales in [low, high).
 
         Args:
             low: the least ratio.
             high: the first ratio that is too great.
             of: "product" for (s_in * s_w) / s_out, "each" for s_in / s_out of each input.
+            or_float: whether the lowering computes what lies outside in float, which reports tell; an error if not.
         """
-        return replace(self, rescale=Rescale(low, high, of))
+        return self.held_to(Rescale(low, high, of, or_float))
+
+    def held_to(self, limit: Rescale) -> "Annotator":
+        """Returns the same annotator for kernels with a limit on ratios of scales that others read as well."""
+        return replace(self, rescale=limit)
 
     def within(self, level: Level) -> "Annotator":
         """Returns the same annotator for kernels that agree with the q/dq graph up to a level."""

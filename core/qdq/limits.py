@@ -4,16 +4,20 @@ Before: a q/dq graph, by whichever core, whose nodes still carry the `Limits` of
 After: a `Violation` for each scale, zero point, ratio of scales or integer bias that a kernel cannot hold.
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.errors import CalibrationError
 from quantplug.core.graph.facts import attribute, constant_value
-from quantplug.core.graph.meta import LIMITS, VIOLATIONS
+from quantplug.core.graph.meta import DECISION, LIMITS, VIOLATIONS
 from quantplug.core.graph.submodels import submodel_targets
+from quantplug.core.peers.torch_names import pytree
 from quantplug.core.qdq.nodes import DEQUANTIZE_OPS, QUANTIZE_OPS
 from quantplug.core.specs.decision import decision
 from quantplug.core.specs.dtypes import Refusal
@@ -27,11 +31,13 @@ _REMEDY = "calibrate on data of the range that the model will see, or set the op
 def enforce_limits(converted: fx.GraphModule) -> None:
     """Holds the numbers of a converted graph against the limits of the rules that quantized it.
 
-    What breaks a limit that is not strict is kept in the graph's `meta` for the report.
+    What breaks a limit that is not strict is kept in the graph's `meta` for the report. Pieces whose ratios of scales
+    the lowering computes in float are decided to be float from here on, between the conversions that they have.
 
     Raises:
         CalibrationError: a number breaks a strict limit.
     """
+    _leave_float(converted)
     found = list(qparam_violations(converted))
     strict = [broken for broken, limits in found if limits.strict]
     if strict:
@@ -49,10 +55,14 @@ def qparam_violations(converted: fx.GraphModule) -> Iterator[tuple[Violation, Li
     for node, limits in limited.values():
         decided = decision(node)
         root = limited.get(decided.root, (node, limits))[0] if decided else node
-        numbers = list(_numbers(converted, node))
+        numbers = [found for _, found in _entering(converted, node)]
         output = _output_numbers(converted, root)
         own = [*numbers, *(output if root is node else ())]
-        for port, refusal in (*_dtypes(limits, own), *_rescale(limits.rescale, numbers, output), *_biases(numbers)):
+        for port, refusal in (
+            *_dtypes(limits, own),
+            *_rescale(limits.rescale, _scales(converted, node), output),
+            *_biases(numbers),
+        ):
             yield violation(node, limits.owner, port, refusal, _REMEDY), limits
 
 
@@ -63,24 +73,45 @@ def _dtypes(limits: Limits, numbers: list[_Numbers]) -> Iterator[tuple[str, Refu
             yield port, refusal
 
 
-def _rescale(limit: Rescale | None, inputs: list[_Numbers], output: list[_Numbers]) -> Iterator[tuple[str, Refusal]]:
+def _leave_float(model: fx.GraphModule) -> None:
+    """Decides that pieces are float whose ratios of scales their kernels do not express."""
+    for target in submodel_targets(model):
+        _leave_float(attribute(model, target))
+    pieces: dict[str, list[fx.Node]] = defaultdict(list)
+    for node in model.graph.nodes:
+        if (decided := decision(node)) is not None and decided.quantized:
+            pieces[decided.root].append(node)
+    for piece in pieces.values():
+        reason = next(filter(None, (_out_of_range(model, node, piece) for node in piece)), None)
+        for node in piece if reason else ():
+            decided = decision(node)
+            assert decided is not None  # it is of the piece by its decision
+            DECISION.put(node, replace(decided, rule="", root=node.name, nearest=decided.rule, reason=reason or ""))
+            node.meta.pop(Q_ANNOTATION_KEY, None)
+
+
+def _out_of_range(model: fx.GraphModule, node: fx.Node, piece: Sequence[fx.Node]) -> str | None:
+    limits = LIMITS.get(node)
+    if limits is None or limits.rescale is None or not limits.rescale.or_float:
+        return None
+    output = next((found for last in piece for found in _output_numbers(model, last)), None)
+    scales = _scales(model, node)
+    return limits.rescale.objection(scales, output[1]) if output and scales else None
+
+
+def _scales(model: fx.GraphModule, node: fx.Node) -> list[Any]:
+    """Returns the scales of the operands of a node, of one that is read twice both."""
+    known = {source: numbers[1] for source, numbers in _entering(model, node) if numbers[0] != "bias"}
+    return [known[source] for source in pytree.tree_leaves((node.args, node.kwargs)) if source in known]
+
+
+def _rescale(limit: Rescale | None, scales: Sequence[Any], output: list[_Numbers]) -> Iterator[tuple[str, Refusal]]:
     """Holds s_in * s_w / s_out, or each s_in / s_out, against what a requantization can express."""
-    scales = [torch.as_tensor(scale) for port, scale, *_ in inputs if port != "bias"]
-    if limit is None or not scales or not output:
+    if limit is None or limit.or_float or not scales or not output:
         return
-    numerators = scales if limit.of == "each" else [_product(scales)]
-    for ratio in (numerator / output[0][1] for numerator in numerators):
-        low, high = float(ratio.min()), float(ratio.max())
-        if low < limit.low or high >= limit.high:
-            worst, allowed = (low if low < limit.low else high), f"{limit.low:g} to {limit.high:g}"
-            yield "output", Refusal(f"the ratio of scales ({limit.of} / output)", worst, allowed)
-
-
-def _product(scales: list[Tensor]) -> Tensor:
-    product = scales[0]
-    for scale in scales[1:]:
-        product = product * scale
-    return product
+    for worst in limit.outside(scales, output[0][1]):
+        allowed = f"{limit.low:g} to {limit.high:g}"
+        yield "output", Refusal(f"the ratio of scales ({limit.of} / output)", worst, allowed)
 
 
 def _biases(numbers: list[_Numbers]) -> Iterator[tuple[str, Refusal]]:
@@ -93,14 +124,14 @@ def _biases(numbers: list[_Numbers]) -> Iterator[tuple[str, Refusal]]:
                 yield port, Refusal("the int32 range", f"{cut} values beyond it", f"{ends.min}..{ends.max}")
 
 
-def _numbers(model: fx.GraphModule, node: fx.Node) -> Iterator[_Numbers]:
+def _entering(model: fx.GraphModule, node: fx.Node) -> Iterator[tuple[fx.Node, _Numbers]]:
     for source in node.all_input_nodes:
         qparams = _qparams(model, source) if source.target in DEQUANTIZE_OPS else None
         if qparams is not None:
             stored = source.all_input_nodes[0]
             value = constant_value(stored)
             port = "input" if value is None else "bias" if value.dtype == torch.int32 else "weight"
-            yield port, *qparams, value
+            yield source, (port, *qparams, value)
 
 
 def _output_numbers(model: fx.GraphModule, node: fx.Node) -> list[_Numbers]:

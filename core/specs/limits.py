@@ -8,10 +8,12 @@ Before: the dtype configs of a rule, and the specs that it asks for. After: a `V
 constraint that does not hold, which is an error in strict mode and stands in the report otherwise.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch import fx
 from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, QuantizationAnnotation, QuantizationSpecBase
 
@@ -31,18 +33,51 @@ class Rescale:
         low: the least ratio, included.
         high: the greatest ratio, not included.
         of: "product" for (s_in * s_w) / s_out, "each" for s_in / s_out of each input.
+        or_float: whether the lowering computes in float, between the conversions, what lies outside; if not, such
+            a ratio is an error.
     """
 
     low: float
     high: float
     of: str = "product"
+    or_float: bool = False
 
     def __post_init__(self) -> None:
-        if self.of not in ("product", "each") or not 0 < self.low < self.high:
+        if self.of not in ("product", "each") or not 0 <= self.low < self.high:
             raise ConfigError(
                 f"A rescale limit goes from a positive ratio to a greater one, of 'product' or 'each', found "
                 f"{self.low}..{self.high} of '{self.of}'."
             )
+
+    def outside(self, scales: Sequence[Any], output: Any) -> Iterator[float]:
+        """Yields the worst ratio of each kind that lies outside.
+
+        Args:
+            scales: of what the kernel reads, one for each operand, each a number or one for each channel.
+            output: the scale of what it writes.
+        """
+        numbers = [torch.as_tensor(scale, dtype=torch.float64) for scale in scales]
+        for numerator in numbers if self.of == "each" else [math.prod(numbers)]:
+            low, high = (float(end) for end in (numerator / output).aminmax())
+            if low < self.low or high >= self.high:
+                yield low if low < self.low else high
+
+    def objection(self, scales: Sequence[Any], output: Any) -> str | None:
+        """Returns why a kernel does not take operands of these scales, or None; see `outside`."""
+        ratio = next(self.outside(scales, output), None)
+        if ratio is None:
+            return None
+        return f"the ratio {ratio:.3g} of its scales is outside of the kernel's [{self.low:.3g}, {self.high:.3g})"
+
+
+# Outside of these XNNPACK refuses to create the operator (its operator sources, "scale ratio must be in"). The
+# declaration tells them of calibrated models; the lowering holds them against graphs that others quantized.
+XNNPACK_RATIOS: Mapping[str, Rescale] = {
+    "add": Rescale(2.0**-10, 2.0**8, "each", or_float=True),
+    "mul": Rescale(2.0**-16, 2.0**8, or_float=True),
+    "convert": Rescale(2.0**-8, 2.0**7, or_float=True),
+    "gemm": Rescale(0.0, 2.0**8, or_float=True),
+}
 
 
 @dataclass(frozen=True)

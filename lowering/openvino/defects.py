@@ -150,6 +150,15 @@ def _selection(before: fx.Node, source: fx.Node) -> fx.Node:
     return call(before, aten.where.self, (beyond, limit, source), source)
 
 
+def _squeezed(match: Match) -> fx.Node:
+    """A squeeze without dimensions names all of them in the export, of which OpenVINO takes away whichever."""
+    found: fx.Node = match["x"]
+    single = [dim for dim, size in enumerate(found.meta["val"].shape) if statically_known_true(size == 1)]
+    for dim in reversed(single):
+        found = viewed(match.root, aten.squeeze.dim, found, dim)
+    return found
+
+
 _OF_VALUES = op("amax.default", "amin.default", "max.default", "min.default", name="extremes")
 _WITH_INDICES = op(
     *("max.dim", "min.dim", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"), name="extremes"
@@ -168,4 +177,5 @@ OTHERS = (
     Rule(_OF_VALUES, _apart),
     Rule(item(_WITH_INDICES, 0), _apart),
     Rule(_NORMS, _normed_in_float),
+    Rule(op("squeeze.default", "squeeze_.default", self=value("x")), _squeezed),
 )

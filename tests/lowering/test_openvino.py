@@ -259,6 +259,37 @@ def test_an_operator_that_openvino_does_not_convert_is_a_whole_sentence(refused)
         OPENVINO.lower(reference, inputs)
 
 
+def test_a_squeeze_without_dimensions_takes_away_those_of_one_element():
+    pytest.importorskip("openvino")
+    inputs = (torch.randn(2, 3, 1, 8),)
+    model = Function(lambda m, x: m.head(m.conv(x).squeeze()), conv=nn.Conv2d(3, 3, 1), head=nn.Linear(8, 8))
+    reference = quantized(model, inputs)
+    program = OPENVINO.lower(reference, inputs)
+    assert program(*inputs).shape == (2, 3, 8)
+    assert {operator.placement for operator in program.ops} == {"int8"}
+
+
+@pytest.mark.parametrize(
+    ("function", "operator", "reason"),
+    [
+        (lambda m, x: m.last(m.conv(x) + x), "add", "is an input, which OpenVINO adds in float"),
+        (lambda m, x: m.last(m.conv(x).clamp(min=0.1)), "clamp", "one bound"),
+        (lambda m, x: m.last(F.max_pool2d(m.conv(x), 2, ceil_mode=True)), "max_pool2d", "rounds sizes up"),
+    ],
+)
+def test_what_openvino_computes_in_float_is_float_in_the_report(function, operator, reason):
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    inputs = (torch.randn(2, 8, 9, 9),)
+    model = Function(function, conv=nn.Conv2d(8, 8, 3, padding=1), last=nn.Conv2d(8, 8, 1))
+    reference = quantized(model, inputs)
+    row = quantplug.explain(reference).row(operator)
+    assert not row.quantized
+    assert reason in row.reason
+    placed = {op.node: op.placement for op in OPENVINO.lower(reference, inputs).ops}
+    assert placed[operator] == "float"
+
+
 @pytest.mark.parametrize("product", [lambda y: torch.mm(y, y.t()), lambda y: F.linear(y, y)])
 def test_products_of_two_activations_with_open_columns_lower(product):
     pytest.importorskip("openvino")

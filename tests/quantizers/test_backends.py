@@ -141,7 +141,7 @@ def test_the_quantizer_files_are_declarations():
     """A page or two, without matching or graph code: no loops, no branches, no torch.fx."""
     for module in (xnnpack, x86):
         source = inspect.getsource(module)
-        assert len(source.splitlines()) < 120
+        assert len(source.splitlines()) < 140  # with the limits of their kernels
         assert not any(
             f"\n{indent}{word} " in source for word in ("for", "if", "while") for indent in ("", " " * 4, " " * 8)
         )

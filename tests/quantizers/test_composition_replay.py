@@ -39,7 +39,13 @@ def prepared(model, quantizer, x=X):
 
 
 def limited(model):
-    return {node.name for node in model.graph.nodes if LIMITS.on(node)}
+    return {node.name: LIMITS.get(node).owner for node in model.graph.nodes if LIMITS.on(node)}
+
+
+OF_BOTH = {
+    **dict.fromkeys(("linear", "relu_1", "linear_1"), "narrow"),
+    **dict.fromkeys(("conv2d", "relu", "conv2d_1"), "xnnpack"),
+}
 
 
 # Limits.
@@ -49,12 +55,7 @@ def test_limits_stay_with_the_quantizer_whose_annotation_stays():
     quantizer = ComposableQuantizer().add(Narrow(), HEAD, precedence=1).add(get_quantizer("xnnpack"), precedence=0)
     model = exported(Images().eval(), X)
     quantizer.annotate(model)
-    assert limited(model) == {"linear", "relu_1", "linear_1"}
-    assert {model_owner(node) for node in model.graph.nodes if LIMITS.on(node)} == {"narrow"}
-
-
-def model_owner(node):
-    return LIMITS.get(node).owner
+    assert limited(model) == OF_BOTH
 
 
 def test_a_piece_that_the_composition_refuses_leaves_no_limits():
@@ -63,7 +64,7 @@ def test_a_piece_that_the_composition_refuses_leaves_no_limits():
     ComposableQuantizer().add(get_quantizer("x86"), HEAD, precedence=1).add(Narrow(), region, precedence=0).annotate(
         model
     )
-    assert limited(model) == set()
+    assert limited(model) == {}
     assert set(owners(model).values()) == {"x86"}
 
 
@@ -71,7 +72,7 @@ def test_a_second_composition_leaves_the_limits_of_the_first():
     model = exported(Images().eval(), X)
     ComposableQuantizer().add(Narrow(), HEAD).annotate(model)
     ComposableQuantizer().add(get_quantizer("xnnpack"), BACKBONE).annotate(model)
-    assert limited(model) == {"linear", "relu_1", "linear_1"}
+    assert limited(model) == OF_BOTH
 
 
 @pytest.mark.parametrize("replayed", [False, True])

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 from functools import partial
 
 import pytest
@@ -23,6 +24,7 @@ from quantplug.annotators.presets import config_for, int32_bias_spec
 from quantplug.annotators.shape import movement
 from quantplug.core.errors import AnnotationError, CalibrationError, ConfigError
 from quantplug.core.graph.facts import is_observer
+from quantplug.core.qdq.format import differences
 from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
 from quantplug.core.specs.limits import Rescale
 from quantplug.quantizers.framework.derived import derive
@@ -301,6 +303,28 @@ def test_the_ratio_of_scales_is_held_against_what_the_kernel_can_express():
     convert(Function(lambda m, x: x + x.relu()), quantizer_of(each), X)
     with pytest.raises(CalibrationError, match=r"output of 'add' breaks the ratio of scales \(each / output\)"):
         convert(Function(lambda m, x: x + x.relu() * 100), quantizer_of(each), X)
+
+
+def test_ratios_that_a_lowering_computes_in_float_are_float_in_the_report_and_change_no_number():
+    model = Function(lambda m, x: torch.relu(m.fc(x)), fc=nn.Linear(6, 5))
+    plain = convert(model, quantizer_of(toy(linear(("relu",)))), X)
+    held = convert(model, quantizer_of(toy(linear(("relu",)).rescaling(2**4, 2**8, or_float=True))), X)
+    assert differences(held, plain) == []
+    for name in ("linear", "relu"):
+        row = explain(held).row(name)
+        assert not row.quantized
+        assert re.fullmatch(
+            r"nearest rule 'linear_relu': the ratio .* of its scales is outside of the kernel's \[16, 256\)", row.reason
+        )
+    wide = convert(model, quantizer_of(toy(linear(("relu",)).rescaling(2**-16, 2**8, or_float=True))), X)
+    assert explain(wide).quantized == explain(plain).quantized == 2
+
+
+def test_the_ratio_of_a_product_with_itself_counts_both_operands():
+    backend = toy(binary("mul").rescaling(1e-3, 2**-5))
+    convert(Function(lambda m, x: x * x), quantizer_of(backend), X * 0.1)
+    with pytest.raises(CalibrationError, match=r"ratio of scales \(product / output\)"):
+        convert(Function(lambda m, x: x * x), quantizer_of(toy(binary("mul").rescaling(2**-5, 2**8))), X * 0.1)
 
 
 def test_an_integer_bias_that_was_cut_is_an_error():

@@ -13,7 +13,7 @@ from quantplug.core.graph.facts import constant_value, operands, operator_name, 
 from quantplug.core.qdq.calls import QuantizedCall, quantized_calls
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
 from quantplug.core.qdq.qparams import folded, static_qparams
-from quantplug.lowering.xnnpack.legalize.ratios import RATIOS
+from quantplug.core.specs.limits import XNNPACK_RATIOS
 from quantplug.lowering.xnnpack.legalize.refusals import TRANSPOSED, Refusal, wide_output_padding
 
 _ATEN = torch.ops.aten
@@ -83,8 +83,7 @@ def _why_no_static_gemm(call: QuantizedCall) -> str | None:
         return f"its input is {entered.dtype} and XNNPACK takes int8"
     if output is None or not output.is_int8:
         return "its output is not quantized to int8"
-    largest, limit = _largest_scale(call.weight) * entered.scale / output.scale, RATIOS["gemm"][1]
-    return f"the ratio {largest:.3g} of its scales is not below XNNPACK's {limit:.3g}" if largest >= limit else None
+    return XNNPACK_RATIOS["gemm"].objection((entered.scale, _scales(call.weight)), output.scale)
 
 
 def _why_no_dynamic_gemm(call: QuantizedCall) -> str | None:
@@ -97,11 +96,10 @@ def _why_no_dynamic_gemm(call: QuantizedCall) -> str | None:
     return None
 
 
-def _largest_scale(weight: fx.Node) -> float:
+def _scales(weight: fx.Node) -> Any:
     values = operands(weight)
     scales = values.get("scales", values.get("scale"))
-    stored = constant_value(scales) if isinstance(scales, fx.Node) else torch.tensor(scales)
-    return 0.0 if stored is None else float(stored.max())
+    return constant_value(scales) if isinstance(scales, fx.Node) else scales
 
 
 def _why_not_by_axis(call: QuantizedCall) -> str | None:

@@ -89,7 +89,7 @@ class Turn:
 
 def forms_of(row: Annotator, label: str, config: str, turn: Turn, choose: Neighbours) -> tuple[Form, ...]:
     """Returns the forms of one rule under a config, under names of which each occurs once."""
-    made = [*_shown(row), *_written(row, label, config, turn, choose)]
+    made = [*_shown(row, config, choose), *_written(row, label, config, turn, choose)]
     good = [form for form in made if form.placed is not None]
     if not good:
         problem = next((form.problem for form in made), "it has no spelling")
@@ -101,15 +101,24 @@ def forms_of(row: Annotator, label: str, config: str, turn: Turn, choose: Neighb
     )
 
 
-def _shown(row: Annotator) -> Iterator[Form]:
+def _shown(row: Annotator, config: str, choose: Neighbours) -> Iterator[Form]:
     for example in row.examples:
         name = getattr(example, "__name__", "example").strip("<>")
         module, inputs = example()
-        yield Form(name, Placed(module, inputs, frozenset()))
+        yield Form(name, _read(row, config, module, inputs, choose))
         again, _ = example()
         above = pytree.tree_map_only(Tensor, _above_zero, inputs)
         if _is_finite(again, above):
-            yield Form(f"{name}-positive", Placed(again, above, frozenset()))
+            yield Form(f"{name}-positive", _read(row, config, again, above, choose))
+
+
+def _read(row: Annotator, config: str, module: nn.Module, inputs: tuple[Any, ...], choose: Neighbours) -> Placed:
+    """Puts an example before the quantized reader that its rule asks for."""
+    if not row.writes_float:
+        return Placed(module, inputs, frozenset())
+    with torch.no_grad():
+        result = pytree.tree_leaves(module(*pytree.tree_map_only(Tensor, torch.clone, inputs)))[0]
+    return Placed(module, inputs, frozenset(), after=choose(config, result))
 
 
 def _above_zero(x: Tensor) -> Tensor:

@@ -1,0 +1,50 @@
+"""Ratios of scales that XNNPACK's kernels do not take: the report says float before lowering, the program after it."""
+
+import pytest
+import torch
+from models import Function
+from torch import nn
+
+import quantplug
+
+PLUS_MINUS = torch.cat([torch.ones(1, 4, 8, 4), -torch.ones(1, 4, 8, 4)], 3) * torch.linspace(100, 200, 8).view(8, 1)
+
+
+def placed(function, x, **modules):
+    """Returns what the report and what the program say of each operator: whether it is an integer one, and why not."""
+    model = Function(function, **modules).eval()
+    artefact = quantplug.quantize(model, (x,), "xnnpack", [(x,)], progress=False)
+    program = {op.node: (op.placement == "int8", op.reason) for op in artefact.program.ops}
+    report = {row.node: (row.quantized, row.reason.partition(": ")[2]) for row in artefact.report.rows}
+    return report, program
+
+
+def layers(factor=1.0):
+    torch.manual_seed(0)
+    first, last = nn.Conv2d(4, 4, 1, bias=False), nn.Conv2d(4, 4, 1)
+    with torch.no_grad():
+        first.weight.mul_(factor)
+        last.bias.fill_(1e-3)
+    return {"first": first, "last": last}
+
+
+@pytest.mark.parametrize(
+    ("function", "factor", "operator", "ratio"),
+    [
+        (lambda m, x: m.last(m.first(x).mean((2, 3), keepdim=True)), 1.0, "mean", r"\[0.00391, 128\)"),
+        (lambda m, x: m.last(m.first(x) - (m.first(x) + 1e-4 * x)), 1.0, "sub", r"\[0.000977, 256\)"),
+        (lambda m, x: m.last(torch.clamp(m.first(x), 0.0, 1.0)), 1e5, "conv2d", r"\[0, 256\)"),
+    ],
+)
+def test_what_calibration_puts_beyond_a_kernels_ratios_is_float_in_report_and_program(
+    function, factor, operator, ratio
+):
+    report, program = placed(function, PLUS_MINUS, **layers(factor))
+    assert report[operator] == program[operator]
+    is_integer, reason = report[operator]
+    assert not is_integer
+    assert reason.startswith("the ratio ")
+    assert reason.endswith(ratio.replace("\\", ""))
+    assert {name for name, (integer, _) in report.items() if integer} == {
+        name for name, (integer, _) in program.items() if integer
+    }
