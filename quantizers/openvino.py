@@ -15,7 +15,7 @@ from quantplug.annotators.constraints import images_with_batch, whole_windows
 from quantplug.annotators.matmul import matmul
 from quantplug.annotators.presets import activation_spec
 from quantplug.core.annotation.annotator import Annotations, Annotator, Constraint
-from quantplug.core.graph.operators import operator_overloads
+from quantplug.core.graph.operators import PADS, operator_overloads
 from quantplug.core.graph.traits import clamp_bounds
 from quantplug.core.patterns.language import Match
 from quantplug.core.specs.levels import Level
@@ -100,8 +100,14 @@ def _blocks() -> Iterator[Callable[[], tuple[nn.Module, tuple[Tensor]]]]:
 
 _CLAMPS = operator_overloads("clamp")
 _LABELS = {label for row in X86.annotators for label, _ in row.patterns}
-# Sums onto products of matrices, clamps on their own or with one bound and repetitions are float kernels.
-_IN_FLOAT = ("linear_add", "clamp", "repeat", *(n for n in sorted(_LABELS) if n.endswith(("_clamp_min", "_clamp_max"))))
+# Sums onto products of matrices, clamps on their own or with one bound, repetitions and pads are float kernels.
+_IN_FLOAT = (
+    "linear_add",
+    "clamp",
+    "repeat",
+    *PADS,
+    *(n for n in sorted(_LABELS) if n.endswith(("_clamp_min", "_clamp_max"))),
+)
 _ASKED: Mapping[str, tuple[Constraint, ...]] = {
     "conv_add": (_layers_summand,),
     **dict.fromkeys(("conv", "conv3d", "linear"), (_both_bounds,)),
