@@ -23,7 +23,6 @@ from quantplug.core.graph.facts import (
     rank,
     tensor_value,
 )
-from quantplug.core.graph.meta import absorb
 from quantplug.core.graph.traits import per_dimension, transposes
 from quantplug.core.qdq.nodes import is_dequantize
 from quantplug.core.qdq.qparams import DEQUANTIZE_PER_TENSOR, QD, qparams
@@ -98,7 +97,6 @@ def _with_more_behind(node: fx.Node, source: fx.Node, uneven: list[int]) -> fx.N
     sizes = (*kept, *(size + more for size, more in zip(value.shape[len(kept) :], uneven, strict=True)))
     wider.meta["val"] = value.new_empty(sizes)
     pad.meta["val"] = value.new_empty(sizes, dtype=params.dtype)
-    absorb(pad, node)
     return wider
 
 

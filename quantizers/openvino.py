@@ -15,8 +15,8 @@ from quantplug.annotators.constraints import images_with_batch, whole_windows
 from quantplug.annotators.matmul import matmul
 from quantplug.annotators.presets import activation_spec
 from quantplug.core.annotation.annotator import Annotations, Annotator, Constraint
-from quantplug.core.graph.facts import operands
 from quantplug.core.graph.operators import operator_overloads
+from quantplug.core.graph.traits import clamp_bounds
 from quantplug.core.patterns.language import Match
 from quantplug.core.specs.levels import Level
 from quantplug.quantizers.framework.derived import derive
@@ -68,8 +68,7 @@ def _layers_summand(match: Match, config: QuantizationConfig) -> str | None:
 
 def _both_bounds(match: Match, config: QuantizationConfig) -> str | None:
     """Holds unless a fused clamp has one bound: OpenVINO takes that for a minimum or a maximum."""
-    clamps = (operands(node) for node in match.nodes if node.target in _CLAMPS)
-    is_open = any(None in (given["min"], given["max"]) for given in clamps)
+    is_open = any(None in (clamp_bounds(node) or ()) for node in match.nodes if node.target in _CLAMPS)
     return "its clamp has one bound, which OpenVINO applies in float" if is_open else None
 
 
@@ -99,9 +98,10 @@ def _blocks() -> Iterator[Callable[[], tuple[nn.Module, tuple[Tensor]]]]:
             yield partial(made, norm, activation)
 
 
-_CLAMPS = operator_overloads("clamp.default") | operator_overloads("clamp_.default")
-# Sums onto products of matrices, clamps on their own and repetitions are float kernels.
-_IN_FLOAT = ("linear_add", "clamp", "repeat")
+_CLAMPS = operator_overloads("clamp")
+_LABELS = {label for row in X86.annotators for label, _ in row.patterns}
+# Sums onto products of matrices, clamps on their own or with one bound and repetitions are float kernels.
+_IN_FLOAT = ("linear_add", "clamp", "repeat", *(n for n in sorted(_LABELS) if n.endswith(("_clamp_min", "_clamp_max"))))
 _ASKED: Mapping[str, tuple[Constraint, ...]] = {
     "conv_add": (_layers_summand,),
     **dict.fromkeys(("conv", "conv3d", "linear"), (_both_bounds,)),

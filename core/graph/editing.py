@@ -178,4 +178,6 @@ def drop_unread_attributes(module: fx.GraphModule) -> None:
 
 def call_like(graph: fx.Graph, model: fx.Node, target: Callable[..., Any], *args: Any) -> fx.Node:
     """Creates an operator call at the graph's insertion point, with the metadata of another node."""
-    return like(graph.call_function(target, args), model)
+    node = like(graph.call_function(target, args), model)
+    ORIGINS.put(node, frozenset())  # and be it that alone: export forgets where nodes without metadata come from
+    return node

@@ -120,7 +120,8 @@ def lower(
         ) from error
     if float_dtype is torch.float32:
         agreement(found, twin(reference)(*example_inputs), reference, example_inputs)
-    program.place(recorded, _sources(decoder.pt_module.graph, {operator.node for operator in recorded}))
+    operators = {operator.node for operator in recorded}
+    program.place(recorded, _sources(decoder.pt_module.graph, module.graph, operators))
     program.ops = tuple(
         dataclasses.replace(operator, reason=halves.get(operator.node, operator.reason)) for operator in program.ops
     )
@@ -193,18 +194,20 @@ def _drop_fixed(model: Any, signature: Signature) -> None:
             model.remove_parameter(parameter)
 
 
-def _sources(graph: fx.Graph, operators: Set[str]) -> dict[str, str]:
+def _sources(graph: fx.Graph, lowered: fx.Graph, operators: Set[str]) -> dict[str, str]:
     """Returns for each node of the decomposed graph the operator of the q/dq graph that it came from.
 
-    Histories go on to the export before, where nodes may have had other names.
+    Export names nodes anew by their operators: what a name says counts from the lowered graph on. Histories go on to
+    the export before, where what was inserted since has the name of the operator that it is like.
     """
-    return {node.name: _first_known(node, operators) for node in graph.nodes}
+    return {node.name: _first_known(node, lowered, operators) for node in graph.nodes}
 
 
-def _first_known(node: fx.Node, operators: Set[str]) -> str:
-    name, history = node.name, node.meta.get("from_node")
-    while history and name not in operators:
-        name, history = history[-1].name, history[-1].from_node
+def _first_known(node: fx.Node, lowered: fx.Graph, operators: Set[str]) -> str:
+    name, history, is_reached = node.name, node.meta.get("from_node"), False
+    while history and not (is_reached and name in operators):
+        source = history[-1]
+        name, history, is_reached = source.name, source.from_node, is_reached or source.graph_id == id(lowered)
     return name
 
 

@@ -64,6 +64,31 @@ def test_an_activation_runs_where_a_kernel_was_written_with_its_bounds(monkeypat
     assert (relu.placement, relu.reason) == ("float", "no kernel was written that clamps to its bounds")
 
 
+class Forked(nn.Module):
+    """A layer whose integers two others read, one of them padded unevenly."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.even = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+        self.uneven = nn.Conv2d(4, 4, (2, 3), padding="same")
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.even(x), self.uneven(x)
+
+
+@pytest.mark.parametrize("backend", ["x86", "xnnpack"])
+def test_a_float_layer_is_float_although_its_padding_is_moved_in_integers(backend):
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 6, 6)
+    quantizer = quantplug.get_quantizer(backend).set_global("int8").set_module_name("uneven", None)
+    program = quantplug.quantize(Forked().eval(), (x,), quantizer, [x], progress=False).program
+    placed = {found.module_path: found for found in program.ops if "conv2d" in found.target}
+    integer = {path: found.placement == "int8" for path, found in placed.items()}
+    assert integer == {"stem": True, "even": True, "uneven": False}
+    assert placed["uneven"].reason
+
+
 class Cancelling(nn.Module):
     """Large numbers that cancel, so that the output's steps are much finer than those of the products."""
 

@@ -54,7 +54,7 @@ INTEGER: dict[str, Any] = {
     "slices added": (Net(lambda s, x: slices_added(fake(torch.relu(fake(x))))), [IMAGE], 4),
     "shared linear": (Net(lambda s, x: twice(s, x, F.linear), w=Weight(16, 16), b=bias(16)), [ROWS], 2),
     "shared convolution": (
-        Net(lambda s, x: twice(s, x, lambda x, w: F.conv2d(x, w, padding=1)), w=Weight(8, 8, 3, 3), b=bias(8)),
+        Net(lambda s, x: twice(s, x, lambda x, w, b: F.conv2d(x, w, b, padding=1)), w=Weight(8, 8, 3, 3), b=bias(8)),
         [IMAGE],
         2,
     ),
