@@ -3,7 +3,9 @@
 import itertools
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,10 +23,11 @@ from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
 from quantplug.core.specs.levels import Level
 from quantplug.lowering.emulation import KernelSet, rows
 from quantplug.lowering.program import Program
+from quantplug.lowering.rules import lower_by_rules
 from quantplug.quantizers.framework.derived import derive
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "plugin_package" / "src"))
-from tiny_npu import TINY_NPU
+from tiny_npu import TINY_NPU, to_kernel
 
 (HONEST,) = TINY_NPU.annotators
 
@@ -53,8 +56,9 @@ def test_r01_r02_b26_an_honest_backend_of_60_lines_passes_every_check():
     lines = (Path(__file__).parent.parent / "plugin_package" / "src" / "tiny_npu" / "__init__.py").read_text()
     assert len(lines.splitlines()) <= 60
     statuses = [(check, verdict.status) for _, check, verdict in verdicts(TINY_NPU)]
-    assert {check for check, status in statuses if status == "passed"} == set(CHECKS) - {"emulated"}
-    assert set(statuses) - {(check, "passed") for check in CHECKS} == {("emulated", "skipped")}
+    assert {check for check, status in statuses if status == "passed"} == set(CHECKS) - {"emulated", "rescaled"}
+    skipped = {("emulated", "skipped"), ("rescaled", "skipped")}
+    assert set(statuses) - {(check, "passed") for check in CHECKS} == skipped
 
 
 def test_b26_to_share_a_scale_and_to_use_an_own_one_fails_the_output():
@@ -187,6 +191,41 @@ def test_b08_a_ratio_of_scales_that_calibration_cannot_keep_fails_limits():
     found = failed(with_row(HONEST.rescaling(10.0, 20.0, of="each")))
     assert set(found) == {"limits"}
     assert "the ratio of scales (each / output)" in found["limits"]
+
+
+def narrow(match: Any) -> Any:
+    """The kernel of a device that multiplies by less than 16."""
+    node = to_kernel(match)
+    one, other, ratios, *rest = cast("tuple[Any, ...]", node.args)
+    node.args = (one, other, [min(ratio, 15.99) for ratio in ratios], *rest)
+    return node
+
+
+def rescaling(low, high, rewrite=to_kernel, *, or_float=False):
+    (rule,) = TINY_NPU.lowering.keywords["rules"]
+    lower = partial(lower_by_rules, rules=(Rule(rule.pattern, rewrite),), library="tiny_npu")
+    return replace(with_row(HONEST.rescaling(low, high, "each", or_float=or_float)), lowering=lower)
+
+
+def test_a_kernel_that_rescales_less_than_its_row_declares_fails_rescaled():
+    found = failed(rescaling(2**-10, 2**8, narrow), "add")
+    assert set(found) == {"rescaled"}
+    told = "just inside the greatest ratio of scales, at 252: the program against the q/dq graph"
+    assert found["rescaled"].startswith(told)
+
+
+@pytest.mark.parametrize("rewrite", [to_kernel, narrow])
+def test_a_kernel_that_rescales_as_its_row_declares_passes_rescaled(rewrite):
+    backend = rescaling(2**-10, 2**4, rewrite)
+    statuses = {verdict.status for _, check, verdict in verdicts(backend, "add") if check == "rescaled"}
+    assert statuses == {"passed", "skipped"}
+
+
+def test_a_lowering_that_runs_integers_where_its_row_says_float_fails_rescaled():
+    found = failed(rescaling(2**-10, 2**8, or_float=True), "add")
+    assert set(found) == {"rescaled"}
+    told = "beyond the least ratio of scales, at 0.000488: 'add' is not claimed and runs int8"
+    assert found["rescaled"].startswith(told)
 
 
 def test_b04_a_wrong_dtype_fails_limits():

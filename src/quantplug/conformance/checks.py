@@ -5,6 +5,7 @@ so that one wrong claim fails one check; what fails among other trials is sought
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,6 +19,7 @@ from torchao.quantization.pt2e.quantizer import (
     SharedQuantizationSpec,
 )
 
+from quantplug.conformance.ends import End, at_end, ends_of, is_tried
 from quantplug.conformance.flow import DATA, Flow
 from quantplug.conformance.pieces import Following
 from quantplug.conformance.trial import Panel, Trial
@@ -261,6 +263,43 @@ def _emulated(trial: Trial, panel: Panel) -> str | None:
     return _compared(flow, trial, "emulated", _loosest(flow.emulated.levels[op.node] for op in found))
 
 
+def _rescaled(trial: Trial, panel: Panel) -> str | None:
+    """Inside the ratios of scales that a row declares its kernel is right, beyond them the report says what it does."""
+    limit = trial.claim.row.rescale
+    if limit is None:
+        raise NotClaimedError("the row declares no limit on ratios of scales")
+    if not is_tried(trial):
+        raise NotClaimedError("another form of the rule is tried at the ends of its limit")
+    for end in ends_of(limit):
+        reason = _at_end(trial, at_end(panel, end), end)
+        if reason:
+            return f"{end}, at {end.ratio(limit):.3g}: {reason}"
+    return None
+
+
+def _at_end(trial: Trial, panel: Panel, end: End) -> str | None:
+    flow, limit = panel.flow(trial), trial.claim.row.rescale
+    told = _told_ratio(flow, trial)
+    if (told is not None) is not end.is_beyond:
+        return f"the report says {told or 'nothing of it'}"
+    if told is not None and limit is not None and not limit.or_float:
+        return None
+    with suppress(NotClaimedError):
+        if reason := _delegated(trial, panel):
+            return reason
+    return _compared(flow, trial, "converted", _declared(flow, trial))
+
+
+def _told_ratio(flow: Flow, trial: Trial) -> str | None:
+    """Returns what the report of a converted model says against the ratio of scales of a piece."""
+    decided = decision(flow.root(flow.converted, trial.placed))
+    if decided is not None and not decided.quantized:
+        return decided.reason
+    names = {node.name for node in flow.operators(flow.converted, trial.placed)}
+    about = (broken for broken in flow.violations if broken.node in names and "ratio of scales" in broken.constraint)
+    return next(map(str, about), None)
+
+
 def _is_quantized(node: fx.Node) -> bool:
     decided = decision(node)
     return decided is not None and decided.quantized
@@ -310,4 +349,5 @@ CHECKS: Mapping[str, Check] = {
     "delegated": Check(_delegated, ("lowered",)),
     "level": Check(_level, ("lowered",)),
     "emulated": Check(_emulated, ("lowered",)),
+    "rescaled": Check(_rescaled, ("level",)),
 }

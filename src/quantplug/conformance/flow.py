@@ -96,12 +96,16 @@ class Side:
     Attributes:
         placed: the pieces.
         inputs: of the model.
+
+    Args:
+        placed: the pieces.
+        loudness: by what their inputs are multiplied.
     """
 
-    def __init__(self, placed: Sequence[Placed]) -> None:
+    def __init__(self, placed: Sequence[Placed], loudness: float = 1.0) -> None:
         self.placed = tuple(placed)
         self._batch = Batch(list(placed)).eval()
-        self.inputs = self._batch.inputs
+        self.inputs = tuple(x * loudness if x.is_floating_point() else x for x in self._batch.inputs)
         sizes = [one.results for one in placed]
         self.places = {one: i for i, one in enumerate(placed)}
         self.starts = {one: sum(sizes[:i]) for i, one in enumerate(placed)}

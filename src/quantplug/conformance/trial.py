@@ -108,10 +108,12 @@ class Panel:
 
     Attributes:
         trials: the trials.
+        ends: the same trials where their rows' limits end, see `conformance/ends.py`.
     """
 
     def __init__(self, trials: Sequence[Trial]) -> None:
         self.trials = tuple(trials)
+        self.ends: dict[Any, Panel] = {}
         self._fates: dict[tuple[Trial, bool], str] = {}
         self._alone: dict[Trial, Panel] = {}
 
@@ -190,6 +192,7 @@ class Panel:
         for made in ("ptq", "qat", "_side", "_halves", "_by_training"):
             self.__dict__.pop(made, None)
         self._alone.clear()
+        self.ends.clear()
 
 
 def _fate(flow: Flow, trial: Trial) -> str:
