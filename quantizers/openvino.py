@@ -100,11 +100,12 @@ def _blocks() -> Iterator[Callable[[], tuple[nn.Module, tuple[Tensor]]]]:
 
 _CLAMPS = operator_overloads("clamp")
 _LABELS = {label for row in X86.annotators for label, _ in row.patterns}
-# Sums onto products of matrices, clamps on their own or with one bound, repetitions and pads are float kernels.
+# Sums onto products of matrices, clamps on their own or with one bound, repetitions, rolls and pads are float kernels.
 _IN_FLOAT = (
     "linear_add",
     "clamp",
     "repeat",
+    "roll",
     *PADS,
     *(n for n in sorted(_LABELS) if n.endswith(("_clamp_min", "_clamp_max"))),
 )
