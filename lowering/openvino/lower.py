@@ -26,6 +26,7 @@ from quantplug.core.graph.facts import (
     require_graph_module,
     tensor_value,
 )
+from quantplug.core.graph.meta import origins
 from quantplug.core.patterns.language import Match, op, value
 from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
@@ -194,21 +195,28 @@ def _drop_fixed(model: Any, signature: Signature) -> None:
             model.remove_parameter(parameter)
 
 
-def _sources(graph: fx.Graph, lowered: fx.Graph, operators: Set[str]) -> dict[str, str]:
-    """Returns for each node of the decomposed graph the operator of the q/dq graph that it came from.
+def _sources(graph: fx.Graph, lowered: fx.Graph, operators: Set[str]) -> dict[str, frozenset[str]]:
+    """Returns for each node of the decomposed graph the operators of the q/dq graph that it carries out.
 
     Export names nodes anew by their operators: what a name says counts from the lowered graph on. Histories go on to
     the export before, where what was inserted since has the name of the operator that it is like.
     """
-    return {node.name: _first_known(node, lowered, operators) for node in graph.nodes}
+    carried = {node.name: origins(node) for node in lowered.nodes}
+    return {node.name: _carried_out(node, id(lowered), carried, operators) for node in graph.nodes}
 
 
-def _first_known(node: fx.Node, lowered: fx.Graph, operators: Set[str]) -> str:
+def _carried_out(
+    node: fx.Node, lowered: int, carried: Mapping[str, frozenset[str]], operators: Set[str]
+) -> frozenset[str]:
     name, history, is_reached = node.name, node.meta.get("from_node"), False
     while history and not (is_reached and name in operators):
         source = history[-1]
-        name, history, is_reached = source.name, source.from_node, is_reached or source.graph_id == id(lowered)
-    return name
+        name, history = source.name, source.from_node
+        if source.graph_id == lowered:
+            is_reached = True
+            if carried.get(name):
+                return carried[name]
+    return frozenset({name})
 
 
 def _scaled(match: Match) -> fx.Node | str:

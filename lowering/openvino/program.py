@@ -132,17 +132,18 @@ class OpenVINOProgram(Program):
         """Puts the buffers that the program writes (a cache, a counter) back to what the model began with."""
         self._state = [variable.begin.detach().clone() for variable in self.variables]
 
-    def place(self, recorded: tuple[LoweredOp, ...], sources: Mapping[str, str]) -> None:
+    def place(self, recorded: tuple[LoweredOp, ...], sources: Mapping[str, frozenset[str]]) -> None:
         """Fills `ops` from the kernels that OpenVINO chose.
 
         Args:
             recorded: the operators of the q/dq graph.
-            sources: for each node that OpenVINO's front end read, the node of the q/dq graph that it came from.
+            sources: for each node that OpenVINO's front end read, the operators of the q/dq graph that it carries out.
         """
         precisions: dict[str, set[str]] = defaultdict(set)
         for name, precision in _kernels(self.compiled):
-            precisions[sources.get(name, name)].add(precision)
-        self.ops = tuple(_placed(operator, precisions[operator.node]) for operator in recorded)
+            for operator in sources.get(name, (name,)):
+                precisions[operator].add(precision)
+        self.ops = tuple(_placed(op, precisions[op.node]) for op in recorded)
 
     def save(self, path: str | Path) -> Path:
         """Writes a zip file of OpenVINO's `model.xml` and `model.bin`, which any OpenVINO reads, and returns its path.

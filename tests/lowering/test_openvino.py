@@ -318,3 +318,22 @@ except Exception as error:
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert found.startswith("LoweringError Backend 'openvino' needs the package openvino")
     assert "pip install 'quantplug[openvino]'" in found
+
+
+def test_operators_that_export_names_anew_keep_their_own_kernels():
+    """A product that is spelled as a linear layer is exported under the name that the layer behind it had."""
+
+    class Spelled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(8, 4)), nn.Parameter(torch.randn(4))
+            self.last = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.last(F.hardtanh(torch.addmm(self.bias, x, self.weight)))
+
+    torch.manual_seed(0)
+    x = torch.randn(5, 8)
+    quantizer = quantplug.get_quantizer("openvino").set_global("int8").set_module_name("last", None)
+    program = quantplug.quantize(Spelled().eval(), (x,), quantizer, [x], progress=False).program
+    assert {op.node: op.placement for op in program.ops} == {"addmm": "int8", "hardtanh": "int8", "linear": "float"}
