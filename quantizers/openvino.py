@@ -101,9 +101,9 @@ def _blocks() -> Iterator[Callable[[], tuple[nn.Module, tuple[Tensor]]]]:
 _CLAMPS = operator_overloads("clamp")
 _LABELS = {label for row in X86.annotators for label, _ in row.patterns}
 # Sums onto products of matrices, clamps on their own or with one bound, repetitions, rolls and pads are float kernels.
+_COMPUTED = ("linear_add", "clamp")
 _IN_FLOAT = (
-    "linear_add",
-    "clamp",
+    *_COMPUTED,
     "repeat",
     "roll",
     *PADS,
