@@ -326,14 +326,14 @@ def test_operators_that_export_names_anew_keep_their_own_kernels():
     class Spelled(nn.Module):
         def __init__(self):
             super().__init__()
-            self.weight, self.bias = nn.Parameter(torch.randn(8, 4)), nn.Parameter(torch.randn(4))
-            self.last = nn.Linear(4, 4)
+            self.weight, self.bias = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(64))
+            self.last = nn.Linear(64, 64)
 
         def forward(self, x):
             return self.last(F.hardtanh(torch.addmm(self.bias, x, self.weight)))
 
     torch.manual_seed(0)
-    x = torch.randn(5, 8)
+    x = torch.randn(32, 64)  # in one thread OpenVINO computes small products in one float kernel
     quantizer = quantplug.get_quantizer("openvino").set_global("int8").set_module_name("last", None)
     program = quantplug.quantize(Spelled().eval(), (x,), quantizer, [x], progress=False).program
     assert {op.node: op.placement for op in program.ops} == {"addmm": "int8", "hardtanh": "int8", "linear": "float"}
