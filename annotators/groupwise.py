@@ -138,7 +138,3 @@ def bits_beside(weight: QuantizationSpec, activation: QuantizationSpec | None) -
 def _is_narrow(spec: object) -> bool:
     low, high = integer_range(spec) if isinstance(spec, QuantizationSpec) else (-128, 127)
     return high - low <= FOUR_BITS[1] - FOUR_BITS[0]
-
-
-# What linear layers ask whose weights may have four bits.
-OF_LINEAR = (whole_groups, groups_beside_run_time, pairs_of_channels)

@@ -100,15 +100,10 @@ def _blocks() -> Iterator[Callable[[], tuple[nn.Module, tuple[Tensor]]]]:
 
 _CLAMPS = operator_overloads("clamp")
 _LABELS = {label for row in X86.annotators for label, _ in row.patterns}
-# Sums onto products of matrices, clamps on their own or with one bound, repetitions, rolls and pads are float kernels.
-_COMPUTED = ("linear_add", "clamp")
-_IN_FLOAT = (
-    *_COMPUTED,
-    "repeat",
-    "roll",
-    *PADS,
-    *(n for n in sorted(_LABELS) if n.endswith(("_clamp_min", "_clamp_max"))),
-)
+# Whole rows that are float kernels, sums onto products of matrices and clamps on their own, and of other rows
+# repetitions, rolls, pads and what a clamp with one bound is fused into.
+_FLOAT_ROWS = ("linear_add", "clamp")
+_FLOAT_LABELS = ("repeat", "roll", *PADS, *(n for n in sorted(_LABELS) if n.endswith(("_clamp_min", "_clamp_max"))))
 _ASKED: Mapping[str, tuple[Constraint, ...]] = {
     "conv_add": (_layers_summand,),
     **dict.fromkeys(("conv", "conv3d", "linear"), (_both_bounds,)),
@@ -129,7 +124,7 @@ _ROWS = tuple(map(_compiled, X86.annotators))
 OPENVINO = derive(
     replace(X86, annotators=tuple(row.shown_by(*_blocks()) if row.name == "conv_add" else row for row in _ROWS)),
     "openvino",
-    remove=_IN_FLOAT,
+    remove=(*_FLOAT_ROWS, *_FLOAT_LABELS),
     summary="x86 through OpenVINO's compiler (needs the extra 'openvino')",
     configs={name: X86.configs[name] for name in STATIC},
     lowering="quantplug.lowering.openvino:lower",

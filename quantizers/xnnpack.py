@@ -92,7 +92,9 @@ _ROWS = (
         constraints.one_group_or_scale,
         named(f"{_LOWERING}.legalize:adds_less_than_a_step"),
     ),
-    linear().held_to(RATIOS["gemm"]).where(*groupwise.OF_LINEAR),
+    linear()
+    .held_to(RATIOS["gemm"])
+    .where(groupwise.whole_groups, groupwise.groups_beside_run_time, groupwise.pairs_of_channels),
     half_table(),
     *(row.where(named("quantplug.lowering.rewrites.recurrence:outside_of_states")) for row in INTEGER_STATES),
 )

@@ -21,8 +21,8 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.errors import AnnotationError
 from quantplug.core.graph.facts import describe, is_constant, rank, tensor_value
-from quantplug.core.observers.from_specs import PER_CHANNEL
 from quantplug.core.observers.rowwise import granularity_of
+from quantplug.core.observers.scheme import PER_CHANNEL
 from quantplug.core.observers.sharing import (
     Group,
     Point,

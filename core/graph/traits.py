@@ -8,7 +8,6 @@ from quantplug.core.graph.facts import operands, operator_name
 from quantplug.core.graph.operators import (
     CLAMPS,
     IDENTITIES,
-    KEEPERS,
     MOVES,
     REPEATS,
     TRANSPOSES,
@@ -21,7 +20,6 @@ _MOVES = overloads_of(MOVES)
 _REPEATS = overloads_of(REPEATS)
 _TRANSPOSES = overloads_of(TRANSPOSES)
 _IDENTITIES = overloads_of(IDENTITIES)
-_KEEPERS = overloads_of(KEEPERS)
 
 
 def moves(node: fx.Node) -> bool:
@@ -42,11 +40,6 @@ def transposes(node: fx.Node) -> bool:
 def is_identity(node: fx.Node) -> bool:
     """Tells whether an operator computes nothing at inference."""
     return node.target in _IDENTITIES
-
-
-def keeps_scale(node: fx.Node) -> bool:
-    """Tells whether the result of an operator has numbers of its operands, its padding or its bounds alone."""
-    return node.target in _KEEPERS
 
 
 def clamp_bounds(node: Any) -> Bounds | None:

@@ -29,12 +29,6 @@ from quantplug.core.observers.sharing import Group, Point, Sharing, creation_ord
 from quantplug.core.observers.training import fake_quantize
 from quantplug.core.specs.stored_dtypes import STORAGE_DTYPES, dtype_range
 
-PER_CHANNEL = (
-    torch.per_channel_affine,
-    torch.per_channel_symmetric,
-    torch.per_channel_affine_float_qparams,
-)
-
 
 def create_observers(
     sharing: Sharing, is_qat: bool, constants: Set[fx.Node] = frozenset()

@@ -23,7 +23,7 @@ INTEGER_DTYPES = (
     torch.qint32,
 )
 _PER_TENSOR = (torch.per_tensor_affine, torch.per_tensor_symmetric)
-_PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_symmetric, torch.per_channel_affine_float_qparams)
+PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_symmetric, torch.per_channel_affine_float_qparams)
 _SYMMETRIC = (torch.per_tensor_symmetric, torch.per_channel_symmetric)
 _MIDPOINT = {torch.uint8: 128, torch.quint8: 128, torch.uint16: 2**15}
 
@@ -115,7 +115,7 @@ def checked_qscheme(qscheme: torch.qscheme | None, per_channel: bool, where: str
     Raises:
         ConfigError: the scheme is for the other one.
     """
-    allowed = _PER_CHANNEL if per_channel else _PER_TENSOR
+    allowed = PER_CHANNEL if per_channel else _PER_TENSOR
     if qscheme is not None and qscheme not in allowed:
         raise ConfigError(f"{where} has qscheme {qscheme}; choose one of {[str(s) for s in allowed]}.")
     return qscheme or allowed[0]

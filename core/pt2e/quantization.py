@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from quantplug.core.errors import CalibrationError, ConvertError, QuantplugError, first_line
-from quantplug.core.observers.from_specs import PER_CHANNEL
 from quantplug.core.observers.rowwise import add_rows, by_rows
+from quantplug.core.observers.scheme import PER_CHANNEL
 from quantplug.core.observers.straight_through import CHOOSE_QPARAMS
 from quantplug.core.observers.torchao_histogram import calculate_qparams
 from quantplug.core.specs.stored_dtypes import HALF_DTYPES, STORAGE_DTYPES, dtype_range

@@ -20,7 +20,6 @@ from torchao.quantization.pt2e.quantizer import (
 
 from quantplug.core.errors import ConfigError
 
-PORTS = ("input", "weight", "bias", "output")
 _SIGNED_SYMMETRIC = (torch.per_tensor_symmetric, torch.per_channel_symmetric)
 
 

@@ -14,7 +14,7 @@ from torch import fx
 from quantplug.core.graph.editing import call, erase_dead_code, erase_unused, set_operand
 from quantplug.core.graph.facts import is_constant, operands, tensor_value
 from quantplug.core.graph.meta import REASON
-from quantplug.core.graph.operators import MOVES, REPEATS
+from quantplug.core.graph.traits import moves, repeats
 from quantplug.core.patterns.language import op
 
 aten, onednn = torch.ops.aten, torch.ops.onednn
@@ -28,7 +28,6 @@ PRODUCTS = frozenset(
     )
     for target in op(name).targets
 ) | {aten.scaled_dot_product_attention.default}
-MOVERS = frozenset(op(*MOVES, *REPEATS).targets)
 KERNELS = (
     *(onednn.qconv_pointwise.default, onednn.qconv_pointwise.tensor),
     *(onednn.qlinear_pointwise.default, onednn.qlinear_pointwise.tensor),
@@ -40,9 +39,13 @@ def is_float_product(node: fx.Node) -> bool:
     return node.target in PRODUCTS and bool(_operands(node)) and _dtype(node) == torch.float32
 
 
+def _only_moves(node: fx.Node) -> bool:
+    return moves(node) or repeats(node)
+
+
 def is_half_for_free(node: fx.Node) -> bool:
     """Tells whether a node can give bfloat16 without a conversion at run time: constants, and what kernels write."""
-    while node.target in MOVERS:
+    while _only_moves(node):
         node = node.all_input_nodes[0]
     return node.target in KERNELS or all(map(is_constant, node.all_input_nodes or [node]))
 
@@ -96,7 +99,7 @@ def _move_up(node: fx.Node) -> None:
     elif node.target in KERNELS and operands(node)["output_dtype"] == torch.float32:
         set_operand(node, "output_dtype", HALF)
         _skip_casts(node, node)
-    elif node.target in MOVERS and _dtype(node) == torch.float32:
+    elif _only_moves(node) and _dtype(node) == torch.float32:
         (source,) = _operands(node)
         node.replace_input_with(source, call(node, CAST, (source, HALF), source, HALF))
         _skip_casts(node, node)

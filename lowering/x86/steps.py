@@ -13,8 +13,8 @@ from torch import fx
 from quantplug.core.graph.editing import finish
 from quantplug.core.graph.facts import operands, operator_name, rank
 from quantplug.core.graph.meta import REASON
-from quantplug.core.graph.operators import MOVES
-from quantplug.core.patterns.language import Match, op
+from quantplug.core.graph.traits import moves
+from quantplug.core.patterns.language import Match
 from quantplug.core.patterns.rules import apply
 from quantplug.core.qdq.nodes import is_quantize
 from quantplug.core.qdq.qparams import qparams
@@ -36,7 +36,6 @@ from quantplug.lowering.x86.kernels.weight_only import WEIGHT_ONLY
 from quantplug.lowering.x86.row_scales import spell_out_rows
 from quantplug.lowering.x86.running.autotune import always_integer, measured, measured_half
 
-_MOVES = op(*MOVES).targets
 _PRODUCTS = ("aten::conv1d", "aten::conv2d", "aten::conv3d", "aten::linear")
 
 
@@ -115,7 +114,7 @@ def _signed(node: fx.Node) -> str | None:
 
 
 def _moves_floats(node: fx.Node) -> str | None:
-    is_left = node.target in _MOVES and isinstance(STATIC_DEQUANTIZE.match(node.all_input_nodes[0]), Match)
+    is_left = moves(node) and isinstance(STATIC_DEQUANTIZE.match(node.all_input_nodes[0]), Match)
     return "moves what it could move in integers" if is_left else None
 
 

@@ -12,8 +12,8 @@ from torch import fx
 
 from quantplug.core.graph.editing import call, set_operand
 from quantplug.core.graph.facts import operands
-from quantplug.core.patterns.language import Op, op
-from quantplug.core.qdq.qparams import QParams
+from quantplug.core.patterns.language import Match, Op, op
+from quantplug.core.qdq.qparams import QParams, qparams
 
 CONVOLUTION, LINEAR = "onednn::qconv_pointwise", "onednn::qlinear_pointwise"
 # torch.export cannot serialize an empty list of numbers; the kernels read none of it here
@@ -64,18 +64,24 @@ def end_objection(node: fx.Node, function: str) -> str | None:
     return f"the convolution kernel over 3 dimensions does not end in {function}" if over_volumes else None
 
 
-def yield_integers(node: fx.Node, params: QParams) -> None:
-    """Lets a kernel quantize its result."""
-    numbers = {"output_scale": params.scale, "output_zero_point": params.zero_point, "output_dtype": params.dtype}
-    for name, found in numbers.items():
-        set_operand(node, name, found)
-    node.meta["val"] = node.meta["val"].to(params.dtype)
-
-
 def output_objection(params: QParams) -> str | None:
     """Returns why no kernel quantizes its result to these parameters, or None."""
     is_byte = params.is_static and params.dtype in (torch.uint8, torch.int8)
     return None if is_byte else "the kernel's output is quantized with parameters of run time"
+
+
+def with_output(match: Match) -> fx.Node | str:
+    """Lets a kernel quantize its result as the root of a match does; returns the kernel, or why none does."""
+    node: fx.Node = match["kernel"]
+    params = qparams(match.root)
+    reason = output_objection(params)
+    if reason is not None:
+        return reason
+    numbers = {"output_scale": params.scale, "output_zero_point": params.zero_point, "output_dtype": params.dtype}
+    for name, found in numbers.items():
+        set_operand(node, name, found)
+    node.meta["val"] = node.meta["val"].to(params.dtype)
+    return node
 
 
 def bounded(node: fx.Node, params: QParams) -> fx.Node:

@@ -25,8 +25,7 @@ from quantplug.lowering.x86.kernels.calls import (
     end_objection,
     ending,
     kernel,
-    output_objection,
-    yield_integers,
+    with_output,
 )
 from quantplug.lowering.x86.kernels.images import as_images
 
@@ -100,13 +99,8 @@ UNARIES = (*_unaries(CONVOLUTION), *_unaries(LINEAR))
 
 
 def _fuse_output(match: Match) -> fx.Node | str:
-    params = qparams(match.root)
-    node: fx.Node = match["kernel"]
-    reason = output_objection(params)
-    if reason is not None:
-        return reason
-    yield_integers(node, params)
-    return node if _ends_at(node, params) else bounded(node, params)
+    found, params = with_output(match), qparams(match.root)
+    return found if isinstance(found, str) or _ends_at(found, params) else bounded(found, params)
 
 
 def _ends_at(node: fx.Node, params: QParams) -> bool:

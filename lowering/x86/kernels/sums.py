@@ -23,8 +23,7 @@ from quantplug.lowering.x86.kernels.calls import (
     NO_SCALARS,
     bounded,
     kernel,
-    output_objection,
-    yield_integers,
+    with_output,
 )
 
 onednn = torch.ops.onednn
@@ -173,13 +172,8 @@ FLOAT_SUMS = tuple(
 
 def _fuse_sum_output(match: Match) -> fx.Node | str:
     """A linear with a float sum can still quantize its result: its own parameters stand before the sum's."""
-    params = qparams(match.root)
-    node: fx.Node = match["kernel"]
-    reason = output_objection(params)
-    if reason is not None:
-        return reason
-    yield_integers(node, params)
-    return bounded(node, params)
+    found = with_output(match)
+    return found if isinstance(found, str) else bounded(found, qparams(match.root))
 
 
 def _with_sum(overload: str) -> Op:

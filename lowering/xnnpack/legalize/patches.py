@@ -9,7 +9,7 @@ writing them costs memory and time; the file has the narrow weight.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -112,13 +112,13 @@ class _Window:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], weight: Tensor, image: Tensor, axis: int) -> "_Window":
-        stride, dilation = (_at(given[name], axis) for name in ("stride", "dilation"))
+        stride, dilation = (per_dimension(given[name], weight.dim() - 2)[axis] for name in ("stride", "dilation"))
         size, taps = int(image.shape[2 + axis]), int(weight.shape[2 + axis])
         reach = dilation * (taps - 1)
         if isinstance(given["padding"], str):
             before, both = (reach // 2, reach) if given["padding"] == "same" else (0, 0)
         else:
-            before = _at(given["padding"], axis)
+            before = per_dimension(given["padding"], weight.dim() - 2)[axis]
             both = 2 * before
         return cls(size, before, taps, stride, dilation, (size + both - reach - 1) // stride + 1)
 
@@ -136,10 +136,6 @@ class _Window:
     def held(self) -> int:
         """Numbers of the image and the zeros about it that are read, in whole groups."""
         return self.steps * self.stride
-
-
-def _at(numbers: Sequence[int], axis: int) -> int:
-    return int(numbers[axis] if axis < len(numbers) else numbers[0])
 
 
 def _patches(graph: fx.Graph, node: fx.Node, windows: list[_Window], image: Tensor) -> fx.Node:
