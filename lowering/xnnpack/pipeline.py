@@ -19,6 +19,7 @@ from quantplug.core.files.structures import without_unnamed
 from quantplug.core.graph.constants import written_buffers
 from quantplug.core.graph.facts import compute_nodes, operator_name, require_graph_module
 from quantplug.core.peers.torch_names import pytree
+from quantplug.core.qdq.calls import QuantizedCall
 from quantplug.core.qdq.nodes import is_conversion, is_dequantize
 from quantplug.core.specs.decision import decision
 from quantplug.lowering.agreement import agreement
@@ -31,6 +32,7 @@ from quantplug.lowering.starting import starting, starting_from_state
 from quantplug.lowering.xnnpack.capacity import largest_sizes, one_way_to_convolve, require_capacity, require_limits
 from quantplug.lowering.xnnpack.legalize import Legalized, legalize, read_tables_by_row, runs_alone
 from quantplug.lowering.xnnpack.legalize.half import compute_in_float16, compute_in_float32
+from quantplug.lowering.xnnpack.legalize.products import GEMMS
 from quantplug.lowering.xnnpack.partition import copies_of_dequantized_are_dropped, keeping_whole, partitioner
 from quantplug.lowering.xnnpack.placement import place, taken_by_others
 from quantplug.lowering.xnnpack.program import XNNPACKProgram
@@ -173,10 +175,12 @@ def _attempt(task: _Task, legal: Legalized) -> XNNPACKProgram | None:
 
 
 def _float_operators(working: fx.GraphModule) -> Iterator[str]:
+    """Yields the operators that neither read nor yield integers; products with narrow weights are none of them."""
     for node in compute_nodes(working.graph):
         decided = decision(node)
+        is_narrow = decided is not None and decided.quantized and operator_name(node) in GEMMS
         reads_integers = any(map(is_dequantize, node.all_input_nodes))
-        if not is_conversion(node) and not (decided.quantized if decided else reads_integers):
+        if not (is_conversion(node) or is_narrow or reads_integers or QuantizedCall.of(node).output is not None):
             yield node.name
 
 

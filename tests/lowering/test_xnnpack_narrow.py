@@ -135,3 +135,22 @@ def test_open_images_stay_float_with_the_reason():
         quantized(
             nn.Conv2d(3, 8, 3), torch.randn(2, 3, 12, 12), "int8_weight_only", dynamic_shapes=({2: size, 3: size},)
         )
+
+
+class Bounded(nn.Module):
+    def __init__(self, bound):
+        super().__init__()
+        self.conv, self.head, self.bound = nn.Conv2d(8, 8, 3, padding="same"), nn.Linear(12, 12), bound
+
+    def forward(self, x):
+        return self.head(self.bound(self.conv(x)))
+
+
+@pytest.mark.parametrize("config", ["float16", "int8_dynamic"])
+@pytest.mark.parametrize("bound", [lambda y: torch.clamp_min(y, 0.1), lambda y: y.clamp(min=0.1)], ids=["min", "clamp"])
+def test_a_clamp_that_computes_in_float_behind_a_narrow_layer_stays_outside_where_the_delegate_fails(bound, config):
+    torch.manual_seed(0)
+    calls = [torch.randn(2, 8, 12, 12) for _ in range(2)]
+    artefact = quantized(Bounded(bound).eval(), calls[0], config)
+    for x in calls:
+        assert sqnr(artefact.reference(x), artefact(x)) > 60
