@@ -175,12 +175,16 @@ def _attempt(task: _Task, legal: Legalized) -> XNNPACKProgram | None:
 
 
 def _float_operators(working: fx.GraphModule) -> Iterator[str]:
-    """Yields the operators that neither read nor yield integers; products with narrow weights are none of them."""
+    """Yields the operators decided float, and those that neither read nor yield integers.
+
+    Products with narrow weights are integer kernels between floats.
+    """
     for node in compute_nodes(working.graph):
         decided = decision(node)
         is_narrow = decided is not None and decided.quantized and operator_name(node) in GEMMS
-        reads_integers = any(map(is_dequantize, node.all_input_nodes))
-        if not (is_conversion(node) or is_narrow or reads_integers or QuantizedCall.of(node).output is not None):
+        is_integer = any(map(is_dequantize, node.all_input_nodes)) or QuantizedCall.of(node).output is not None
+        is_kept = decided is None or decided.quantized
+        if not (is_conversion(node) or is_narrow or (is_integer and is_kept)):
             yield node.name
 
 
