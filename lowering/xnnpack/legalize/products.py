@@ -12,13 +12,14 @@ from quantplug.core.graph.editing import call_like, constant, set_operand
 from quantplug.core.graph.facts import constant_value, operands, operator_name, tensor_value
 from quantplug.core.qdq.calls import QuantizedCall, quantized_calls
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
-from quantplug.core.qdq.qparams import folded, static_qparams
+from quantplug.core.qdq.qparams import StaticQParams, folded, requantize, static_qparams
 from quantplug.core.specs.limits import XNNPACK_RATIOS
-from quantplug.lowering.xnnpack.legalize.refusals import TRANSPOSED, Refusal, wide_output_padding
+from quantplug.lowering.xnnpack.legalize.refusals import TRANSPOSED, Refusal, too_many_open_sizes, wide_output_padding
 
 _ATEN = torch.ops.aten
 _Q = torch.ops.quantized_decomposed
 GEMMS = ("aten::conv1d", "aten::conv2d", *TRANSPOSED, "aten::linear")
+_OVER_TWO = {"aten::conv1d": _ATEN.conv2d.default, "aten::conv_transpose1d": _ATEN.conv_transpose2d.input}
 
 
 def own_constant(user: fx.Node, old: Any, value: Tensor, name: str) -> None:
@@ -134,6 +135,42 @@ def _as_kernels_read(working: fx.GraphModule, call: QuantizedCall) -> None:
         _widen_weight_range(call.weight)
     if call.is_dynamic:
         _per_channel(call)
+
+
+def float_rows_between_integers_are_images(working: fx.GraphModule) -> None:
+    """A float convolution of one dimension beside conversions is spelled over two, reshaped as what is there.
+
+    ExecuTorch 1.4's `Conv1dUnsqueezePass` takes the kernel between such conversions for one of integers, and the
+    serializer then refuses the program.
+    """
+    for call in quantized_calls(working.graph, _OVER_TWO):
+        written = {static_qparams(user) if is_quantize(user) else None for user in call.node.users}
+        yielded = next(iter(written)) if len(written) == 1 else None
+        is_beside = is_dequantize(call.input) or any(map(is_quantize, call.node.users))
+        is_float = call.kernel is not None and not is_dequantize(call.weight)
+        if is_beside and is_float and not too_many_open_sizes(call):
+            _spell_over_two(working, call, static_qparams(call.input), yielded)
+
+
+def _spell_over_two(
+    working: fx.GraphModule, call: QuantizedCall, entered: StaticQParams | None, yielded: StaticQParams | None
+) -> None:
+    node, graph, users, given = call.node, working.graph, list(call.node.users), call.operands
+    assert call.kernel is not None  # told by the caller
+    own_constant(node, call.weight, call.kernel.unsqueeze(-1), "weight")
+    with graph.inserting_before(node):
+        image = call_like(graph, node, _ATEN.unsqueeze.default, call.input, -1)
+        image = requantize(graph, image, entered) if entered else image
+    node.replace_input_with(call.input, image)
+    node.target = _OVER_TWO[operator_name(node)]
+    for name, one in (("stride", 1), ("padding", 0), ("output_padding", 0), ("dilation", 1)):
+        if name in given:
+            set_operand(node, name, [*given[name], one])
+    with graph.inserting_before(node.next):
+        image = requantize(graph, node, yielded) if yielded else node
+        rows = call_like(graph, node, _ATEN.flatten.using_ints, image, -2)
+    for user in users:
+        user.replace_input_with(node, rows)
 
 
 WEIGHT_ONLY = Refusal(("aten::linear",), _weight_only, instead=_bias_apart)

@@ -98,7 +98,7 @@ def _rounded_factors(call: QuantizedCall) -> str | None:
     return f"its factors {list(factors)} of {list(sizes)} are rounded, and XNNPACK's are ratios of sizes"
 
 
-def _open_sizes(call: QuantizedCall) -> str | None:
+def too_many_open_sizes(call: QuantizedCall) -> str | None:
     """Reshapes of two open sizes or more: ExecuTorch hands them to XNNPACK, and its serializer fails on them."""
     result = tensor_value(call.node)
     number = 0 if result is None else sum(not isinstance(size, int) for size in result.shape)
@@ -119,7 +119,7 @@ def resizes_by_ratios(match: Match, config: QuantizationConfig | None) -> str | 
 
 def one_open_size_if_1d(match: Match, config: QuantizationConfig | None) -> str | None:
     """Holds for convolutions over two dimensions, and for those over one of a result with at most one open size."""
-    return _open_sizes(QuantizedCall.of(match["op"])) if operator_name(match["op"]) in _RESHAPES else None
+    return too_many_open_sizes(QuantizedCall.of(match["op"])) if operator_name(match["op"]) in _RESHAPES else None
 
 
 MEANS = Refusal(("aten::mean", "aten::adaptive_avg_pool2d"), _grows)
@@ -127,5 +127,5 @@ PORTABLE = (
     Refusal(("aten::prelu",), _slopes_of_other_ranks),
     Refusal(TRANSPOSED, wide_output_padding),
     Refusal(("aten::upsample_bilinear2d",), _rounded_factors),
-    Refusal(_RESHAPES, _open_sizes),
+    Refusal(_RESHAPES, too_many_open_sizes),
 )

@@ -69,7 +69,7 @@ def _is_limited(trial: Trial) -> bool:
 
 
 def _is_taken(trial: Trial) -> bool:
-    return trial.form.placed is not None and trial.panel.takes(trial, is_qat=False)
+    return trial.form.placed is not None and trial.panel.takes_by_row(trial)
 
 
 def at_end(panel: Panel, end: End) -> Panel:

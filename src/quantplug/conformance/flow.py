@@ -21,7 +21,7 @@ from quantplug.core.annotation.plan import plan_of
 from quantplug.core.errors import AnnotationError
 from quantplug.core.graph.constants import constant_nodes
 from quantplug.core.graph.facts import module_path
-from quantplug.core.graph.meta import VIOLATIONS
+from quantplug.core.graph.meta import LIMITS, VIOLATIONS
 from quantplug.core.peers.torch_names import OpOverload, pytree
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
@@ -29,7 +29,7 @@ from quantplug.core.qdq.format import differences
 from quantplug.core.qdq.limits import qparam_violations
 from quantplug.core.qdq.nodes import DEQUANTIZE_OPS, QUANTIZE_OPS, is_qdq
 from quantplug.core.specs.decision import Decision, decision
-from quantplug.core.specs.limits import Violation
+from quantplug.core.specs.limits import Rescale, Violation
 from quantplug.lowering.emulation import EmulatedProgram
 from quantplug.lowering.program import Program
 from quantplug.quantizers.framework.backend import Backend
@@ -249,6 +249,13 @@ class Flow:
     def decided(self, placed: Placed) -> Decision | None:
         """Returns what was decided about the last operator of a piece."""
         return decision(self.root(self.annotated, placed))
+
+    def is_limited(self, placed: Placed, rescale: Rescale | None) -> bool:
+        """Tells whether a piece was taken under this limit on its ratios of scales, None being one of its own."""
+        found = (
+            LIMITS.get(node) for node in self.operators(self.annotated, placed) if not self.is_before(node, placed)
+        )
+        return rescale in (limits.rescale for limits in found if limits is not None)
 
     def is_rewritten(self, placed: Placed) -> bool:
         """Tells whether the backend's own transforms replaced the piece, and rules of it took what came."""

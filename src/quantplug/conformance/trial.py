@@ -115,6 +115,7 @@ class Panel:
         self.trials = tuple(trials)
         self.ends: dict[Any, Panel] = {}
         self._fates: dict[tuple[Trial, bool], str] = {}
+        self._by_row: dict[Trial, bool] = {}
         self._alone: dict[Trial, Panel] = {}
 
     def __len__(self) -> int:
@@ -163,6 +164,14 @@ class Panel:
     def takes(self, trial: Trial, *, is_qat: bool | None = None) -> bool:
         """Tells whether the rule takes its form, in training, after it, or by default where the rule applies."""
         return self._fate(trial, self.is_qat(trial) if is_qat is None else is_qat) == "taken"
+
+    def takes_by_row(self, trial: Trial) -> bool:
+        """Tells whether the trial's own row takes it after training: in a union another may have the same rule."""
+        if trial not in self._by_row:
+            taken = self.takes(trial, is_qat=False)
+            alone = len(_rows_of(trial.claim.backend, trial.claim.label)) == 1
+            self._by_row[trial] = taken and (alone or self.ptq.is_limited(trial.placed, trial.claim.row.rescale))
+        return self._by_row[trial]
 
     def rewrites(self, trial: Trial) -> bool:
         """Tells whether the backend's transforms replace a form by operators of other rows."""
