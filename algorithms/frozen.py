@@ -37,7 +37,8 @@ def freeze(observer: nn.Module, scale: Tensor, zero_point: Tensor) -> None:
         scale: in the shape in which it gives its own.
         zero_point: likewise.
     """
-    observer.__class__ = _frozen_class(type(observer))
+    kind: Any = type(observer)
+    observer.__class__ = _frozen_class(kind)
     observer.__dict__.pop("forward", None)  # of one that waits for convert to see its constant
     observer.__dict__[_KEPT] = (scale, zero_point)
 
@@ -53,5 +54,5 @@ def _frozen_class(kind: type) -> type:
 
 
 def _again(kind: type) -> Any:
-    made = _frozen_class(kind)
+    made: Any = _frozen_class(kind)
     return made.__new__(made)

@@ -279,7 +279,7 @@ def _passed_on(matrix: Tensor, hessian: Tensor, grid: Grid) -> Tensor:
 def _inverse_root(hessian: Tensor) -> Tensor:
     """Returns the upper triangular U with U^T U the inverse, [groups, columns, columns] in double precision."""
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
-    return torch.linalg.cholesky(inverse, upper=True)
+    return torch.linalg.cholesky(inverse, upper=True)  # type: ignore[no-any-return]
 
 
 def _better(

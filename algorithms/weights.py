@@ -52,7 +52,7 @@ class Grid:
         """Returns the sums of a matrix [groups, rows, columns] over what shares a scale, in the scale's shape."""
         if not self.by_row:
             return matrix.sum().reshape(self.scale.shape)
-        blocks = matrix.unflatten(2, (-1, self.block)) if self.block else matrix.unsqueeze(2)
+        blocks = matrix.reshape(*matrix.shape[:2], -1, self.block) if self.block else matrix.unsqueeze(2)
         return blocks.sum(-1).reshape(self.scale.shape)
 
     def rounded(self, matrix: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def weights_in(converted):
         name = str(node.target)
         if node.op == "call_function" and ("conv" in name or "linear" in name):
             values = node.all_input_nodes[1]
-            args = [attribute(converted, a.target) if isinstance(a, torch.fx.Node) else a for a in values.args]
+            args = [attribute(converted, str(a.target)) if isinstance(a, torch.fx.Node) else a for a in values.args]
             found[node.name] = values.target(*args, **values.kwargs)
     return found
 
@@ -273,7 +273,7 @@ def test_bad_input_is_a_sentence_and_changes_nothing():
     with pytest.raises(ModelError, match="with which weights and biases train"):
         GPTQ().apply(trained, data)
     with pytest.raises(ConfigError, match="A recipe is a list of algorithms"):
-        quantplug.quantize(model, (data[0],), "xnnpack", data, recipe=["accurate"])
+        quantplug.quantize(model, (data[0],), "xnnpack", data, recipe=["accurate"])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="need calibration batches, found none"):
         quantplug.quantize(model, (data[0],), "xnnpack", config="int4_dynamic", recipe=[GPTQ()])
     assert all(torch.equal(value, before[name]) for name, value in prepared.named_parameters())
