@@ -45,7 +45,7 @@ SETTINGS = {
     "4-bit weights, per channel": (-8, 7, True),
     "4-bit weights, per tensor": (-8, 7, False),
 }
-# Activation observer, weight observer; "corrected" ones with bias correction.
+# Activation observer, weight observer; "corrected" ones with bias correction, others with weights rounded by GPTQ.
 ROWS = (
     ("torchao minmax", "torchao minmax"),
     ("torchao histogram", "torchao minmax"),
@@ -58,6 +58,7 @@ ROWS = (
     ("histogram", "minmax corrected"),
     ("mse", "minmax corrected"),
     ("mse", "mse corrected"),
+    ("mse", "mse gptq"),
 )
 
 
@@ -77,7 +78,7 @@ def config(backend: str, setting: str, row: tuple[str, str]) -> QuantizationConf
     activation = dataclasses.replace(base.input_activation, observer_or_fake_quant_ctr=constructor(row[0], False))
     scheme = torch.per_channel_symmetric if per_channel else torch.per_tensor_symmetric
     axis = 0 if per_channel else None
-    weight_observer = constructor(row[1].removesuffix(" corrected"), per_channel)
+    weight_observer = constructor(row[1].removesuffix(" corrected").removesuffix(" gptq"), per_channel)
     weight = QuantizationSpec(torch.int8, weight_observer, low, high, scheme, axis)
     return dataclasses.replace(base, input_activation=activation, output_activation=activation, weight=weight)
 
@@ -99,6 +100,8 @@ def quantized(model: nn.Module, calibration: Tensor, backend: str, setting: str,
     quantizer = quantplug.get_quantizer(backend).set_global(config(backend, setting, row))
     prepared = quantplug.prepare_pt2e(exported, quantizer)
     quantplug.calibrate(prepared, calibration.split(BATCH), progress=False)
+    if row[1].endswith("gptq"):
+        quantplug.GPTQ().apply(prepared, calibration.split(BATCH))
     if row[1].endswith("corrected"):
         correct_biases(prepared, calibration.split(BATCH))
     return quantplug.convert_pt2e(prepared)

@@ -15,6 +15,7 @@ from quantplug.core.graph.operators import KEEPERS, schema_names
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
     "core": {"core"},
+    "algorithms": {"core", "algorithms"},
     "annotators": {"core", "annotators"},
     "lowering": {"core", "lowering"},
     "quantizers": {"core", "annotators", "quantizers"},

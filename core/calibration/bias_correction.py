@@ -18,18 +18,15 @@ their samples differ: three samples confirm a loss of half a decibel as readily 
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torchao.quantization.pt2e import FakeQuantizeBase
 
-from quantplug.core.calibration.batches import BatchReader, loader_iterator, picked, sample_count
-from quantplug.core.calibration.observer_places import channel_axis, require_prepared
-from quantplug.core.errors import CalibrationError, ModelError
-from quantplug.core.graph.constants import written_buffers
+from quantplug.core.calibration.node_by_node import BatchRun, batches_of, node_by_node
+from quantplug.core.calibration.observer_places import channel_axis, require_observers
 from quantplug.core.graph.facts import attribute, is_observer, operands, tensor_value
 from quantplug.core.graph.operators import operator_overloads
 from quantplug.core.observers.from_specs import is_derived
@@ -98,9 +95,10 @@ def correct_biases(
         CalibrationError: it is not calibrated, the loader has fewer than two batches, a batch does not fit the model,
             or `samples` is no positive number.
     """
-    model = require_prepared(prepared, "correct_biases")
-    _require_observers(model)
-    batches = _batches(BatchReader(model), loader, samples, inputs)
+    model = require_observers(prepared, "correct_biases")
+    batches = batches_of(
+        model, loader, samples, inputs, least=2, step="Bias correction, which holds half of them back,"
+    )
     biases = _own_biases(model)
     if not biases:
         return BiasCorrection()
@@ -119,40 +117,9 @@ def correct_biases(
     return BiasCorrection({n: float(c.abs().max()) for n, c in tried[best].items()}, levels[0], levels[best])
 
 
-def _require_observers(model: fx.GraphModule) -> None:
-    """Refuses what trains: its means are no longer those of the float model, and its biases learn by themselves."""
-    trained = next((name for name, part in model.named_modules() if isinstance(part, FakeQuantizeBase)), None)
-    if trained is not None:
-        raise ModelError(
-            f"correct_biases takes a model for calibration, found the fake quantize '{trained}', with which biases "
-            "train by themselves; leave the correction out, or prepare the model with prepare_pt2e."
-        )
-
-
 def _starts(count: int) -> list[int]:
     """Returns from which layer on corrections are tried; the first corrects none."""
     return [count, *sorted({0, count // 2, count - 1})]
-
-
-def _batches(
-    reader: BatchReader, loader: Iterable[Any], samples: int, inputs: Callable[[Any], Any] | None
-) -> list[tuple[Any, ...]]:
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise CalibrationError(f"Bias correction takes a number of samples from 1 on, found {samples!r}; leave it out.")
-    found: list[tuple[Any, ...]] = []
-    seen = 0
-    for index, batch in enumerate(loader_iterator(loader)):
-        named = reader.arguments(picked(batch, inputs), index)
-        found.append(tuple(named.values()))
-        seen += sample_count(named)
-        if seen >= samples and len(found) > 1:
-            break
-    if len(found) < 2:
-        raise CalibrationError(
-            f"No bias can be corrected: half of the batches are held back to confirm it, and the loader yielded "
-            f"{len(found) or 'no'} batch; pass two at least."
-        )
-    return found
 
 
 def _own_biases(model: fx.GraphModule) -> dict[str, str]:
@@ -192,25 +159,6 @@ def _sum(model: fx.GraphModule, layer: fx.Node) -> fx.Node | None:
     return None
 
 
-class _Run(fx.Interpreter):
-    """Runs a model without its observers; what it writes into buffers is its own."""
-
-    def __init__(self, model: fx.GraphModule, batch: tuple[Any, ...]) -> None:
-        super().__init__(model)
-        self.args_iter = iter(batch)
-        self.own = {name: attribute(model, name).clone() for name in written_buffers(model.graph)}
-
-    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Reads a buffer that the model writes from the run's own copy."""
-        return self.own[str(target)] if str(target) in self.own else super().get_attr(target, args, kwargs)
-
-    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Passes on what reaches an observer."""
-        if is_observer(self.fetch_attr(str(target))):
-            return args[0]
-        return super().call_module(target, args, kwargs)
-
-
 _Outputs = list[Tensor]
 
 
@@ -218,10 +166,10 @@ def _float_run(
     model: fx.GraphModule, batches: list[tuple[Any, ...]], places: Mapping[str, str]
 ) -> tuple[dict[str, Tensor], _Outputs]:
     """Returns the channels' means at {place: layer}, and the held-back batches' outputs."""
-    runs = [_Run(model, batch) for batch in batches]
+    runs = [BatchRun(model, batch) for batch in batches]
     axes = _axes(model, places)
     expected = {
-        node.name: _mean([run.env[node] for run in runs[::2]], axes[node.name]) for node in _through(runs, places)
+        node.name: _mean([run.env[node] for run in runs[::2]], axes[node.name]) for node in node_by_node(runs, places)
     }
     return expected, _outputs(runs[1::2])
 
@@ -234,10 +182,10 @@ def _changes(
     expected: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """Returns by layer the changes that give it, or the sum that it goes into, the expected means."""
-    runs, changes = [_Run(model, batch) for batch in batches], {}
+    runs, changes = [BatchRun(model, batch) for batch in batches], {}
     places = {sums.get(name, name): name for name in layers}
     axes = _axes(model, places)
-    for node in _through(runs, places):
+    for node in node_by_node(runs, places):
         axis = axes[node.name]
         change = expected[node.name] - _mean([run.env[node] for run in runs], axis)
         changes[places[node.name]] = change
@@ -248,26 +196,14 @@ def _changes(
 
 def _changed(model: fx.GraphModule, batches: list[tuple[Any, ...]], changes: Mapping[str, Tensor]) -> _Outputs:
     """Returns a model's outputs with changed biases."""
-    runs, axes = [_Run(model, batch) for batch in batches], _axes(model, {name: name for name in changes})
-    for node in _through(runs, changes):
+    runs, axes = [BatchRun(model, batch) for batch in batches], _axes(model, {name: name for name in changes})
+    for node in node_by_node(runs, changes):
         for run in runs:
             run.env[node] = run.env[node] + _along_channels(changes[node.name], run.env[node], axes[node.name])
     return _outputs(runs)
 
 
-def _through(runs: list[_Run], wanted: Collection[str]) -> Iterator[fx.Node]:
-    """Runs all batches node by node and yields each wanted node once all have run it."""
-    for node in runs[0].graph.nodes:
-        for run in runs:
-            run.env[node] = run.run_node(node)
-        if node.name in wanted:
-            yield node
-        for run in runs:
-            for used in run.user_to_last_uses.get(node, []):
-                del run.env[used]
-
-
-def _outputs(runs: list[_Run]) -> _Outputs:
+def _outputs(runs: list[BatchRun]) -> _Outputs:
     """Returns of each run the outputs that have an error, tensors of floating point: a row for each sample."""
     ends = [pytree.tree_leaves(run.env[next(reversed(run.graph.nodes))]) for run in runs]
     kept = [[found for found in end if isinstance(found, Tensor) and found.is_floating_point()] for end in ends]

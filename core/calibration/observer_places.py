@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from torch import fx, nn
+from torchao.quantization.pt2e import FakeQuantizeBase
 
 from quantplug.core.calibration.batches import digest
 from quantplug.core.errors import ModelError
@@ -94,6 +95,22 @@ def require_prepared(model: Any, step: str) -> fx.GraphModule:
         raise ModelError(
             f"{step} takes a prepared model, found a graph module without observers; call "
             "`prepare_pt2e(exported.module(), quantizer)` first and check what the quantizer annotated."
+        )
+    return graph_module
+
+
+def require_observers(model: Any, step: str) -> fx.GraphModule:
+    """Returns the model if it is prepared for calibration.
+
+    Raises:
+        ModelError: it is not prepared, or is prepared for training, which moves weights and biases by itself.
+    """
+    graph_module = require_prepared(model, step)
+    trained = next((name for name, part in model.named_modules() if isinstance(part, FakeQuantizeBase)), None)
+    if trained is not None:
+        raise ModelError(
+            f"{step} takes a model for calibration, found the fake quantize '{trained}', with which weights and biases "
+            "train by themselves; leave it out, or prepare the model with prepare_pt2e."
         )
     return graph_module
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchao.quantization.pt2e.quantizer import QuantizationConfig as QuantizationConfig
 
+    from quantplug.algorithms.gptq import GPTQ as GPTQ
     from quantplug.annotators.presets import get_symmetric_quantization_config as get_symmetric_quantization_config
     from quantplug.annotators.qspecs import get_bias_qspec as get_bias_qspec
     from quantplug.annotators.qspecs import get_input_act_qspec as get_input_act_qspec
@@ -102,6 +103,7 @@ _HOME = {
     "ConvertError": "quantplug.core.errors",
     "CortexMQuantizer": "quantplug.quantizers.cortex_m",
     "EmbeddingQuantizer": "quantplug.quantizers.embedding",
+    "GPTQ": "quantplug.algorithms.gptq",
     "LoweringError": "quantplug.core.errors",
     "ModelError": "quantplug.core.errors",
     "OPENVINO_INTEGER_PRODUCTS": "quantplug.quantizers.openvino:INTEGER_PRODUCTS",

@@ -6,7 +6,7 @@ runs in the real runtime, with its reference q/dq graph and its report.
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantizer
 
+from quantplug.algorithms.gptq import GPTQ
 from quantplug.core.calibration.bias_correction import SAMPLES, correct_biases
 from quantplug.core.calibration.calibrate import calibrate
 from quantplug.core.calibration.observer_places import observer_places
@@ -89,6 +90,7 @@ def quantize(
     limit: int | None = None,
     progress: bool = True,
     correct_bias: bool | int = False,
+    recipe: Sequence[GPTQ] = (),
     **lowering: Any,
 ) -> Artefact:
     """Quantizes a model and lowers it to a backend's kernels.
@@ -112,6 +114,7 @@ def quantize(
         progress: whether calibration shows a bar.
         correct_bias: whether layers' biases undo the mean error of quantization (see `correct_biases`), or from how
             many samples; worth it below 8 bits and with per-tensor weights. A warning says where nothing is gained.
+        recipe: algorithms that are applied to the calibrated model, in this order, such as `[GPTQ()]`.
         lowering: options of the backend's lowering.
 
     Raises:
@@ -128,7 +131,8 @@ def quantize(
     if calibration is None and isinstance(chosen, BackendQuantizer):
         _require_no_data(chosen.needs_calibration, target.name)
     _require_samples(correct_bias)
-    if correct_bias:
+    _require_algorithms(recipe)
+    if correct_bias or recipe:
         _require_batches(calibration)
     exported = export(model, args, dynamic_shapes, kwargs)
     prepared = prepare_pt2e(exported, chosen)
@@ -137,6 +141,8 @@ def quantize(
         _require_no_data(_waits_for_data(prepared), target.name)
     elif _waits_for_data(prepared):
         calibrate(prepared, calibration, limit=limit, progress=progress, inputs=inputs)
+    for algorithm in recipe:
+        algorithm.apply(prepared, calibration or (), inputs=inputs)
     if correct_bias and calibration is not None:
         samples = SAMPLES if correct_bias is True else correct_bias
         correction = correct_biases(prepared, calibration, samples, inputs=inputs)
@@ -175,11 +181,21 @@ def _waits_for_data(prepared: fx.GraphModule) -> bool:
     return any(needs_data(place.observer) and not place.of_constants for place in observer_places(prepared))
 
 
+def _require_algorithms(recipe: Any) -> None:
+    wrong = (
+        next((part for part in recipe if not isinstance(part, GPTQ)), None) if isinstance(recipe, Sequence) else recipe
+    )
+    if wrong is not None:
+        raise ConfigError(f"A recipe is a list of algorithms such as [GPTQ()], found {wrong!r} in it.")
+
+
 def _require_batches(calibration: Iterable[Any] | None) -> None:
     """Refuses data that cannot be read after calibration, which comes first."""
     if calibration is None or isinstance(calibration, Iterator):
         found = "none" if calibration is None else f"a {type(calibration).__name__}, which can be read only once"
-        raise ConfigError(f"correct_bias=True needs calibration batches, found {found}; pass a list or a DataLoader.")
+        raise ConfigError(
+            f"correct_bias and recipe need calibration batches, found {found}; pass a list or a DataLoader."
+        )
 
 
 def _require_quantized(report: Report, backend: str) -> None:

@@ -166,7 +166,7 @@ def test_quantizers_of_others_gain_on_images_that_the_correction_did_not_see(mak
 def test_samples_and_errors():
     _, prepared, data = calibrated()
     weights = parameters(prepared)
-    for few, words in (([], "yielded no batch"), (data[:1], "yielded 1 batch")):
+    for few, words in (([], "yielded none"), (data[:1], "yielded 1 ")):
         with pytest.raises(CalibrationError, match=words):
             correct_biases(prepared, few)
     with pytest.raises(CalibrationError, match="has shape"):
@@ -297,5 +297,7 @@ def test_a_model_that_trains_is_refused_in_a_sentence():
     model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train(), torch.randn(2, 3, 8, 8)
     prepared = quantplug.prepare_qat_pt2e(torch.export.export(model, (x,)).module(), quantplug.get_quantizer("x86"))
     prepared(x)
-    with pytest.raises(ModelError, match=r"fake quantize '.*', with which biases train by themselves; leave"):
+    with pytest.raises(
+        ModelError, match=r"fake quantize '.*', with which weights and biases train by themselves; leave"
+    ):
         correct_biases(prepared, [x, x])

@@ -1,0 +1,323 @@
+"""GPTQ: weights rounded one column after the other, each one's error made up for by the columns that follow.
+
+Before: a prepared, calibrated graph and batches. After: the same graph with weights of linear layers and convolutions
+moved onto values that their integers stand for, so that the layers' results on these batches lie closer to those of the
+float weights than those of the nearest values do.
+
+Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", arXiv:2210.17323,
+algorithm 1, with columns in the order of their inputs' energy (section "Additional Tricks" of its code, act-order) and
+scales that stay where they were when columns are reordered. The scales themselves are searched first: each block's is
+multiplied by the factor with the least error of rounding, weighted by the energy of the inputs (the diagonal of the
+Hessian, as in AWQ's and llama.cpp's searches). Each row keeps the best of all that was tried, rounding to nearest with
+the observer's scales included, judged by the whole Hessian.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.functional import one_hot
+from torchao.quantization.pt2e import FixedQParamsObserver
+
+from quantplug.algorithms.frozen import freeze, is_frozen
+from quantplug.algorithms.weights import Grid, Layer, Weight, weights_of
+from quantplug.core.calibration.node_by_node import BatchRun, batches_of, node_by_node
+from quantplug.core.calibration.observer_places import require_observers
+from quantplug.core.errors import CalibrationError, ConfigError
+from quantplug.core.graph.facts import describe, operands, operator_name
+
+# Columns whose errors are passed on among themselves first, as in the paper.
+_BLOCK = 128
+# By which scales are multiplied in their search.
+_FACTORS = torch.linspace(1.0, 0.5, 26)
+
+
+@dataclass(frozen=True)
+class RoundedLayer:
+    """How near a layer's result is to that of its float weight, on the batches that it was rounded on.
+
+    Attributes:
+        before: decibels with the weight rounded to nearest.
+        after: decibels with the weight it has now.
+    """
+
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, eq=False)
+class RoundedWeights(Mapping[str, RoundedLayer]):
+    """What rounding did: a mapping from each layer's node name to how near its result is.
+
+    Attributes:
+        layers: this mapping.
+        left: by node name why another layer with a quantized weight keeps it as it is.
+    """
+
+    layers: dict[str, RoundedLayer] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> RoundedLayer:
+        return self.layers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __str__(self) -> str:
+        """What was done, in a sentence."""
+        if not self.layers:
+            return "No weight was rounded anew" + (f": {next(iter(self.left.values()))}." if self.left else ".")
+        gains = [layer.after - layer.before for layer in self.layers.values() if math.isfinite(layer.after)]
+        gain = f", {sum(gains) / len(gains):.1f} dB nearer to float in the mean" if gains else ""
+        return f"{len(self)} layers' weights rounded anew{gain}; {len(self.left)} left as they are."
+
+
+@dataclass(frozen=True)
+class GPTQ:
+    """Rounds the weights of a calibrated model so that its layers' results change least; see `apply`.
+
+    Attributes:
+        samples: batches are taken until they hold so many samples.
+        damping: what is added to the Hessian's diagonal, as a share of its mean.
+        scales: whether the scales of weights are searched too.
+        stage: which graph it is for.
+
+    Raises:
+        ConfigError: `damping` is no positive number.
+    """
+
+    samples: int = 128
+    damping: float = 0.01
+    scales: bool = True
+    stage: ClassVar[str] = "calibrated"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.damping, int | float) or not 0 < self.damping < math.inf:
+            raise ConfigError(f"GPTQ takes a positive damping, found {self.damping!r}; leave it out for 0.01.")
+
+    @torch.inference_mode(False)
+    def apply(
+        self, prepared: fx.GraphModule, loader: Iterable[Any], *, inputs: Callable[[Any], Any] | None = None
+    ) -> RoundedWeights:
+        """Moves weights onto values that their integers stand for; convert stores just these integers.
+
+        The observers of these weights keep their scales from now on. Nothing of the model is changed if an error is
+        raised.
+
+        Args:
+            prepared: a calibrated model, of any quantizer, from our prepare or torchao's.
+            loader: batches as for `calibrate`; activations that a later layer reads are in memory for all of them.
+            inputs: picks the model's inputs out of a batch, as for `calibrate`.
+
+        Raises:
+            ModelError: `prepared` is not a prepared graph module, or is prepared for training.
+            CalibrationError: there is no batch, one does not fit the model, or a layer is given NaN or infinity.
+        """
+        model = require_observers(prepared, "GPTQ")
+        batches = batches_of(model, loader, self.samples, inputs, least=1, step="GPTQ")
+        with torch.no_grad():
+            weights, left = weights_of(model)
+            found = list(self._rounded(model, batches, weights))
+            for one in found:
+                _keep(model, one)
+        layers = {layer.node.name: one.quality for one in found for layer in one.weight.layers}
+        return RoundedWeights(layers, left)
+
+    def _rounded(
+        self, model: fx.GraphModule, batches: list[tuple[Any, ...]], weights: list[Weight]
+    ) -> Iterator["_Rounded"]:
+        runs = [BatchRun(model, batch) for batch in batches]
+        by_layer = {layer.node: (weight, layer) for weight in weights for layer in weight.layers}
+        hessians = _Hessians()
+        for node in node_by_node(runs, {node.name for node in by_layer}):
+            weight, layer = by_layer[node]
+            total = hessians.added(weight, layer, runs)
+            if layer is not weight.layers[-1]:
+                continue
+            one = self._round(weight, total)
+            yield one
+            for run in runs:
+                run.env[layer.observed] = one.value
+                run.env[node] = run.run_node(node)
+
+    def _round(self, weight: Weight, hessian: Tensor) -> "_Rounded":
+        matrix = weight.layers[0].matrix(weight.value)
+        nearest = weight.grid.nearest(matrix)
+        damped = _damped(hessian, self.damping)
+        best, scale = nearest, weight.grid.scale
+        for grid in self._grids(weight, matrix, hessian):
+            for tried in (grid.nearest(matrix), _passed_on(matrix, damped, grid)):
+                best, scale = _better(matrix, hessian, weight.grid, (best, scale), (tried, grid.scale))
+        energy, before, after = (
+            float(_errors(part, hessian).sum()) for part in (matrix, matrix - nearest, matrix - best)
+        )
+        value = best.reshape(weight.value.shape).to(weight.value.dtype)
+        return _Rounded(weight, value, scale, RoundedLayer(_decibels(energy, before), _decibels(energy, after)))
+
+    def _grids(self, weight: Weight, matrix: Tensor, hessian: Tensor) -> Iterator[Grid]:
+        yield weight.grid
+        if self.scales and weight.is_alone and not any(_is_given(layer.observer) for layer in weight.layers):
+            yield weight.grid.scaled(_factors(weight.grid, matrix, hessian))
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    weight: Weight
+    value: Tensor
+    scale: Tensor
+    quality: RoundedLayer
+
+
+class _Hessians:
+    """Sums of products of what layers read; layers that read the same tensor share them."""
+
+    def __init__(self) -> None:
+        self._totals: dict[int, Tensor] = {}
+        self._last: tuple[Any, Tensor] | None = None
+
+    def added(self, weight: Weight, layer: Layer, runs: list[BatchRun]) -> Tensor:
+        """Returns the sum over what the weight's layers up to this one read, [groups, columns, columns]."""
+        own = self._of(layer, runs)
+        before = self._totals.pop(id(weight), None)
+        total = own if before is None else before + own
+        if layer is not weight.layers[-1]:
+            self._totals[id(weight)] = total
+        return total
+
+    def _of(self, layer: Layer, runs: list[BatchRun]) -> Tensor:
+        given = operands(layer.node)
+        source, shape = given["input"], layer.constant.meta["val"].shape
+        key = (
+            source,
+            tuple(shape[1:]),
+            *(str(given.get(name)) for name in ("stride", "padding", "dilation", "groups")),
+        )
+        if self._last is None or self._last[0] != key:
+            total = sum(_products(layer, run.env[source], shape) for run in runs)
+            if not isinstance(total, Tensor) or not bool(torch.isfinite(total).all()):
+                raise CalibrationError(
+                    f"GPTQ found NaN or infinity in what {describe(layer.node)} reads; take the batch out that makes "
+                    "them, or leave the layer float."
+                )
+            self._last = (key, total)
+        return self._last[1]
+
+
+def _products(layer: Layer, value: Tensor, shape: Any) -> Tensor:
+    """Returns the sums of products of the inputs that one output reads, float32 [groups, columns, columns]."""
+    if operator_name(layer.node) == "aten::linear":
+        rows = value.reshape(-1, value.shape[-1]).float()
+        return (rows.T @ rows)[None]
+    columns = _patches(layer, value.float(), shape)
+    return columns @ columns.transpose(1, 2)
+
+
+def _patches(layer: Layer, value: Tensor, shape: Any) -> Tensor:
+    """Returns what a convolution multiplies its weight by, [groups, columns, outputs].
+
+    It is the convolution itself that picks them, with one weight of 1 for each: so every padding is its own.
+    """
+    places = math.prod(shape[2:])
+    channels = int(shape[1]) * layer.groups
+    picks = (
+        one_hot(torch.arange(places)).to(value).reshape(places, 1, *shape[2:]).repeat(channels, *[1] * (len(shape) - 1))
+    )
+    given = {name: found for name, found in operands(layer.node).items() if not isinstance(found, fx.Node)}
+    target: Any = layer.node.target
+    picked = target(**{**given, "input": value, "weight": picks, "bias": None, "groups": channels})
+    return picked.movedim(1, 0).reshape(layer.groups, int(shape[1]) * places, -1)  # type: ignore[no-any-return]
+
+
+def _damped(hessian: Tensor, damping: float) -> Tensor:
+    """Returns the Hessian in double precision with a diagonal that makes it positive definite."""
+    damped = hessian.double()
+    diagonal = damped.diagonal(dim1=1, dim2=2)
+    mean = diagonal.mean(1, keepdim=True)
+    diagonal += torch.where(mean > 0, damping * mean, 1.0)
+    return damped
+
+
+def _factors(grid: Grid, matrix: Tensor, hessian: Tensor) -> Tensor:
+    """Returns by what to multiply each scale, so that rounding to nearest errs least where inputs are large."""
+    energy = hessian.diagonal(dim1=1, dim2=2)[:, None]
+    errors = [grid.by_block((matrix - grid.scaled(factor).nearest(matrix)).square_() * energy) for factor in _FACTORS]
+    return _FACTORS[torch.stack(errors).argmin(0)]
+
+
+def _passed_on(matrix: Tensor, hessian: Tensor, grid: Grid) -> Tensor:
+    """Returns a matrix rounded column by column, errors passed on to columns that come later."""
+    order = hessian.diagonal(dim1=1, dim2=2).argsort(descending=True)
+    columns = order[:, None].expand_as(matrix)
+    rest, scale, zero_point = (
+        part.gather(2, columns)
+        for part in (matrix, grid.spread(grid.scale, matrix), grid.spread(grid.zero_point, matrix))
+    )
+    turned = hessian.gather(1, order[:, :, None].expand_as(hessian)).gather(2, order[:, None].expand_as(hessian))
+    passes = _inverse_root(turned).float()
+    rounded = torch.empty_like(rest)
+    size = rest.shape[2]
+    for start in range(0, size, _BLOCK):
+        end = min(start + _BLOCK, size)
+        part, share = rest[:, :, start:end].clone(), passes[:, start:end, start:end]
+        errors = torch.empty_like(part)
+        for column in range(end - start):
+            at = start + column
+            own = part[:, :, column]
+            rounded[:, :, at] = grid.rounded(own, scale[:, :, at], zero_point[:, :, at])
+            errors[:, :, column] = (own - rounded[:, :, at]) / share[:, column, column, None]
+            part[:, :, column:] -= errors[:, :, column, None] * share[:, None, column, column:]
+        rest[:, :, end:] -= errors @ passes[:, start:end, end:]
+    return torch.empty_like(matrix).scatter_(2, columns, rounded)
+
+
+def _inverse_root(hessian: Tensor) -> Tensor:
+    """Returns the upper triangular U with U^T U the inverse, [groups, columns, columns] in double precision."""
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
+    return torch.linalg.cholesky(inverse, upper=True)  # type: ignore[no-any-return]
+
+
+def _better(
+    matrix: Tensor, hessian: Tensor, grid: Grid, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Returns of two rounded matrices with their scales the better one, row by row where rows have their own scales."""
+    errors = [_errors(matrix - rounded, hessian) for rounded, _ in (one, other)]
+    if not grid.by_row and not torch.equal(one[1], other[1]):
+        return other if errors[1].sum() < errors[0].sum() else one
+    takes = errors[1] < errors[0]
+    rounded = torch.where(takes[..., None], other[0], one[0])
+    if not grid.by_row:
+        return rounded, one[1]
+    rows = takes.reshape(-1, *[1] * (one[1].dim() - 1))
+    return rounded, torch.where(rows, other[1], one[1])
+
+
+def _errors(difference: Tensor, hessian: Tensor) -> Tensor:
+    """Returns by row the squared error of a layer's result, [groups, rows]."""
+    return ((difference @ hessian) * difference).sum(2)
+
+
+def _decibels(energy: float, error: float) -> float:
+    return 10 * math.log10(energy / error) if energy > 0 and error > 0 else math.inf
+
+
+def _is_given(observer: nn.Module) -> bool:
+    """Tells whether an observer's scale is not its own to choose."""
+    scheme: Any = getattr(observer, "scheme", None)
+    powers = getattr(scheme, "power_of_two", False)
+    return is_frozen(observer) or isinstance(observer, FixedQParamsObserver) or bool(powers)
+
+
+def _keep(model: fx.GraphModule, one: _Rounded) -> None:
+    """Puts a rounded weight into the model; the tensor that it had may be the caller's."""
+    value = nn.Parameter(one.value, requires_grad=one.weight.value.requires_grad)
+    for path in one.weight.paths:
+        owner, _, leaf = path.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, value)
+    for layer in one.weight.layers:
+        freeze(layer.observer, one.scale, one.weight.grid.zero_point)

@@ -1,0 +1,221 @@
+"""Weights that can be rounded anew, and the integers that their observers round them to.
+
+Before: a prepared, calibrated graph. After: its layers, each with a weight as a matrix (rows are output channels,
+columns what one of them multiplies, a matrix for each group of a convolution) and the grid of its integers.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torchao.quantization.pt2e import AffineQuantizedObserverBase
+
+from quantplug.core.graph.facts import attribute, observer_of, operands, operator_name
+from quantplug.core.observers.from_specs import needs_data, observe_constant
+from quantplug.core.observers.torchao_histogram import calculate_qparams
+from quantplug.core.pt2e.quantization import kind_of, static_quantization
+
+_LAYERS = ("aten::linear", "aten::conv1d", "aten::conv2d", "aten::conv3d")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The values that the integers of a weight stand for.
+
+    Attributes:
+        scale: float32, in the shape in which the observer gives it.
+        zero_point: likewise.
+        low: the least integer.
+        high: the greatest.
+        block: how many columns share a scale; 0 where all of a row do.
+        by_row: whether rows have scales of their own.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+    low: int
+    high: int
+    block: int
+    by_row: bool
+
+    def spread(self, numbers: Tensor, matrix: Tensor) -> Tensor:
+        """Returns scales or zero points, one for each element of a matrix [groups, rows, columns]."""
+        groups, rows, columns = matrix.shape
+        if not self.by_row:
+            return numbers.reshape(1, 1, 1).expand_as(matrix)
+        blocks = numbers.reshape(groups, rows, -1)
+        return blocks.repeat_interleave(columns // blocks.shape[2], 2)
+
+    def by_block(self, matrix: Tensor) -> Tensor:
+        """Returns the sums of a matrix [groups, rows, columns] over what shares a scale, in the scale's shape."""
+        if not self.by_row:
+            return matrix.sum().reshape(self.scale.shape)
+        blocks = matrix.reshape(*matrix.shape[:2], -1, self.block) if self.block else matrix.unsqueeze(2)
+        return blocks.sum(-1).reshape(self.scale.shape)
+
+    def rounded(self, matrix: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+        """Returns the nearest values, given a scale and zero point for each element."""
+        integers = (torch.round(matrix / scale) + zero_point).clamp(self.low, self.high)
+        return (integers - zero_point) * scale
+
+    def nearest(self, matrix: Tensor) -> Tensor:
+        """Returns a matrix [groups, rows, columns] rounded to the nearest values."""
+        return self.rounded(matrix, self.spread(self.scale, matrix), self.spread(self.zero_point, matrix))
+
+    def scaled(self, factor: Tensor) -> "Grid":
+        """Returns the grid with its scales multiplied by a factor each."""
+        return replace(self, scale=(self.scale * factor).to(self.scale.dtype))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An operator with a weight that can be rounded anew.
+
+    Attributes:
+        node: the operator.
+        observed: what it reads as its weight, the call of an observer.
+        observer: that observer.
+        constant: the node of the weight.
+        groups: of a convolution; one for a linear layer.
+    """
+
+    node: fx.Node
+    observed: fx.Node
+    observer: nn.Module
+    constant: fx.Node
+    groups: int
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """Returns the weight as float32 [groups, rows, columns]."""
+        return weight.detach().float().reshape(self.groups, weight.shape[0] // self.groups, -1)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight with the layers that read it.
+
+    Attributes:
+        layers: in graph order; more than one where it is tied.
+        value: the tensor.
+        paths: the attributes that hold it.
+        grid: the integers that it is rounded to.
+        is_alone: whether no other weight shares its observer.
+    """
+
+    layers: tuple[Layer, ...]
+    value: nn.Parameter
+    paths: tuple[str, ...]
+    grid: Grid
+    is_alone: bool
+
+
+def weights_of(model: fx.GraphModule) -> tuple[list[Weight], dict[str, str]]:
+    """Returns the weights that can be rounded anew, and by operator why others cannot.
+
+    Args:
+        model: a prepared, calibrated graph module; observers that wait for convert see their constants.
+    """
+    layers: dict[int, list[Layer]] = defaultdict(list)
+    left: dict[str, str] = {}
+    for node in model.graph.nodes:
+        found = _layer(node)
+        if isinstance(found, Layer):
+            layers[id(attribute(model, str(found.constant.target)))].append(found)
+        elif found:
+            left[node.name] = found
+    holders, served = _holders(model), _served(model)
+    weights = []
+    for identity, readers in layers.items():
+        weight = _weight(model, readers, holders[identity], served)
+        if isinstance(weight, Weight):
+            weights.append(weight)
+        else:
+            left |= {layer.node.name: weight for layer in readers}
+    return weights, left
+
+
+def _layer(node: fx.Node) -> Layer | str | None:
+    given = operands(node) if node.op == "call_function" else {}
+    observed = given.get("weight")
+    observer = observer_of(observed)
+    if not isinstance(observed, fx.Node) or observer is None:
+        return None
+    constant = observed.all_input_nodes[0]
+    if operator_name(node) not in _LAYERS:
+        return f"{operator_name(node)} is neither a linear layer nor a convolution"
+    if constant.op != "get_attr":
+        return "its weight is computed"
+    if not isinstance(attribute(node.graph.owning_module, str(constant.target)), nn.Parameter):  # type: ignore[arg-type]
+        return "its weight is no parameter"
+    return Layer(node, observed, observer, constant, int(given.get("groups", 1)))
+
+
+def _holders(model: fx.GraphModule) -> dict[int, list[fx.Node]]:
+    """Returns by a tensor's identity the nodes that read it under any of its names."""
+    found: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in model.graph.find_nodes(op="get_attr"):
+        found[id(attribute(model, str(node.target)))].append(node)
+    return found
+
+
+def _served(model: fx.GraphModule) -> dict[nn.Module, set[int]]:
+    """Returns by observer the identities of what it sees."""
+    found: dict[nn.Module, set[int]] = defaultdict(set)
+    for node in model.graph.find_nodes(op="call_module"):
+        observer, seen = observer_of(node), node.all_input_nodes[0]
+        if observer is not None:
+            held = seen.op == "get_attr"
+            found[observer].add(id(attribute(model, str(seen.target)) if held else seen))
+    return found
+
+
+def _weight(
+    model: fx.GraphModule, layers: list[Layer], holders: list[fx.Node], served: dict[nn.Module, set[int]]
+) -> Weight | str:
+    known = {layer.observed for layer in layers}
+    others = [user for node in holders for user in node.users if user not in known]
+    others += [user for call in known for user in call.users if user not in {layer.node for layer in layers}]
+    if others:
+        return f"'{others[0].name}' reads its weight too"
+    value = attribute(model, str(layers[0].constant.target))
+    grids = [_grid(layer, value) for layer in {layer.observer: layer for layer in layers}.values()]
+    wrong = next((grid for grid in grids if isinstance(grid, str)), None)
+    if wrong is not None:
+        return wrong
+    found = [grid for grid in grids if isinstance(grid, Grid)]
+    if any(not _alike(found[0], grid) for grid in found[1:]) or len({layer.groups for layer in layers}) > 1:
+        return "its weight is tied, and quantized in different ways"
+    alone = all(len(served[layer.observer]) == 1 for layer in layers)
+    paths = tuple(dict.fromkeys(str(node.target) for node in holders))
+    return Weight(tuple(layers), value, paths, found[0], alone)
+
+
+def _alike(one: Grid, other: Grid) -> bool:
+    numbers = (one.low, one.high, one.block, one.by_row) == (other.low, other.high, other.block, other.by_row)
+    return numbers and torch.equal(one.scale, other.scale) and torch.equal(one.zero_point, other.zero_point)
+
+
+def _grid(layer: Layer, value: Tensor) -> Grid | str:
+    observer: Any = layer.observer
+    if needs_data(observer):
+        observe_constant(observer, value)
+    if isinstance(observer, AffineQuantizedObserverBase):
+        return _grid_of_blocks(observer, value)
+    if kind_of(observer) != "static" or observer.dtype.is_floating_point:
+        return "its weight is not quantized to integers"
+    found = static_quantization(observer, f"the weight of '{layer.node.name}'")
+    scale, zero_point = (torch.as_tensor(number) for number in calculate_qparams(observer))
+    if found.axis not in (None, 0):
+        return f"its weight has scales along axis {found.axis}"
+    return Grid(scale.float(), zero_point, found.quant_min, found.quant_max, 0, found.axis == 0)
+
+
+def _grid_of_blocks(observer: Any, value: Tensor) -> Grid | str:
+    sizes, (scale, zero_point) = observer.block_size, observer.calculate_qparams()
+    if len(sizes) != 2 or sizes[0] != 1 or observer.zero_point_domain.name != "INT":
+        return f"its weight has scales for blocks of {tuple(sizes or ())}"
+    block = 0 if sizes[1] == value.shape[1] else int(sizes[1])
+    zero_point = torch.zeros_like(scale, dtype=torch.int64) if zero_point is None else zero_point
+    return Grid(scale, zero_point, int(observer.quant_min), int(observer.quant_max), block, by_row=True)

@@ -1,0 +1,290 @@
+"""GPTQ: weights whose integers keep more of a layer's result, over any quantizer and down to the file."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer
+from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
+    get_symmetric_quantization_config as executorch_config,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torchao.quantization.pt2e.quantizer import QuantizationSpec
+from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
+    X86InductorQuantizer,
+    get_default_x86_inductor_quantization_config,
+)
+
+import quantplug
+from quantplug.algorithms.gptq import GPTQ
+from quantplug.core.errors import CalibrationError, ConfigError, ModelError
+from quantplug.core.graph.facts import attribute, observer_of
+from quantplug.core.observers import observer
+from quantplug.core.specs.levels import sqnr
+from quantplug.quantizers.xnnpack import XNNPACKQuantizer as OurXNNPACKQuantizer
+
+
+def correlated(*shape, seed=0):
+    """Returns inputs whose channels go together, as those of real layers do."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(shape[1], shape[1], generator=torch.Generator().manual_seed(7)) / shape[1] ** 0.5
+    mix = mix + torch.ones_like(mix) / 2
+    return torch.einsum("bc...,cd->bd...", torch.randn(*shape, generator=generator), mix).contiguous()
+
+
+class Mixed(nn.Module):
+    """Every kind of layer whose weight is rounded: plain, grouped, depthwise, dilated, over one dimension, linear."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.plain = nn.Conv2d(8, 16, 3, padding=1, padding_mode="zeros")
+        self.depthwise = nn.Conv2d(16, 16, 3, groups=16, padding="same", dilation=2)
+        self.grouped = nn.Conv2d(16, 16, (3, 2), groups=4, stride=2)
+        self.rows = nn.Conv1d(16, 12, 3)
+        self.linear = nn.Linear(12, 32)
+        self.last = nn.Linear(32, 5)
+
+    def forward(self, x):
+        x = self.grouped(torch.relu(self.depthwise(torch.relu(self.plain(x))))).flatten(2)
+        return self.last(torch.relu(self.linear(self.rows(x).mean(2))))
+
+
+def low_bits(name, per_channel, bits=4):
+    """Returns the x86 config with weights of few bits: its kernels store them as bytes."""
+    base = quantplug.get_x86_quantization_config()
+    scheme = torch.per_channel_symmetric if per_channel else torch.per_tensor_symmetric
+    axis = 0 if per_channel else None
+    low = -(2 ** (bits - 1))
+    weight = QuantizationSpec(torch.int8, observer(name, per_channel), low, -low - 1, scheme, axis)
+    return type(base)(base.input_activation, base.output_activation, weight, base.bias)
+
+
+def prepared_mixed(quantizer, batches):
+    exported = torch.export.export(Mixed().eval(), (batches[0],)).module()
+    prepared = quantplug.prepare_pt2e(exported, quantizer)
+    quantplug.calibrate(prepared, batches, progress=False)
+    return exported, prepared
+
+
+def weights_in(converted):
+    """Returns by layer the dequantized weight of a converted graph."""
+    found = {}
+    for node in converted.graph.nodes:
+        name = str(node.target)
+        if node.op == "call_function" and ("conv" in name or "linear" in name):
+            values = node.all_input_nodes[1]
+            args = [attribute(converted, str(a.target)) if isinstance(a, torch.fx.Node) else a for a in values.args]
+            found[node.name] = values.target(*args, **values.kwargs)
+    return found
+
+
+BATCHES = [correlated(8, 8, 9, 9, seed=seed) for seed in range(3)]
+
+
+@pytest.mark.filterwarnings("ignore:Backend 'x86' stores weights in 8 bits")
+@pytest.mark.few(1)
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("name", ["minmax", "mse"])
+def test_every_kind_of_layer_gets_integers_that_keep_more_and_convert_stores_just_them(per_channel, name):
+    quantizer = quantplug.get_quantizer("x86").set_global(low_bits(name, per_channel))
+    exported, prepared = prepared_mixed(quantizer, BATCHES)
+    nearest = quantplug.convert_pt2e(prepared)
+    before = {key: value.clone() for key, value in exported.state_dict().items()}
+    found = GPTQ().apply(prepared, BATCHES)
+    assert len(found) == 6
+    assert found.left == {}
+    assert all(layer.after >= layer.before for layer in found.values())
+    assert sum(layer.after > layer.before + 1 for layer in found.values()) >= 5, str(found)
+    converted = quantplug.convert_pt2e(prepared)
+    for node, weight in weights_in(converted).items():
+        call = next(n for n in prepared.graph.nodes if n.name == node).args[1]
+        assert torch.equal(weight, attribute(prepared, call.args[0].target))
+    fresh = [correlated(8, 8, 9, 9, seed=seed) for seed in range(10, 14)]
+    wanted = torch.cat([exported(x) for x in fresh])
+    gain = sqnr(torch.cat([converted(x) for x in fresh]), wanted) - sqnr(torch.cat([nearest(x) for x in fresh]), wanted)
+    assert gain > 2
+    assert all(torch.equal(value, exported.state_dict()[key]) for key, value in before.items())
+
+
+@pytest.mark.filterwarnings("ignore:Backend 'x86' stores weights in 8 bits")
+def test_a_layers_error_is_what_its_result_really_lacks():
+    """The decibels are told of one layer by products of its inputs; here they are measured on its results."""
+    torch.manual_seed(0)
+    layer, x = nn.Conv2d(8, 6, 3, groups=2, stride=2, padding=1).eval(), correlated(16, 8, 9, 9)
+    quantizer = quantplug.get_quantizer("x86").set_global(low_bits("minmax", per_channel=True, bits=3))
+    exported = torch.export.export(layer, (x,)).module()
+    prepared = quantplug.prepare_pt2e(exported, quantizer)
+    quantplug.calibrate(prepared, [x], progress=False)
+
+    def level():
+        weight = weights_in(quantplug.convert_pt2e(prepared))["conv2d"]
+        kept = nn.functional.conv2d(x, weight, None, 2, 1, 1, 2)
+        return sqnr(kept, nn.functional.conv2d(x, layer.weight, None, 2, 1, 1, 2))
+
+    before = level()
+    found = GPTQ().apply(prepared, [x])["conv2d"]
+    assert found.before == pytest.approx(before, abs=0.05)
+    assert found.after == pytest.approx(level(), abs=0.05)
+    assert found.after > before + 1
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 12), st.integers(1, 24)),
+    rows=st.integers(1, 40),
+    bits=st.integers(2, 8),
+    per_channel=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+@pytest.mark.filterwarnings("ignore:Backend 'x86' stores weights in 8 bits")
+def test_no_layer_is_further_from_float_than_rounding_to_nearest_leaves_it(shape, rows, bits, per_channel, seed):
+    """Also of fewer inputs than columns, of columns that are never read, and of weights of zero."""
+    generator = torch.Generator().manual_seed(seed)
+    layer = nn.Linear(shape[1], shape[0], bias=False).eval()
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(shape, generator=generator))
+        layer.weight[0] *= seed % 2
+    x = torch.randn(rows, shape[1], generator=generator)
+    x[:, :: 1 + seed % 5] *= seed % 3
+    x[0, 0] = 1.0
+    quantizer = quantplug.get_quantizer("x86").set_global(low_bits("minmax", per_channel, bits))
+    prepared = quantplug.prepare_pt2e(torch.export.export(layer, (x,)).module(), quantizer)
+    quantplug.calibrate(prepared, [x], progress=False, dead="report", constant="report")
+    wanted = layer(x)
+    errors = []
+    for algorithm in (None, GPTQ()):
+        if algorithm:
+            algorithm.apply(prepared, [x])
+        weight = weights_in(quantplug.convert_pt2e(prepared))["linear"]
+        errors.append(float((x @ weight.T - wanted).square().sum()))
+    assert errors[1] <= errors[0] * (1 + 1e-4) + 1e-9
+
+
+def perceptron(width=64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("backend", "config"),
+    [("xnnpack", "int4_dynamic_groups"), ("xnnpack", "int4_dynamic"), ("x86", "int4_weight_only")],
+)
+def test_the_file_that_a_user_gets_is_nearer_to_float(backend, config):
+    model, data = perceptron(), [correlated(64, 64, seed=seed) for seed in range(2)]
+    fresh = correlated(64, 64, seed=9)
+    plain, rounded = (
+        quantplug.quantize(model, (data[0],), backend, data, config, progress=False, recipe=recipe)
+        for recipe in ((), [GPTQ()])
+    )
+    assert sqnr(rounded(fresh), model(fresh)) > sqnr(plain(fresh), model(fresh)) + 3
+    assert rounded.nbytes == pytest.approx(plain.nbytes, rel=0.01)
+
+
+def foreign(name):
+    if name == "executorch":
+        return XNNPACKQuantizer().set_global(executorch_config(is_per_channel=True, weight_qmin=-7, weight_qmax=7))
+    return X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["executorch", "torchao"])
+def test_other_libraries_quantizers_gain_too(name):
+    model, data = perceptron(), [correlated(64, 64, seed=seed) for seed in range(2)]
+    exported = torch.export.export(model, (data[0],)).module()
+    prepared = quantplug.prepare_pt2e(exported, foreign(name))
+    quantplug.calibrate(prepared, data, progress=False)
+    found = GPTQ().apply(prepared, data)
+    assert len(found) == 3
+    assert all(layer.after > layer.before + 1 for layer in found.values())
+    converted = quantplug.convert_pt2e(prepared)
+    for node, weight in weights_in(converted).items():
+        call = next(n for n in prepared.graph.nodes if n.name == node).args[1]
+        assert torch.equal(weight, attribute(prepared, call.args[0].target))
+
+
+class Tied(nn.Module):
+    """A layer that is read twice, and a table that is the head of a model too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.layer, self.head = nn.Embedding(24, 32), nn.Linear(32, 32), nn.Linear(32, 24, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens):
+        return self.head(self.layer(torch.relu(self.layer(self.table(tokens)))))
+
+
+def test_a_weight_with_two_readers_stays_one_and_a_table_is_left_alone():
+    tokens = [torch.randint(24, (4, 16), generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    exported = torch.export.export(Tied().eval(), (tokens[0],)).module()
+    prepared = quantplug.prepare_pt2e(exported, OurXNNPACKQuantizer().set_global("int4_dynamic"))
+    found = GPTQ().apply(prepared, tokens)
+    assert set(found) == {"linear", "linear_1"}
+    assert "reads its weight too" in found.left["linear_2"]
+    converted = quantplug.convert_pt2e(prepared)
+    weights = weights_in(converted)
+    assert torch.equal(weights["linear"], weights["linear_1"])
+    calls = {n.name: n.args[1] for n in prepared.graph.nodes if n.name in found}
+    assert len({id(attribute(prepared, call.args[0].target)) for call in calls.values()}) == 1
+    assert torch.equal(weights["linear"], attribute(prepared, calls["linear"].args[0].target))
+
+
+def test_scales_stay_whatever_is_calibrated_or_copied_afterwards():
+    model, data = perceptron(), [correlated(64, 64, seed=seed) for seed in range(2)]
+    exported = torch.export.export(model, (data[0],)).module()
+    prepared = quantplug.prepare_pt2e(exported, OurXNNPACKQuantizer().set_global("int4_dynamic_groups"))
+    GPTQ().apply(prepared, data)
+    wanted = weights_in(quantplug.convert_pt2e(prepared))
+    prepared(data[0] * 100)
+    copied = copy.deepcopy(prepared)
+    for graph in (prepared, copied):
+        found = weights_in(quantplug.convert_pt2e(graph))
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    call = next(n for n in prepared.graph.nodes if n.name == "linear").args[1]
+    frozen = observer_of(call)
+    again = pickle.loads(pickle.dumps(frozen))
+    assert all(map(torch.equal, again.calculate_qparams(), frozen.calculate_qparams()))
+
+
+def test_bad_input_is_a_sentence_and_changes_nothing():
+    model, data = perceptron(), [correlated(64, 64)]
+    exported = torch.export.export(model, (data[0],)).module()
+    prepared = quantplug.prepare_pt2e(exported, OurXNNPACKQuantizer().set_global("int4_dynamic"))
+    before = {name: value.clone() for name, value in prepared.named_parameters()}
+    with pytest.raises(CalibrationError, match="GPTQ takes 1 or more batches, and the loader yielded none"):
+        GPTQ().apply(prepared, [])
+    with pytest.raises(CalibrationError, match="NaN or infinity in what 'linear'"):
+        GPTQ().apply(prepared, [data[0] * float("nan")])
+    with pytest.raises(CalibrationError, match="expected"):
+        GPTQ().apply(prepared, [data[0][:, :3]])
+    with pytest.raises(ConfigError, match="positive damping, found -1"):
+        GPTQ(damping=-1)
+    with pytest.raises(CalibrationError, match="found 0"):
+        GPTQ(samples=0).apply(prepared, data)
+    with pytest.raises(ModelError, match="GPTQ takes a prepared model"):
+        GPTQ().apply(exported, data)
+    trained = quantplug.prepare_qat_pt2e(exported, OurXNNPACKQuantizer().set_global("int8_dynamic"))
+    with pytest.raises(ModelError, match="with which weights and biases train"):
+        GPTQ().apply(trained, data)
+    with pytest.raises(ConfigError, match="A recipe is a list of algorithms"):
+        quantplug.quantize(model, (data[0],), "xnnpack", data, recipe=["accurate"])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="need calibration batches, found none"):
+        quantplug.quantize(model, (data[0],), "xnnpack", config="int4_dynamic", recipe=[GPTQ()])
+    assert all(torch.equal(value, before[name]) for name, value in prepared.named_parameters())
+
+
+def test_a_layer_that_cannot_be_rounded_says_why():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ConvTranspose2d(4, 4, 2), nn.Conv2d(4, 4, 1)).eval()
+    x = correlated(2, 4, 5, 5)
+    prepared = quantplug.prepare_pt2e(torch.export.export(model, (x,)).module(), OurXNNPACKQuantizer())
+    quantplug.calibrate(prepared, [x], progress=False)
+    found = GPTQ().apply(prepared, [x])
+    assert list(found) == ["conv2d"]
+    assert list(found.left.values()) == ["aten::conv_transpose2d is neither a linear layer nor a convolution"]
