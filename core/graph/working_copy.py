@@ -46,11 +46,22 @@ def working_copy(model: fx.GraphModule, own_parameters: bool = False) -> fx.Grap
     return duplicate
 
 
-def _copied(model: fx.GraphModule, own_parameters: bool, copies: Copies) -> tuple[dict[str, Any], fx.Graph]:
+def over_same_tensors(model: fx.GraphModule) -> fx.GraphModule:
+    """Returns a graph module whose graph may be changed, over the same parameters, buffers and submodels."""
+    duplicate = fx.GraphModule(model, _copied_graph(model.graph))
+    duplicate.meta = dict(model.meta)
+    return duplicate
+
+
+def _copied_graph(graph: fx.Graph) -> fx.Graph:
     with warnings.catch_warnings():
         # Copying a graph's input and output structure reaches a deprecated class of torch's pytree.
         warnings.simplefilter("ignore", FutureWarning)
-        graph = copy.deepcopy(model.graph)
+        return copy.deepcopy(graph)
+
+
+def _copied(model: fx.GraphModule, own_parameters: bool, copies: Copies) -> tuple[dict[str, Any], fx.Graph]:
+    graph = _copied_graph(model.graph)
     _follow_annotations(model.graph, graph)
     written = name_memory_once(graph, model)
     attributes: dict[str, Any] = {}

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from quantplug.core.graph.constants import computed
 from quantplug.core.graph.editing import constant, erase_dead_code, like
 from quantplug.core.graph.facts import constant_value, operands, operator_name, tensor_value
 from quantplug.core.graph.operators import schema_names
@@ -23,7 +24,7 @@ class Writer:
         """Creates an operator call before the node."""
         with self.model.graph.inserting_before(self.node):
             created = like(self.model.graph.call_function(target, args, kwargs), self.node)
-        created.meta["val"] = target(*fx.node.map_arg(args, value_of), **fx.node.map_arg(kwargs, value_of))
+        created.meta["val"] = computed(created, value_of)
         return created
 
     def reshape(self, source: fx.Node, *sizes: Any) -> fx.Node:

@@ -23,13 +23,13 @@ from quantplug.quantizers.framework.declared import (
     require_name,
     require_rows,
 )
-from quantplug.quantizers.framework.lowered import Lowering, emulated, lowered, lowering_of, require_options
 
 if TYPE_CHECKING:  # declaring a backend imports no lowering
     from quantplug.lowering.emulation import EmulatedProgram, KernelSet
     from quantplug.lowering.program import Program
 
 ConfigFactory: TypeAlias = Callable[..., QuantizationConfig]
+Lowering: TypeAlias = Callable[..., Any]  # of a Program, whose room a declaration does not import
 Transform: TypeAlias = Callable[[fx.GraphModule], fx.GraphModule]
 WeightBits: TypeAlias = Callable[[QuantizationSpec, QuantizationSpec | None], int]
 
@@ -131,11 +131,9 @@ class Backend:
             LoweringError: the graph cannot be lowered, or the inputs do not fit it.
             ConfigError: the lowering's name leads nowhere, or it has no such option.
         """
-        self.require_lowering_options(options)
-        program: Program = lowered(
-            lowering_of(self.name, self.lowering), converted, example_inputs, example_kwargs, options
-        )
-        return program
+        from quantplug.quantizers.framework.lowered import lowered
+
+        return lowered(self.name, self.lowering, converted, example_inputs, example_kwargs, options)
 
     def require_lowering_options(self, names: Iterable[str]) -> None:
         """Checks options of the lowering by name, which is worth doing before a model is calibrated.
@@ -143,7 +141,9 @@ class Backend:
         Raises:
             ConfigError: the lowering's name leads nowhere, or it has no such option.
         """
-        require_options(self.name, lowering_of(self.name, self.lowering), names)
+        from quantplug.quantizers.framework.lowered import lowering_with
+
+        lowering_with(names, self.name, self.lowering)
 
     def emulate(
         self,
@@ -167,4 +167,6 @@ class Backend:
         """
         if self.kernels is None:
             raise ConfigError(f"Backend '{self.name}' names no kernels to emulate; declare kernels=KernelSet(...).")
+        from quantplug.quantizers.framework.lowered import emulated
+
         return emulated(self.kernels, converted, example_inputs, example_kwargs, options)

@@ -1,7 +1,7 @@
 """From a declaration to programs: its lowering found by its name, called with what every lowering is given."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, fx
@@ -12,47 +12,50 @@ from quantplug.core.graph.facts import require_graph_module
 from quantplug.core.named import resolved
 from quantplug.core.peers.torch_names import pytree
 
-if TYPE_CHECKING:  # declaring a backend imports no lowering
+if TYPE_CHECKING:  # a lowering imports its runtime, so that none is imported before it is used
     from quantplug.lowering.emulation import EmulatedProgram, KernelSet
+    from quantplug.lowering.program import Program
+    from quantplug.quantizers.framework.backend import Lowering
 
-Lowering: TypeAlias = Callable[..., Any]  # of a Program, whose room a declaration does not import
 Keywords: TypeAlias = Mapping[str, Any] | None
 
 
-def lowering_of(backend: str, declared: str | Lowering) -> Lowering:
+def lowering_with(options: Iterable[str], backend: str, declared: "str | Lowering") -> "Lowering":
     """Returns the function that a backend declares as its lowering.
 
     Raises:
-        ConfigError: its name leads nowhere.
+        ConfigError: its name leads nowhere, or it has no such option.
     """
-    if not isinstance(declared, str):
-        return declared
-    found: Lowering = resolved(declared, f"lowering '{declared}' of backend '{backend}'")
-    return found
-
-
-def require_options(backend: str, lowering: Lowering, names: Iterable[str]) -> None:
-    """Raises ConfigError where a lowering has no option of such a name."""
+    what = f"lowering '{declared}' of backend '{backend}'"
+    lowering: Lowering = resolved(declared, what) if isinstance(declared, str) else declared
     parameters = list(inspect.signature(lowering).parameters.values())[2:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return
+        return lowering
     known = [parameter.name for parameter in parameters]
-    for name in names:
-        if name not in known:
-            raise ConfigError(
-                f"The lowering of backend '{backend}' has no option '{name}'{did_you_mean(name, known)}; "
-                f"choose from {known}."
-            )
+    unknown = next((name for name in options if name not in known), None)
+    if unknown is not None:
+        raise ConfigError(
+            f"The lowering of backend '{backend}' has no option '{unknown}'{did_you_mean(unknown, known)}; "
+            f"choose from {known}."
+        )
+    return lowering
 
 
 def lowered(
-    lowering: Lowering, converted: fx.GraphModule, inputs: tuple[Any, ...], keywords: Keywords, options: dict[str, Any]
-) -> Any:
-    """Returns the program that a lowering makes of a q/dq graph and example inputs."""
+    backend: str,
+    declared: "str | Lowering",
+    converted: fx.GraphModule,
+    inputs: tuple[Any, ...],
+    keywords: Keywords,
+    options: dict[str, Any],
+) -> "Program":
+    """Returns the program that a backend's lowering makes of a q/dq graph and example inputs."""
+    lowering = lowering_with(options, backend, declared)
     model, positional = _positional(converted, inputs, keywords)
     # A slice of a data set would take the whole data set along into a saved program.
     own = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), positional)
-    return lowering(model, own, **options)
+    program: Program = lowering(model, own, **options)
+    return program
 
 
 def emulated(

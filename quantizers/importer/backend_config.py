@@ -17,8 +17,7 @@ from quantplug.core.annotation.annotator import Annotator
 from quantplug.core.errors import ConfigError
 from quantplug.core.graph.operators import operator_overloads
 from quantplug.core.specs.dtypes import DTypeConfig
-from quantplug.quantizers.framework.backend import Backend
-from quantplug.quantizers.framework.lowered import Lowering
+from quantplug.quantizers.framework.backend import Backend, Lowering
 from quantplug.quantizers.importer.dtypes import distinct_names, dtype_config, is_fixed
 from quantplug.quantizers.importer.entries import PatternEntry, pattern_entry, require_keys
 from quantplug.quantizers.importer.operator_dictionary import operator_entries
