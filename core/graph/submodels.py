@@ -150,12 +150,7 @@ def _lift(model: fx.GraphModule, node: fx.Node, submodels: dict[str, fx.GraphMod
             held.replace_all_uses_with(given)
             submodel.graph.erase_node(held)
     _keep_operands(node, operands)
-    return {path: rebuilt(_attributes(submodel), submodel.graph, submodel) for path, submodel in submodels.items()}
-
-
-def _attributes(model: fx.GraphModule) -> dict[str, Any]:
-    used = (str(n.target) for n in model.graph.nodes if n.op in ("get_attr", "call_module"))
-    return {target: attribute(model, target) for target in used}
+    return {path: rebuilt(submodel) for path, submodel in submodels.items()}
 
 
 def _placeholders_first(graph: fx.Graph) -> fx.Node | None:
