@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from torchao.quantization.pt2e.quantizer import QuantizationConfig, SharedQuantizationSpec
+from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.annotators.constraints import static_only
-from quantplug.annotators.fusion import activation, annotate_piece
+from quantplug.annotators.fusion import activation, annotate_piece, in_scale_of_input
 from quantplug.annotators.qspecs import fixed_qspec, get_input_act_qspec, get_output_act_qspec
 from quantplug.core.annotation.annotator import Annotations, Annotator
 from quantplug.core.patterns.language import Match, op, value
@@ -49,11 +49,5 @@ def clamps(*names: str) -> Annotator:
     A clamp in the producer's scale is a comparison of integers; it is annotated only where the producer
     is quantized.
     """
-
-    def decide(match: Match, config: QuantizationConfig) -> Annotations:
-        source = match["x"]
-        shared = SharedQuantizationSpec((source, match["op"]))
-        return annotate_piece(match, {source: SharedQuantizationSpec(source)}, shared)
-
     patterns = tuple((name, activation(name, value("x"), bind="op")) for name in names)
-    return Annotator("clamp", patterns, decide, (static_only,), follows=("x",), output="shared")
+    return Annotator("clamp", patterns, in_scale_of_input, (static_only,), follows=("x",), output="shared")

@@ -4,10 +4,9 @@ import math
 from collections.abc import Callable, Collection
 
 import torch
-from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
-from quantplug.core.graph.facts import constant_value, is_constant, operands, rank, tensor_value
+from quantplug.core.graph.facts import constant_value, is_constant, operands, rank, sizes_of
 from quantplug.core.graph.operators import operator_overloads
 from quantplug.core.patterns.language import Match
 
@@ -59,7 +58,7 @@ def enough_work(products: int) -> Callable[[Match, QuantizationConfig], str | No
     def check(match: Match, config: QuantizationConfig) -> str | None:
         if not_dynamic(match, config) is None:
             return None
-        given, weight = operands(match["op"]), _shape(match["w"])
+        given, weight = operands(match["op"]), sizes_of(match["w"])
         window = math.prod(weight[2:]) // math.prod(given["stride"])
         found = weight[0] // given["groups"] * window
         return None if found >= products else f"{found} products with each number, too few to quantize it at run time"
@@ -74,10 +73,10 @@ def images_if_dynamic(match: Match, config: QuantizationConfig) -> str | None:
     """
     if not_dynamic(match, config) is None:
         return None
-    image = _shape(match["x"])[1:]
+    image = sizes_of(match["x"])[1:]
     if image and all(isinstance(size, int) and size == 1 for size in image):
         return "each of its images is a single number, which has no range"
-    groups, weight = operands(match["op"])["groups"], _shape(match["w"])
+    groups, weight = operands(match["op"])["groups"], sizes_of(match["w"])
     if len(weight) == 4 and (groups == 1 or weight[1] > 1):
         return None
     return "the kernel that quantizes its input at run time is for 2-D convolutions that are not depthwise"
@@ -115,7 +114,7 @@ def qat_only(match: Match, config: QuantizationConfig) -> str | None:
 
 def depthwise_or_whole(match: Match, config: QuantizationConfig) -> str | None:
     """Holds for convolutions of all channels "x" together or each by itself, for kernels with nothing between."""
-    groups, channels = operands(match["op"])["groups"], _shape(match["x"])[1]
+    groups, channels = operands(match["op"])["groups"], sizes_of(match["x"])[1]
     return None if groups in (1, channels) else f"{groups} groups over {channels} channels, the kernels take 1 or all"
 
 
@@ -127,13 +126,13 @@ def images_with_batch(match: Match, config: QuantizationConfig) -> str | None:
 
 def equal_shapes(match: Match, config: QuantizationConfig) -> str | None:
     """Holds for operands "a" and "b" of one shape, for kernels that do not broadcast."""
-    first, second = _shape(match["a"]), _shape(match["b"])
+    first, second = sizes_of(match["a"]), sizes_of(match["b"])
     return None if first == second else f"operands of shapes {first} and {second}, the kernel takes equal ones"
 
 
 def last_dimension(match: Match, config: QuantizationConfig) -> str | None:
     """Holds for operators over the last dimension of "x", for kernels that walk along rows."""
-    dim, last = operands(match["op"])["dim"], len(_shape(match["x"])) - 1
+    dim, last = operands(match["op"])["dim"], len(sizes_of(match["x"])) - 1
     return None if dim in (-1, last) else f"it goes over dimension {dim}, the kernel along the last"
 
 
@@ -153,7 +152,7 @@ def plain_windows(match: Match, config: QuantizationConfig) -> str | None:
 
 def even_sides(match: Match, config: QuantizationConfig) -> str | None:
     """Holds for convolutions that pad as much before as behind, for kernels that know one width of padding."""
-    given, weight = operands(match["op"]), _shape(match["w"])
+    given, weight = operands(match["op"]), sizes_of(match["w"])
     dilation = list(given["dilation"])
     reach = zip(dilation * (len(weight[2:]) // len(dilation)), weight[2:], strict=True)
     uneven = given["padding"] == "same" and any(step * (size - 1) % 2 for step, size in reach)
@@ -169,7 +168,7 @@ def padding_counts(match: Match, config: QuantizationConfig) -> str | None:
 
 def equal_windows(match: Match, config: QuantizationConfig) -> str | None:
     """Holds for adaptive pooling of an image "x" whose windows all have one size that is known."""
-    image, wanted = _shape(match["x"])[-2:], operands(match["op"])["output_size"]
+    image, wanted = sizes_of(match["x"])[-2:], operands(match["op"])["output_size"]
     if len(image) == 2 and all(_divides(out, size) for size, out in zip(image, wanted, strict=True)):
         return None
     return f"an image of {image} has no equal windows for averages of {tuple(wanted)}"
@@ -181,20 +180,15 @@ def _divides(number: object, size: object) -> bool:
 
 def known_number(match: Match, config: QuantizationConfig) -> str | None:
     """Holds for means of "x" over dimensions whose sizes are known."""
-    sizes = _shape(match["x"])
+    sizes = sizes_of(match["x"])
     dims = operands(match["op"]).get("dim") or range(len(sizes))
     found = tuple(sizes[dim] for dim in dims) if sizes else ("?",)
     return None if all(isinstance(size, int) for size in found) else f"the mean is over {found} elements"
 
 
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    found = tensor_value(node)
-    return () if found is None else tuple(found.shape)
-
-
 def whole_map(match: Match, config: QuantizationConfig | None) -> str | None:
     """Holds for averages over height and width of four dimensions that keep both, for kernels of global pooling."""
-    given, dimensions = operands(match["op"]), len(_shape(match["x"]))
+    given, dimensions = operands(match["op"]), len(sizes_of(match["x"]))
     if "output_size" in given:
         holds = dimensions == 4 and list(given["output_size"]) == [1, 1]
     else:
@@ -206,7 +200,7 @@ def whole_map(match: Match, config: QuantizationConfig | None) -> str | None:
 def repeats_nothing(match: Match, config: QuantizationConfig | None) -> str | None:
     """Holds unless an expand yields more elements than it reads, for targets without a kernel for that."""
     node = match["op"]
-    grows = math.prod(_shape(node)) != math.prod(_shape(match["x"]))
+    grows = math.prod(sizes_of(node)) != math.prod(sizes_of(match["x"]))
     expands = node.target in operator_overloads("expand")
     return "it repeats elements along a dimension, for which there is no kernel" if expands and grows else None
 

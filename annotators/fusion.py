@@ -8,7 +8,12 @@ from numbers import Number
 from typing import Any
 
 from torch import fx
-from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpecBase
+from torchao.quantization.pt2e.quantizer import (
+    QuantizationAnnotation,
+    QuantizationConfig,
+    QuantizationSpecBase,
+    SharedQuantizationSpec,
+)
 
 from quantplug.core.annotation.annotator import Annotations
 from quantplug.core.graph.operators import CLAMPS
@@ -53,6 +58,13 @@ def with_batch_norm(label: str, base: Pattern, activations: tuple[str, ...]) -> 
     """
     whole = op("batch_norm", input=single_use(base), name="batch_norm")
     return with_activations(f"{label}_bn", whole, activations)
+
+
+def in_scale_of_input(match: Match, config: QuantizationConfig) -> Annotations:
+    """Decides that "op" stays in the integers of "x": input and output share the scale of what yields "x"."""
+    source = match["x"]
+    shared = SharedQuantizationSpec((source, match["op"]))
+    return annotate_piece(match, {source: SharedQuantizationSpec(source)}, shared)
 
 
 def annotate_piece(

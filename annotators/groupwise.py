@@ -14,7 +14,8 @@ from quantplug.core.graph.facts import tensor_value
 from quantplug.core.graph.operators import operator_overloads
 from quantplug.core.patterns.language import Match
 from quantplug.core.peers.torchao_names import AffineQuantizedMinMaxObserver
-from quantplug.core.specs.dtypes import group_size, integer_range
+from quantplug.core.specs.dtypes import group_size
+from quantplug.core.specs.stored_dtypes import stored_range
 
 FOUR_BITS = (-8, 7)
 _OUTPUTS_FIRST = operator_overloads("linear")
@@ -101,7 +102,7 @@ def groups_beside_run_time(match: Match | None, config: QuantizationConfig) -> s
         return (
             f"the config has a scale for every {size} input channels, whose kernel takes inputs quantized at run time"
         )
-    low, high = integer_range(config.weight)
+    low, high = stored_range(config.weight)
     if FOUR_BITS[0] <= low and high <= FOUR_BITS[1]:
         return None
     return f"its weights are {low}..{high}, and the kernel with a scale for every {size} input channels reads -8..7"
@@ -136,5 +137,5 @@ def bits_beside(weight: QuantizationSpec, activation: QuantizationSpec | None) -
 
 
 def _is_narrow(spec: object) -> bool:
-    low, high = integer_range(spec) if isinstance(spec, QuantizationSpec) else (-128, 127)
+    low, high = stored_range(spec) if isinstance(spec, QuantizationSpec) else (-128, 127)
     return high - low <= FOUR_BITS[1] - FOUR_BITS[0]

@@ -18,7 +18,7 @@ from quantplug.annotators.qspecs import get_input_act_qspec, get_output_act_qspe
 from quantplug.core.annotation.annotator import Annotations, Annotator
 from quantplug.core.errors import ConfigError
 from quantplug.core.patterns.language import Match, Pattern
-from quantplug.core.specs.dtypes import integer_range
+from quantplug.core.specs.stored_dtypes import stored_range
 
 # For each observation of activations, where the scale of the output comes from.
 OBSERVATIONS: Mapping[str, str] = MappingProxyType(
@@ -87,6 +87,6 @@ def _fixed(spec: QuantizationSpecBase | None, qparams: tuple[float, int] | None)
         return spec
     assert qparams is not None
     scale, zero_point = qparams
-    low, high = integer_range(spec)
+    low, high = stored_range(spec)
     scheme = spec.qscheme or torch.per_tensor_affine
     return FixedQParamsQuantizationSpec(spec.dtype, scale, zero_point, low, high, scheme)

@@ -19,7 +19,7 @@ from torchao.quantization.pt2e.quantizer import (
 )
 
 from quantplug.core.errors import ConfigError
-from quantplug.core.specs.dtypes import integer_range
+from quantplug.core.specs.stored_dtypes import stored_range
 from quantplug.core.specs.written import register_for_plans
 
 _PER_TENSOR = (torch.per_tensor_affine, torch.per_tensor_symmetric, None)
@@ -100,7 +100,7 @@ def fixed_qspec(spec: QuantizationSpec | None, low: float, high: float) -> Fixed
     """
     if spec is None:
         return None
-    low_int, high_int = integer_range(spec)
+    low_int, high_int = stored_range(spec)
     scale = (high - low) / (high_int - low_int + 1)
     return FixedQParamsQuantizationSpec(
         dtype=spec.dtype,

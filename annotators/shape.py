@@ -6,7 +6,7 @@ from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpecBase, SharedQuantizationSpec
 
 from quantplug.annotators.constraints import static_only
-from quantplug.annotators.fusion import annotate_piece
+from quantplug.annotators.fusion import annotate_piece, in_scale_of_input
 from quantplug.annotators.qspecs import get_input_act_qspec
 from quantplug.core.annotation.annotator import Annotations, Annotator
 from quantplug.core.graph.operators import DROPOUTS, IDENTITIES, MOVES, PADS, REPEATS
@@ -19,14 +19,8 @@ def movement(names: tuple[str, ...] = (*MOVES, *REPEATS, *IDENTITIES)) -> Annota
     They keep the integer domain between quantized neighbours and start none: only moves whose producer is
     quantized are annotated.
     """
-
-    def decide(match: Match, config: QuantizationConfig) -> Annotations:
-        source = match["x"]
-        shared = SharedQuantizationSpec((source, match["op"]))
-        return annotate_piece(match, {source: SharedQuantizationSpec(source)}, shared)
-
     patterns = tuple((name.partition(".")[0], _move(name)) for name in names)
-    return Annotator("movement", patterns, decide, (static_only,), follows=("x",), output="shared")
+    return Annotator("movement", patterns, in_scale_of_input, (static_only,), follows=("x",), output="shared")
 
 
 def _move(name: str) -> Op:

@@ -22,7 +22,8 @@ from quantplug.core.graph.facts import rank
 from quantplug.core.graph.operators import operator_overloads
 from quantplug.core.observers.rowwise import granularity_of
 from quantplug.core.patterns.language import Match
-from quantplug.core.specs.dtypes import integer_range, smallest_scale
+from quantplug.core.specs.dtypes import smallest_scale
+from quantplug.core.specs.stored_dtypes import stored_range
 
 _OVER_ROWS = frozenset().union(*(operator_overloads(name) for name in ("linear", "addmm", "mm")))
 
@@ -69,7 +70,7 @@ def per_tensor_weight(annotator: Annotator) -> Annotator:
         if spec is None or spec.qscheme not in (torch.per_channel_symmetric, torch.per_channel_affine):
             return annotator.decide(match, config)
         kept = {"is_qat": config.is_qat, "dtype": spec.dtype, "eps": smallest_scale(spec)}
-        whole = weight_spec(*integer_range(spec), per_channel=False, **kept)
+        whole = weight_spec(*stored_range(spec), per_channel=False, **kept)
         return annotator.decide(match, replace(config, weight=whole))
 
     return replace(annotator, decide=decide)

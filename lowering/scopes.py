@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from quantplug.core.errors import LoweringError
-from quantplug.core.graph.editing import free_name
+from quantplug.core.graph.editing import register
 from quantplug.core.graph.facts import attribute
 
 _HIGHER = torch.ops.higher_order
@@ -82,18 +82,7 @@ def _adopted(model: fx.GraphModule, submodel: fx.GraphModule, inner: Any) -> Map
     for node in inner:
         target = str(node.target)
         if target not in names:
-            names[target] = _add(model, attribute(submodel, target))
+            names[target] = register(model, "inlined", attribute(submodel, target))
         found[node] = model.graph.get_attr(names[target])
         found[node].meta = dict(node.meta)
     return found
-
-
-def _add(model: fx.GraphModule, value: Any) -> str:
-    name = free_name(model, "inlined")
-    if isinstance(value, torch.nn.Parameter):
-        model.register_parameter(name, value)
-    elif isinstance(value, Tensor):
-        model.register_buffer(name, value)
-    else:
-        model.add_submodule(name, value)
-    return name

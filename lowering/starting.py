@@ -5,8 +5,6 @@ Export's guards are gone, scopes are inlined, and inputs and buffers that the gr
 runs changes neither what it is given nor the model that it was lowered from.
 """
 
-import copy
-import warnings
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from torch import fx
 from quantplug.core.graph.constants import written_buffers
 from quantplug.core.graph.facts import attribute, tensor_value
 from quantplug.core.graph.memory import name_memory_once
+from quantplug.core.graph.working_copy import over_same_tensors
 from quantplug.core.graph.written_inputs import leave_inputs_as_they_are
 from quantplug.lowering.scopes import inline_scopes
 from quantplug.lowering.strides import read_strides_as_exported
@@ -22,8 +21,7 @@ from quantplug.lowering.strides import read_strides_as_exported
 
 def starting(converted: fx.GraphModule) -> fx.GraphModule:
     """Returns the copy of a graph module that a lowering may change."""
-    module = _over_same_tensors(converted)
-    module.meta = dict(converted.meta)
+    module = over_same_tensors(converted)
     for node in reversed(list(module.graph.nodes)):
         if node.op == "call_module" and not node.users:
             module.graph.erase_node(node)
@@ -52,16 +50,9 @@ def _convert_before_copies(graph: fx.Graph) -> None:
 
 def twin(module: fx.GraphModule) -> fx.GraphModule:
     """Returns a graph module of the same graph and tensors that has a state of its own."""
-    other = _over_same_tensors(module)
+    other = over_same_tensors(module)
     own_state(other)
     return other
-
-
-def _over_same_tensors(module: fx.GraphModule) -> fx.GraphModule:
-    with warnings.catch_warnings():
-        # Copying a graph's input and output structure reaches a deprecated class of torch's pytree.
-        warnings.simplefilter("ignore", FutureWarning)
-        return fx.GraphModule(module, copy.deepcopy(module.graph))
 
 
 def own_state(module: fx.GraphModule) -> None:

@@ -18,8 +18,9 @@ from torchao.quantization.pt2e.quantizer import (
 
 from quantplug.core.annotation.claims import Claims
 from quantplug.core.annotation.kernel_dtypes import KernelDtypes
-from quantplug.core.specs.dtypes import integer_range, smallest_scale
+from quantplug.core.specs.dtypes import smallest_scale
 from quantplug.core.specs.scaling import finds_range
+from quantplug.core.specs.stored_dtypes import stored_range
 
 
 def inherit_fixed(claims: Claims, dtypes: KernelDtypes) -> None:
@@ -43,13 +44,13 @@ def inherit_fixed(claims: Claims, dtypes: KernelDtypes) -> None:
 
 def _can_be_fixed(spec: QuantizationSpec, fixed: FixedQParamsQuantizationSpec) -> bool:
     """Tells whether fixed numbers are such as a spec may come to, whose observer makes no rule for scales."""
-    if spec.is_dynamic or fixed.dtype != spec.dtype or integer_range(fixed) != integer_range(spec):
+    if spec.is_dynamic or fixed.dtype != spec.dtype or stored_range(fixed) != stored_range(spec):
         return False
     if not finds_range(spec) or fixed.scale < smallest_scale(spec):
         return False
     if spec.qscheme is not torch.per_tensor_symmetric:
         return spec.qscheme in (torch.per_tensor_affine, None)
-    low, high = integer_range(spec)
+    low, high = stored_range(spec)
     middles = (0,) if spec.dtype.is_signed else ((low + high) // 2, (low + high + 1) // 2)
     return fixed.zero_point in middles
 

@@ -35,7 +35,7 @@ from quantplug.core.observers.sharing import (
     groups_of,
 )
 from quantplug.core.specs.dtypes import group_size
-from quantplug.core.specs.stored_dtypes import HALF_DTYPES, STORAGE_DTYPES, dtype_range
+from quantplug.core.specs.stored_dtypes import HALF_DTYPES, STORAGE_DTYPES, dtype_range, stored_range
 
 
 def verify_annotations(model: fx.GraphModule) -> Sharing:
@@ -167,9 +167,7 @@ def _check_dtype(point: Point, spec: Any) -> None:
 
 
 def _check_range(point: Point, spec: Any) -> None:
-    least, greatest = dtype_range(spec.dtype)
-    low = least if spec.quant_min is None else spec.quant_min
-    high = greatest if spec.quant_max is None else spec.quant_max
+    (least, greatest), (low, high) = dtype_range(spec.dtype), stored_range(spec)
     if low < least or high > greatest or low >= high:
         raise AnnotationError(
             f"The {describe_point(point)} is annotated with the range {low}..{high} of {spec.dtype}; choose an "
@@ -178,9 +176,7 @@ def _check_range(point: Point, spec: Any) -> None:
 
 
 def _check_fixed(point: Point, spec: FixedQParamsQuantizationSpec) -> None:
-    least, greatest = dtype_range(spec.dtype)
-    low = least if spec.quant_min is None else spec.quant_min
-    high = greatest if spec.quant_max is None else spec.quant_max
+    low, high = stored_range(spec)
     if not (math.isfinite(spec.scale) and spec.scale > 0):
         raise AnnotationError(
             f"The {describe_point(point)} has the fixed scale {spec.scale}; a scale must be finite and positive."

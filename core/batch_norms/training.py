@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_arg
 from torchao.quantization.pt2e.quantizer import (
     DerivedQuantizationSpec,
     QuantizationAnnotation,
@@ -42,7 +41,7 @@ from quantplug.core.batch_norms.inference import (
     taken,
 )
 from quantplug.core.errors import AnnotationError
-from quantplug.core.graph.constants import written_buffers
+from quantplug.core.graph.constants import computed, written_buffers
 from quantplug.core.graph.editing import OWN_META, erase_unused, new_parameter, set_operand
 from quantplug.core.graph.facts import describe, operands, tensor_value
 from quantplug.core.patterns.language import Match, Op, constant, either, op, optional, value
@@ -193,9 +192,8 @@ def _call(target: OpOverload, *args: Any, like: fx.Node, name: str | None = None
     """Inserts an operator call with the metadata of another node and the value that it would record."""
     node = like.graph.create_node("call_function", target, args, kwargs, name)
     node.meta = {key: found for key, found in like.meta.items() if key not in OWN_META}
-    inputs = {a: a.meta.get("val") for a in args if isinstance(a, fx.Node)}
-    if all(isinstance(found, Tensor) for found in inputs.values()):
-        node.meta["val"] = target(*map_arg(args, inputs.__getitem__), **kwargs)
+    if all(isinstance(source.meta.get("val"), Tensor) for source in node.all_input_nodes):
+        node.meta["val"] = computed(node, lambda source: source.meta["val"])
     return node
 
 

@@ -12,7 +12,7 @@ from quantplug.core.errors import CalibrationError
 from quantplug.core.graph.constants import written_buffers
 from quantplug.core.graph.facts import attribute, constant_value
 from quantplug.core.observers import DataObserver
-from quantplug.core.observers.base import Seen
+from quantplug.core.observers.seen import Seen
 
 OwnStates = dict[str, tuple[tuple[Tensor, ...] | None, int]]
 """By an observer's name its state, on the host, and how many elements it left out."""

@@ -101,11 +101,6 @@ class CalibrationResult:
         """Observers with a problem: {place: what}."""
         return {o.place: o.problem for o in self.observers if o.problem}
 
-    @property
-    def batches_per_second(self) -> float:
-        """Rate of this run."""
-        return (self.batches - self.resumed_at) / self.seconds if self.seconds else 0.0
-
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields as plain values."""
         return asdict(self)

@@ -4,7 +4,6 @@ Before: a graph module of `torch.export`, which takes each input the way it was 
 the graph's order, or the same graph with all inputs by position, which is what a lowering and a runtime know.
 """
 
-import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from torch import fx
 
 from quantplug.core.errors import LoweringError, did_you_mean
+from quantplug.core.graph.working_copy import over_same_tensors
 from quantplug.core.peers.torch_names import calling_structure, pytree, with_structures
 
 
@@ -34,8 +34,7 @@ def by_position(model: fx.GraphModule) -> fx.GraphModule:
     """
     if not keyword_names(model):
         return model
-    duplicate = fx.GraphModule(model, copy.deepcopy(model.graph))
-    duplicate.meta = dict(model.meta)
+    duplicate = over_same_tensors(model)
     given = calling_structure(duplicate.graph)
     args, kwargs = given.in_spec.children()
     positional = pytree.TreeSpec(tuple, None, [*args.children(), *kwargs.children()])

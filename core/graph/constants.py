@@ -4,13 +4,21 @@ Before: an exported graph with parameters, buffers and lifted constants as `get_
 set of nodes that depend on nothing else, without mutable buffers and random numbers.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
-from quantplug.core.graph.facts import constant_value, is_written, observer_of, viewed_node, written_argument
+from quantplug.core.graph.facts import (
+    constant_value,
+    is_written,
+    observer_of,
+    operator_name,
+    viewed_node,
+    written_argument,
+)
 from quantplug.core.peers.torch_names import OpOverload, schema_of
 
 
@@ -105,6 +113,22 @@ def _evaluate(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     if node.op == "call_module":
         # An observer returns what it is given.
         return values[node.all_input_nodes[0]]
+    return computed(node, values.__getitem__)
+
+
+def computed(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
+    """Returns what an operator yields where the nodes that it reads have these values, fake ones too."""
     target: Any = node.target
-    args = fx.node.map_arg(node.args, lambda n: values[n])
-    return target(*args, **fx.node.map_arg(node.kwargs, lambda n: values[n]))
+    args, kwargs = map_arg((node.args, node.kwargs), value_of)
+    return target(*args, **kwargs)
+
+
+def expression_value(node: fx.Node) -> Tensor | None:
+    """Returns the value of an expression over constants, None if any part of it is computed at run time."""
+    if node.op == "get_attr":
+        return constant_value(node)
+    values = {source: expression_value(source) for source in node.all_input_nodes}
+    if not operator_name(node) or not values or any(value is None for value in values.values()):
+        return None
+    result = computed(node, values.__getitem__)
+    return result if isinstance(result, Tensor) else None

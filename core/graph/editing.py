@@ -54,18 +54,21 @@ def new_parameter(model: fx.GraphModule, origin: fx.Node, suffix: str, value: Te
     It is named after the constant that it comes from ("conv.weight", "folded" give "conv_weight_folded"),
     stands right after it in the graph, and takes over its metadata.
     """
-    name = free_name(model, f"{origin.target}_{suffix}")
-    model.register_parameter(name, torch.nn.Parameter(value.detach(), requires_grad=value.requires_grad))
+    parameter = nn.Parameter(value.detach(), requires_grad=value.requires_grad)
+    name = register(model, f"{origin.target}_{suffix}", parameter)
     with origin.graph.inserting_after(origin):
         node = origin.graph.get_attr(name)
     node.meta = {key: found for key, found in origin.meta.items() if key not in OWN_META}
     recorded = tensor_value(origin)
-    mode = getattr(recorded, "fake_mode", None)
-    if alike(recorded, value):
-        node.meta["val"] = recorded
-    else:
-        node.meta["val"] = mode.from_tensor(value.detach(), static_shapes=True) if mode else value.detach()
+    node.meta["val"] = recorded if alike(recorded, value) else as_recorded(value.detach(), recorded)
     return node
+
+
+def as_recorded(value: Tensor, beside: Tensor | None) -> Tensor:
+    """Returns a tensor as export records one: fake, of the mode of another that is recorded, where that is fake."""
+    mode = getattr(beside, "fake_mode", None)
+    fake: Tensor = value if mode is None else mode.from_tensor(value, static_shapes=True)
+    return fake
 
 
 def alike(recorded: Tensor | None, value: Tensor) -> bool:
@@ -125,21 +128,25 @@ def viewed(before: fx.Node, view: Any, source: fx.Node, *args: Any) -> fx.Node:
 
 
 def constant(before: fx.Node, name: str, value: Tensor) -> fx.Node:
-    """Registers a tensor under a free name and inserts a node that reads it before a node.
-
-    It is a parameter if the tensor is one, a buffer otherwise.
-    """
+    """Registers a tensor under a free name and inserts a node that reads it before a node."""
     owner = before.graph.owning_module
     assert owner is not None
+    with before.graph.inserting_before(before):
+        node = before.graph.get_attr(register(owner, name, value))
+    node.meta["val"] = value
+    return node
+
+
+def register(owner: nn.Module, name: str, value: Tensor | nn.Module) -> str:
+    """Registers a parameter, a module or, of any other tensor, a buffer under a free name; returns the name."""
     free = free_name(owner, name)
     if isinstance(value, nn.Parameter):
         owner.register_parameter(free, value)
+    elif isinstance(value, nn.Module):
+        owner.add_module(free, value)
     else:
         owner.register_buffer(free, value)
-    with before.graph.inserting_before(before):
-        node = before.graph.get_attr(free)
-    node.meta["val"] = value
-    return node
+    return free
 
 
 def free_name(owner: Any, name: str) -> str:
@@ -176,8 +183,8 @@ def drop_unread_attributes(module: fx.GraphModule) -> None:
             delattr(attribute(module, owner) if owner else module, leaf)
 
 
-def call_like(graph: fx.Graph, model: fx.Node, target: Callable[..., Any], *args: Any) -> fx.Node:
-    """Creates an operator call at the graph's insertion point, with the metadata of another node."""
-    node = like(graph.call_function(target, args), model)
+def call_like(graph: fx.Graph, model: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    """Creates an operator call at the graph's insertion point, with the path and history of another node."""
+    node = like(graph.call_function(target, args, kwargs), model)
     ORIGINS.put(node, frozenset())  # and be it that alone: export forgets where nodes without metadata come from
     return node

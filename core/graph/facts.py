@@ -205,10 +205,15 @@ def tensor_value(node: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def sizes_of(node: Any) -> tuple[Any, ...]:
+    """Returns the sizes of a node's tensor, symbolic where they are open; () where it yields none."""
+    found = tensor_value(node)
+    return () if found is None else tuple(found.shape)
+
+
 def likely_sizes(node: Any) -> tuple[int, ...]:
     """Returns the sizes that a node's tensor most likely has, those of the example where they are open; () for none."""
-    found = tensor_value(node)
-    return () if found is None else tuple(optimization_hint(size) for size in found.shape)
+    return tuple(optimization_hint(size) for size in sizes_of(node))
 
 
 def rank(node: Any) -> int | None:

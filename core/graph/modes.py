@@ -52,22 +52,6 @@ class SwitchableGraphModule(LazyGraphModule):
         return super().train(mode)
 
 
-def enable_train_eval(model: fx.GraphModule) -> fx.GraphModule:
-    """Lets `train()` and `eval()` of a graph module work, in place, and returns it.
-
-    The mode is the one that the graph was exported in until one of the two is called.
-    """
-    for name in ("train", "eval"):
-        # torch.export forbids both by methods on the instance.
-        model.__dict__.pop(name, None)
-    if not isinstance(model, SwitchableGraphModule):
-        # Each graph module has a class of its own, which carries its compiled forward. torch finds the
-        # class to use in a copy by this name.
-        model.__class__ = type("GraphModuleImpl", (SwitchableGraphModule,), {})
-        model.recompile()
-    return model
-
-
 def _require_trainable(models: list[fx.GraphModule]) -> None:
     for node in (n for model in models for n in model.graph.nodes if n.target in _INFERENCE_ONLY):
         raise ModelError(

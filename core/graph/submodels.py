@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.graph.constants import written_buffers
 from quantplug.core.graph.control import operator_of
+from quantplug.core.graph.editing import constant
 from quantplug.core.graph.facts import attribute, held_tensor, is_constant
 from quantplug.core.graph.meta import LIFTED
 from quantplug.core.graph.working_copy import rebuilt
@@ -100,12 +102,12 @@ def _keep_operands(node: fx.Node, kept: list[fx.Node]) -> None:
     node.update_arg(position, kept if isinstance(node.args[position], list) else tuple(kept))
 
 
-def _replace_input(submodel: fx.GraphModule, given: fx.Node, constant: fx.Node) -> None:
+def _replace_input(submodel: fx.GraphModule, given: fx.Node, outside: fx.Node) -> None:
     if given.users:
-        name = _register(submodel, str(constant.target), held_tensor(constant))
-        with submodel.graph.inserting_before(given):
-            inside = submodel.graph.create_node("get_attr", name)
-        inside.meta = {k: v for k, v in constant.meta.items() if k != "quantization_annotation"}
+        value = held_tensor(outside)
+        assert value is not None
+        inside = constant(given, str(outside.target), value)
+        inside.meta = {k: v for k, v in outside.meta.items() if k != Q_ANNOTATION_KEY}
         given.replace_all_uses_with(inside)
     submodel.graph.erase_node(given)
 
@@ -137,25 +139,19 @@ def _lift(model: fx.GraphModule, node: fx.Node, submodels: dict[str, fx.GraphMod
     operands = _passed_on(node)
     for owner, submodel in submodels.items():
         for held in [n for n in submodel.graph.nodes if held_tensor(n) is not None]:
-            name = _register(model, f"{owner}_{held.target}", held_tensor(held))
-            is_same = is_constant(held)
-            with model.graph.inserting_before(node):
-                operands.append(model.graph.create_node("get_attr", name))
+            value, is_same = held_tensor(held), is_constant(held)
+            assert value is not None
+            operands.append(constant(node, f"{owner}_{held.target}", value))
             operands[-1].meta = dict(held.meta)
             for path, other in submodels.items():
-                ends[path] = _add_input(other.graph, ends[path], name)
+                ends[path] = _add_input(other.graph, ends[path], str(operands[-1].target))
             given = ends[owner]
             given.meta = dict(held.meta)
             LIFTED.put(given, is_same)
             held.replace_all_uses_with(given)
             submodel.graph.erase_node(held)
     _keep_operands(node, operands)
-    return {path: rebuilt(_attributes(submodel), submodel.graph, submodel) for path, submodel in submodels.items()}
-
-
-def _attributes(model: fx.GraphModule) -> dict[str, Any]:
-    used = (str(n.target) for n in model.graph.nodes if n.op in ("get_attr", "call_module"))
-    return {target: attribute(model, target) for target in used}
+    return {path: rebuilt(submodel) for path, submodel in submodels.items()}
 
 
 def _placeholders_first(graph: fx.Graph) -> fx.Node | None:
@@ -175,14 +171,3 @@ def _add_input(graph: fx.Graph, end: fx.Node | None, name: str) -> fx.Node:
     place = graph.inserting_before(next(iter(graph.nodes))) if end is None else graph.inserting_after(end)
     with place:
         return graph.placeholder(name)
-
-
-def _register(model: fx.GraphModule, path: str, value: Any) -> str:
-    name = path.replace(".", "_")
-    while hasattr(model, name):
-        name += "_"
-    if isinstance(value, torch.nn.Parameter):
-        model.register_parameter(name, value)
-    else:
-        model.register_buffer(name, value)
-    return name

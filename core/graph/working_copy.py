@@ -11,6 +11,7 @@ import gc
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -40,39 +41,53 @@ def working_copy(model: fx.GraphModule, own_parameters: bool = False) -> fx.Grap
         ModelError: the graph refers to an attribute that the module does not have, or writes one of which another
             is a part.
     """
-    attributes, graph = _copied(model, own_parameters, {})
-    duplicate = LazyGraphModule(_used(attributes, graph), graph)
-    duplicate.meta = dict(model.meta)
-    return duplicate
+    return _copied(LazyGraphModule, model, own_parameters, {})
 
 
-def _copied(model: fx.GraphModule, own_parameters: bool, copies: Copies) -> tuple[dict[str, Any], fx.Graph]:
+def over_same_tensors(model: fx.GraphModule) -> fx.GraphModule:
+    """Returns a graph module whose graph may be changed, over the same parameters, buffers and submodels."""
+    return _with_meta(fx.GraphModule(model, _copied_graph(model.graph)), model)
+
+
+def _copied_graph(graph: fx.Graph) -> fx.Graph:
     with warnings.catch_warnings():
         # Copying a graph's input and output structure reaches a deprecated class of torch's pytree.
         warnings.simplefilter("ignore", FutureWarning)
-        graph = copy.deepcopy(model.graph)
+        return copy.deepcopy(graph)
+
+
+def _copied(kind: type[fx.GraphModule], model: fx.GraphModule, own_parameters: bool, copies: Copies) -> fx.GraphModule:
+    graph = _copied_graph(model.graph)
     _follow_annotations(model.graph, graph)
     written = name_memory_once(graph, model)
     attributes: dict[str, Any] = {}
-    for node in graph.nodes:
-        if node.op in ("get_attr", "call_module") and node.target not in attributes:
-            value = attribute(model, str(node.target))
-            if isinstance(value, torch.nn.Parameter) and node.target in written and not own_parameters:
-                value = value.detach()
-            attributes[str(node.target)] = _copy_value(value, own_parameters, copies)
-    return attributes, graph
+    for path in used_attributes(graph):
+        value = attribute(model, path)
+        if isinstance(value, torch.nn.Parameter) and path in written and not own_parameters:
+            value = value.detach()
+        attributes[path] = _copy_value(value, own_parameters, copies)
+    return _with_meta(kind(attributes, graph), model)
 
 
-def rebuilt(attributes: Mapping[str, Any], graph: fx.Graph, origin: fx.GraphModule) -> fx.GraphModule:
-    """Returns a graph module that holds exactly the attributes that its graph uses, with the origin's meta."""
-    module = SwitchableGraphModule(_used(attributes, graph), graph)
+def rebuilt(model: fx.GraphModule, instead: Mapping[str, Any] = MappingProxyType({})) -> fx.GraphModule:
+    """Returns a new module of a model's graph that holds exactly the attributes that the graph uses.
+
+    Args:
+        model: the module with the attributes, whose meta goes along.
+        instead: attributes that take the place of the model's, or that it lacks.
+    """
+    used = {path: instead[path] if path in instead else attribute(model, path) for path in used_attributes(model.graph)}
+    return _with_meta(SwitchableGraphModule(used, model.graph), model)
+
+
+def used_attributes(graph: fx.Graph) -> list[str]:
+    """Returns the paths of what a graph reads or calls, each once, in graph order."""
+    return list(dict.fromkeys(str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")))
+
+
+def _with_meta(module: fx.GraphModule, origin: fx.GraphModule) -> fx.GraphModule:
     module.meta = dict(origin.meta)
     return module
-
-
-def _used(attributes: Mapping[str, Any], graph: fx.Graph) -> dict[str, Any]:
-    used = [str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")]
-    return {target: attributes[target] for target in used}
 
 
 def _copy_value(value: Any, own_parameters: bool, copies: Copies) -> Any:
@@ -90,7 +105,7 @@ def _fresh(value: Any, own_parameters: bool, copies: Copies) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, fx.GraphModule):
-        return rebuilt(*_copied(value, own_parameters, copies), value)
+        return _copied(SwitchableGraphModule, value, own_parameters, copies)
     if isinstance(value, torch.nn.Module) and not is_observer(value):
         return copy.deepcopy(value)
     return value

@@ -9,7 +9,7 @@ from typing import Any
 from torchao.quantization.pt2e import ObserverOrFakeQuantizeConstructor
 
 from quantplug.core.errors import ConfigError
-from quantplug.core.observers.base import DataObserver, NonFiniteError, State
+from quantplug.core.observers.base import DataObserver
 from quantplug.core.observers.histogram import (
     EntropyObserver,
     GridObserver,
@@ -27,6 +27,7 @@ from quantplug.core.observers.minmax import (
     PerChannelMinMaxObserver,
     PerChannelMovingAverageMinMaxObserver,
 )
+from quantplug.core.observers.seen import NonFiniteError, State
 
 OBSERVERS: dict[str, tuple[type[DataObserver], type[DataObserver]]] = {
     "minmax": (MinMaxObserver, PerChannelMinMaxObserver),

@@ -27,7 +27,7 @@ from torchao.quantization.pt2e.quantizer import (
 from quantplug.core.errors import AnnotationError
 from quantplug.core.observers.sharing import Group, Point, Sharing, creation_order, describe_point
 from quantplug.core.observers.training import fake_quantize
-from quantplug.core.specs.stored_dtypes import STORAGE_DTYPES, dtype_range
+from quantplug.core.specs.stored_dtypes import STORAGE_DTYPES, dtype_range, stored_range
 
 
 def create_observers(
@@ -93,12 +93,8 @@ def _create(
 
 
 def _range(spec: Any) -> dict[str, int]:
-    """Returns the quantized range of a fixed or derived spec, by default all of its dtype."""
-    least, greatest = dtype_range(spec.dtype)
-    return {
-        "quant_min": least if spec.quant_min is None else spec.quant_min,
-        "quant_max": greatest if spec.quant_max is None else spec.quant_max,
-    }
+    """Returns the quantized range of a fixed or derived spec as arguments of an observer."""
+    return dict(zip(("quant_min", "quant_max"), stored_range(spec), strict=True))
 
 
 def _derived(spec: DerivedQuantizationSpec, sources: list[nn.Module | None]) -> nn.Module:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from quantplug.core.errors import CalibrationError, ConfigError
 from quantplug.core.observers import grid, search, walk
-from quantplug.core.observers.base import DataObserver, State
+from quantplug.core.observers.base import DataObserver
 from quantplug.core.observers.grid import GridHistogram
+from quantplug.core.observers.seen import State
 
 
 class GridObserver(DataObserver):

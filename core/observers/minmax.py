@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from quantplug.core.errors import CalibrationError, ConfigError
-from quantplug.core.observers.base import DataObserver, State
+from quantplug.core.observers.base import DataObserver
+from quantplug.core.observers.seen import State
 
 
 class Extremes(NamedTuple):

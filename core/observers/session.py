@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from quantplug.core.observers.activity import ChannelActivity, Watch
-from quantplug.core.observers.base import DataObserver, Seen, on_device
+from quantplug.core.observers.base import DataObserver
+from quantplug.core.observers.seen import Seen, on_device
 from quantplug.core.observers.together import Shown, groups_to_update, update_together, widened
 
 # Up to this size copying a tensor (64 KB) is cheaper than the dozen calls that count it on its own.

@@ -215,15 +215,6 @@ def observer_key(spec: QuantizationSpecBase) -> Any:
     return constructor_key(spec.observer_or_fake_quant_ctr) if isinstance(spec, QuantizationSpec) else None
 
 
-def specs_equal(one: QuantizationSpecBase | None, other: QuantizationSpecBase | None) -> bool:
-    """Tells whether two specs ask for the same quantization by the same observer."""
-    if one is None or other is None or type(one) is not type(other):
-        return one is other
-    if isinstance(one, SharedQuantizationSpec):
-        return bool(one == other)
-    return tensor_key(one) == tensor_key(other) and observer_key(one) == observer_key(other)
-
-
 def creation_order(sharing: Sharing) -> list[int]:
     """Returns the groups' indices so that a derived group comes after the groups it derives from.
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantplug.core.observers.base import DataObserver, State, on_device, search_key, update_key
+from quantplug.core.observers.base import DataObserver, search_key, update_key
+from quantplug.core.observers.seen import State, on_device
 
 Shown = tuple[DataObserver, Tensor]
 """An observer and a tensor that is to be counted."""

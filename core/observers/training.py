@@ -33,7 +33,7 @@ from quantplug.core import observers as own
 from quantplug.core.observers import DataObserver
 from quantplug.core.observers.rowwise import RowFakeQuantize, RowObserver
 from quantplug.core.observers.straight_through import CHOOSE_QPARAMS, HalfFakeQuantize, RunTimeFakeQuantize
-from quantplug.core.specs.stored_dtypes import HALF_DTYPES, STORAGE_DTYPES, dtype_range
+from quantplug.core.specs.stored_dtypes import HALF_DTYPES, STORAGE_DTYPES, stored_range
 
 # torchao's observers that gather what they saw, and those that follow it.
 _FOLLOWING: Mapping[type[Any], type[Any]] = {
@@ -110,9 +110,7 @@ def _of_run_time(observer: Any) -> nn.Module:
     dtype, scheme = STORAGE_DTYPES[observer.dtype], observer.qscheme or torch.per_tensor_affine
     if scheme not in CHOOSE_QPARAMS:
         raise TypeError(f"{scheme} has no form for training, since a range of run time is found for a whole tensor")
-    limits = zip((observer.quant_min, observer.quant_max), dtype_range(dtype), strict=True)
-    least, greatest = (of_dtype if given is None else int(given) for given, of_dtype in limits)
-    return RunTimeFakeQuantize(dtype, least, greatest, scheme, float(observer.eps))
+    return RunTimeFakeQuantize(dtype, *stored_range(observer), scheme, float(observer.eps))
 
 
 def _following(observer: Any, of_constants: bool) -> nn.Module:

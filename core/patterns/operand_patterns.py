@@ -68,20 +68,25 @@ class Literal(Pattern):
 
 
 @dataclass(frozen=True)
-class Maybe(Pattern):
-    """A pattern, or nothing in its place; made by `optional`."""
+class _Around(Pattern):
+    """What is said about another pattern."""
 
     inner: Pattern
-
-    @property
-    def text(self) -> str:
-        """What it asks for, in words."""
-        return f"{self.inner.text} or nothing"
 
     @property
     def parts(self) -> tuple[Pattern, ...]:
         """The patterns directly inside."""
         return (self.inner,)
+
+
+@dataclass(frozen=True)
+class Maybe(_Around):
+    """A pattern, or nothing in its place; made by `optional`."""
+
+    @property
+    def text(self) -> str:
+        """What it asks for, in words."""
+        return f"{self.inner.text} or nothing"
 
     def _solve(self, found: Any, state: State, trace: Trace, where: str) -> Iterator[State]:
         if found is None:
@@ -117,21 +122,15 @@ class Either(Pattern):
 
 
 @dataclass(frozen=True)
-class Each(Pattern):
+class Each(_Around):
     """A list whose every element fits a pattern; made by `each`."""
 
-    inner: Pattern
     name: str | None
 
     @property
     def text(self) -> str:
         """What it asks for, in words."""
         return f"a list of {self.inner.text}"
-
-    @property
-    def parts(self) -> tuple[Pattern, ...]:
-        """The patterns directly inside."""
-        return (self.inner,)
 
     def _solve(self, found: Any, state: State, trace: Trace, where: str) -> Iterator[State]:
         if not isinstance(found, list | tuple) or not found:
@@ -147,10 +146,8 @@ class Each(Pattern):
 
 
 @dataclass(frozen=True)
-class SingleUse(Pattern):
+class SingleUse(_Around):
     """A node whose result has one user; made by `single_use`."""
-
-    inner: Pattern
 
     @property
     def text(self) -> str:
@@ -161,11 +158,6 @@ class SingleUse(Pattern):
     def targets(self) -> frozenset[Target]:
         """The operators that a root matched by it can have."""
         return self.inner.targets
-
-    @property
-    def parts(self) -> tuple[Pattern, ...]:
-        """The patterns directly inside."""
-        return (self.inner,)
 
     def _solve(self, found: Any, state: State, trace: Trace, where: str) -> Iterator[State]:
         for solved in self.inner._solve(found, state, trace, where):

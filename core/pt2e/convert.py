@@ -84,14 +84,9 @@ def _convert(prepared: fx.GraphModule, fold: bool) -> fx.GraphModule:
     _replace_observers(model, fold)
     submodels = lift_constants(model, submodels)
     erase_dead_code(model.graph)
-    converted = rebuilt({**_used_attributes(model), **submodels}, model.graph, prepared)
+    converted = rebuilt(model, submodels)
     PHASE.put(converted, CONVERTED)
     return converted
-
-
-def _used_attributes(model: fx.GraphModule) -> dict[str, Any]:
-    used = {str(n.target) for n in model.graph.nodes if n.op in ("get_attr", "call_module")}
-    return {target: attribute(model, target) for target in used}
 
 
 def _replace_observers(model: fx.GraphModule, fold: bool) -> None:

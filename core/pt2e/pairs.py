@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.node import map_arg
 
-from quantplug.core.graph.facts import attribute
+from quantplug.core.graph.constants import computed
+from quantplug.core.graph.facts import held_tensor
 from quantplug.core.pt2e.metadata import Metadata
 from quantplug.core.pt2e.numbers import Numbers
 from quantplug.core.pt2e.observed import Calls, in_words, origin
@@ -139,9 +139,8 @@ class _Pairs:
 
     def _store(self, quantize: fx.Node, value: Tensor, name: str) -> None:
         """Puts the integers of a constant in the place of the node that quantizes it."""
-        args = map_arg(quantize.args[1:], lambda n: attribute(self._model, str(n.target)))
         with torch.no_grad():
-            stored = quantize.target(value, *args)  # type: ignore[operator]
+            stored = computed(quantize, lambda n: value if n is quantize.args[0] else held_tensor(n))
         with self._graph.inserting_before(quantize):
             quantized = self._held(self._storage.keep(stored, f"{name}_quantized"))
         quantize.replace_all_uses_with(quantized)

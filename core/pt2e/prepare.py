@@ -63,13 +63,7 @@ def prepare_pt2e(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphModule:
         ConfigError: `quantizer` is none.
         AnnotationError: the quantizer's annotations cannot be carried out.
     """
-    _require_float_model(model, quantizer, "prepare_pt2e")
-    with collection_paused():
-        working = working_copy(model)
-        leave_inputs_as_they_are(working.graph, stacklevel=3)
-        prepared = _prepare(working, quantizer, is_qat=False)
-    _tell_if_all_float(prepared, quantizer)
-    return prepared
+    return _prepared(model, quantizer, "prepare_pt2e", is_qat=False)
 
 
 @torch.inference_mode(False)
@@ -89,11 +83,15 @@ def prepare_qat_pt2e(model: fx.GraphModule, quantizer: Quantizer) -> fx.GraphMod
         ConfigError: `quantizer` is none.
         AnnotationError: the quantizer's annotations cannot be carried out.
     """
-    _require_float_model(model, quantizer, "prepare_qat_pt2e")
+    return _prepared(model, quantizer, "prepare_qat_pt2e", is_qat=True)
+
+
+def _prepared(model: fx.GraphModule, quantizer: Quantizer, function: str, *, is_qat: bool) -> fx.GraphModule:
+    _require_float_model(model, quantizer, function)
     with collection_paused():
-        working = working_copy(model, own_parameters=True)
-        leave_inputs_as_they_are(working.graph, stacklevel=3)
-        prepared = _prepare(working, quantizer, is_qat=True)
+        working = working_copy(model, own_parameters=is_qat)
+        leave_inputs_as_they_are(working.graph, stacklevel=4)
+        prepared = _prepare(working, quantizer, is_qat)
     _tell_if_all_float(prepared, quantizer)
     return prepared
 
@@ -169,8 +167,8 @@ def _tell_if_all_float(prepared: fx.GraphModule, quantizer: Quantizer) -> None:
     was_near = any(found.nearest for node in nodes if (found := decision(node)) is not None)
     if (other is not None or not was_near) and getattr(quantizer, "strict", False):
         raise ModelError(said)
-    # Of the caller: behind this function, the one that calls it and its decorator.
-    warnings.warn(said, UserWarning, stacklevel=4)
+    # Of the caller: behind this function, the two that call it and their decorator.
+    warnings.warn(said, UserWarning, stacklevel=5)
 
 
 def _why_float(nodes: list[fx.Node], other_type: torch.dtype | None) -> str:
@@ -218,14 +216,9 @@ def _insert(
     insertion = _Insertion(model, observers, constant)
     for node in list(model.graph.nodes):
         insertion.visit(node)
-    attributes = {
-        str(n.target): attribute(model, str(n.target))
-        for n in model.graph.nodes
-        if n.op in ("get_attr", "call_module") and n.target not in insertion.modules
-    }
     for observer in insertion.of_constants:
         defer(observer)
-    return rebuilt({**attributes, **insertion.modules, **submodels}, model.graph, model)
+    return rebuilt(model, {**insertion.modules, **submodels})
 
 
 class _Insertion:

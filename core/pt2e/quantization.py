@@ -23,7 +23,7 @@ from quantplug.core.observers.rowwise import add_rows, by_rows
 from quantplug.core.observers.scheme import PER_CHANNEL
 from quantplug.core.observers.straight_through import CHOOSE_QPARAMS
 from quantplug.core.observers.torchao_histogram import calculate_qparams
-from quantplug.core.specs.stored_dtypes import HALF_DTYPES, STORAGE_DTYPES, dtype_range
+from quantplug.core.specs.stored_dtypes import HALF_DTYPES, STORAGE_DTYPES, stored_range
 
 _OPS = torch.ops.quantized_decomposed
 # Elements that a constant is quantized by at a time: 1 MB of float32 stays in the caches.
@@ -153,18 +153,11 @@ def static_quantization(observer: nn.Module, where: str, qparams: tuple[Tensor, 
             f"The scale of {where} is {unusable}, so what it observed was not finite; remove Inf and NaN from "
             "the calibration data or the weights."
         )
-    low, high = _limits(observer)
+    low, high = stored_range(observer)
     dtype = STORAGE_DTYPES[observer.dtype]  # type: ignore[index]
     if getattr(observer, "qscheme", None) in PER_CHANNEL:
         return Quantization(dtype, low, high, scale, zero_point, int(observer.ch_axis))  # type: ignore[arg-type]
     return Quantization(dtype, low, high, float(scale), int(zero_point))
-
-
-def _limits(observer: nn.Module) -> tuple[int, int]:
-    least, greatest = dtype_range(observer.dtype)  # type: ignore[arg-type]
-    low: Any = getattr(observer, "quant_min", None)
-    high: Any = getattr(observer, "quant_max", None)
-    return (least if low is None else int(low)), (greatest if high is None else int(high))
 
 
 def add_dynamic(graph: fx.Graph, source: fx.Node, observer: Any) -> fx.Node:
@@ -172,7 +165,7 @@ def add_dynamic(graph: fx.Graph, source: fx.Node, observer: Any) -> fx.Node:
     if by_rows(observer):
         return add_rows(graph, source, observer.granularity)
     dtype = STORAGE_DTYPES[observer.dtype]
-    limits = _limits(observer)
+    limits = stored_range(observer)
     scheme = getattr(observer, "qscheme", None) or torch.per_tensor_affine
     eps = float(getattr(observer, "eps", torch.finfo(torch.float32).eps))
     chosen = graph.call_function(CHOOSE_QPARAMS[scheme], (source, *limits, eps, dtype))

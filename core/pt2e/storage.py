@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.errors import ConvertError
-from quantplug.core.graph.editing import free_name
+from quantplug.core.graph.editing import register
 from quantplug.core.pt2e.quantization import Quantization
 from quantplug.core.specs.stored_dtypes import overflows
 
@@ -55,9 +55,7 @@ class Storage:
 
     def _once(self, key: Any, source: Tensor, stored: Tensor, name: str) -> str:
         if key not in self._paths:
-            path = free_name(self._model, name)
-            self._model.register_buffer(path, stored.detach())
-            self._paths[key] = path
+            self._paths[key] = register(self._model, name, stored.detach())
             self._held.append(source)
         return self._paths[key]
 

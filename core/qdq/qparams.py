@@ -11,6 +11,7 @@ import torchao.quantization.pt2e  # noqa: F401  (registers the operators of quan
 from torch import Tensor, fx
 
 from quantplug.core.errors import LoweringError
+from quantplug.core.graph.constants import expression_value
 from quantplug.core.graph.editing import call_like
 from quantplug.core.graph.facts import constant_value, operands, operator_name, sole_user
 from quantplug.core.graph.traits import transposes
@@ -234,15 +235,4 @@ def requantize(graph: fx.Graph, value: fx.Node, params: QParams) -> fx.Node:
 
 def folded(node: fx.Node) -> Tensor | None:
     """Returns the value of a dequantize node over constants, None if an operand is computed at run time."""
-    return _evaluated(node) if is_dequantize(node) else None
-
-
-def _evaluated(node: fx.Node) -> Tensor | None:
-    if node.op == "get_attr":
-        return constant_value(node)
-    values = {n: _evaluated(n) for n in node.all_input_nodes}
-    if not operator_name(node) or not values or any(v is None for v in values.values()):
-        return None
-    target: Any = node.target
-    result = target(*fx.node.map_arg(node.args, values.__getitem__), **fx.node.map_arg(node.kwargs, values.__getitem__))
-    return result if isinstance(result, Tensor) else None
+    return expression_value(node) if is_dequantize(node) else None

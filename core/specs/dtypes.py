@@ -19,6 +19,7 @@ from torchao.quantization.pt2e.quantizer import (
 )
 
 from quantplug.core.errors import ConfigError
+from quantplug.core.specs.stored_dtypes import stored_range
 
 _SIGNED_SYMMETRIC = (torch.per_tensor_symmetric, torch.per_channel_symmetric)
 
@@ -121,7 +122,7 @@ class DTypeWithConstraints:
     def _refuses_range(self, spec: QuantizationSpec | FixedQParamsQuantizationSpec) -> Iterator[Refusal]:
         if spec.dtype.is_floating_point:
             return
-        least, greatest = integer_range(spec)
+        least, greatest = stored_range(spec)
         if self.quant_min_lower_bound is not None and least < self.quant_min_lower_bound:
             yield Refusal("quant_min_lower_bound", least, self.quant_min_lower_bound)
         if self.quant_max_upper_bound is not None and greatest > self.quant_max_upper_bound:
@@ -226,14 +227,6 @@ class DTypeConfig:
 def mode_of(quantizes_input: bool, is_dynamic: bool) -> str:
     """Returns "static", "dynamic" or "weight_only"."""
     return "dynamic" if is_dynamic else "static" if quantizes_input else "weight_only"
-
-
-def integer_range(spec: QuantizationSpec | FixedQParamsQuantizationSpec) -> tuple[int, int]:
-    """Returns the least and the greatest stored number of a spec, those of its dtype where it names none."""
-    limits = torch.finfo(spec.dtype) if spec.dtype.is_floating_point else torch.iinfo(spec.dtype)
-    low = limits.min if spec.quant_min is None else spec.quant_min
-    high = limits.max if spec.quant_max is None else spec.quant_max
-    return int(low), int(high)
 
 
 def group_size(spec: object) -> int | None:

@@ -1,6 +1,7 @@
 """What quantized values are stored in, and the values that it holds."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +25,16 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 def dtype_range(dtype: torch.dtype) -> tuple[int, int]:
     """Returns the least and the greatest quantized value that a storage dtype can hold."""
-    stored = STORAGE_DTYPES[dtype]
+    stored = STORAGE_DTYPES.get(dtype, dtype)
     info = torch.finfo(stored) if stored.is_floating_point else torch.iinfo(stored)
     return int(info.min), int(info.max)
+
+
+def stored_range(found: Any) -> tuple[int, int]:
+    """Returns the least and the greatest stored number of a spec or an observer, its dtype's where it names none."""
+    least, greatest = dtype_range(found.dtype)
+    low, high = getattr(found, "quant_min", None), getattr(found, "quant_max", None)
+    return least if low is None else int(low), greatest if high is None else int(high)
 
 
 def overflows(value: Tensor, stored: Tensor) -> bool:

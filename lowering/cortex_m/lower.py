@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_arg
 
 from quantplug.core.errors import ConfigError, LoweringError, first_line
+from quantplug.core.graph.constants import computed
 from quantplug.core.graph.editing import constant, replace
 from quantplug.core.graph.facts import (
     compute_nodes,
@@ -119,8 +119,7 @@ def _hold_filled(graph: fx.Graph) -> None:
     """Replaces tensors of one number by constants, but for those that the graph writes into."""
     for node in list(graph.nodes):
         if node.target in _FILLED.overloads and not is_written(node):
-            args, kwargs = map_arg((node.args, node.kwargs), _of_its_shape)
-            replace(node, constant(node, node.name, node.target(*args, **kwargs)))
+            replace(node, constant(node, node.name, computed(node, _of_its_shape)))
 
 
 def _of_its_shape(node: fx.Node) -> Tensor:

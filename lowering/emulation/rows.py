@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph.editing import free_name
+from quantplug.core.graph.editing import register
 from quantplug.core.graph.facts import constant_value, operands
 from quantplug.core.graph.operators import ALIASES, CLAMPS, DROPOUTS, JOINS, MAXIMA, MOVES, PADS, REPEATS
 from quantplug.core.graph.traits import clamp_bounds
@@ -57,8 +57,7 @@ def substitute(
     """Returns a module call for the place of a match."""
     owner = match.root.graph.owning_module
     assert owner is not None
-    name = free_name(owner, f"{match.root.name}_kernel")
-    owner.add_submodule(name, kernel)
+    name = register(owner, f"{match.root.name}_kernel", kernel)
     with match.root.graph.inserting_before(match.root):
         node = match.root.graph.call_module(name, tuple(inputs), dict(kwargs or {}))
     node.meta.update(match.root.meta)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph.editing import like
+from quantplug.core.graph.editing import call_like
 from quantplug.core.graph.facts import tensor_value
 from quantplug.lowering.rewrites.writing import Writer, constant_operand, done, matching
 
@@ -49,7 +49,7 @@ def attention_is_contiguous(model: fx.GraphModule) -> fx.GraphModule:
     """
     for node, _ in matching(model, "scaled_dot_product_attention"):
         with model.graph.inserting_after(node):
-            copy = like(model.graph.call_function(_ATEN.clone.default), node)
+            copy = call_like(model.graph, node, _ATEN.clone.default)
         copy.meta["val"] = node.meta.get("val")
         node.replace_all_uses_with(copy)
         copy.args, copy.kwargs = (node,), {"memory_format": torch.contiguous_format}

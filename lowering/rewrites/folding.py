@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from quantplug.core.graph.constants import written_buffers
+from quantplug.core.graph.constants import computed, written_buffers
 from quantplug.core.graph.facts import (
     constant_value,
     operands,
@@ -104,9 +104,7 @@ def _evaluated(node: fx.Node, known: dict[fx.Node, Tensor]) -> Tensor | None:
         return None
     if not all(source in known for source in node.all_input_nodes):
         return None
-    args: Any = fx.node.map_arg(node.args, known.__getitem__)
-    kwargs: Any = fx.node.map_arg(node.kwargs, known.__getitem__)
-    value: Any = target(*args, **kwargs)
+    value = computed(node, known.__getitem__)
     return value if isinstance(value, Tensor) else None
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph.editing import constant, erase_dead_code, like
+from quantplug.core.graph.constants import computed
+from quantplug.core.graph.editing import as_recorded, call_like, constant, erase_dead_code
 from quantplug.core.graph.facts import constant_value, operands, operator_name, tensor_value
 from quantplug.core.graph.operators import schema_names
 from quantplug.core.peers.torch_names import schema_or_none
@@ -22,8 +23,8 @@ class Writer:
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Creates an operator call before the node."""
         with self.model.graph.inserting_before(self.node):
-            created = like(self.model.graph.call_function(target, args, kwargs), self.node)
-        created.meta["val"] = target(*fx.node.map_arg(args, value_of), **fx.node.map_arg(kwargs, value_of))
+            created = call_like(self.model.graph, self.node, target, *args, **kwargs)
+        created.meta["val"] = computed(created, value_of)
         return created
 
     def reshape(self, source: fx.Node, *sizes: Any) -> fx.Node:
@@ -34,10 +35,8 @@ class Writer:
     def constant(self, value: Tensor, name: str) -> fx.Node:
         """Registers a constant, a parameter if the value is one, and creates its node before the node."""
         created = constant(self.node, f"_quantplug_{name}", value)
-        # The value is a fake tensor of the graph's own mode, so that later operators can be evaluated on it.
-        reference = tensor_value(self.node)
-        mode = getattr(reference, "fake_mode", None)
-        created.meta["val"] = mode.from_tensor(value, static_shapes=True) if mode is not None else value
+        # So that later operators can be evaluated on it.
+        created.meta["val"] = as_recorded(value, tensor_value(self.node))
         return created
 
     def number(self, value: float, beside: Tensor, name: str) -> fx.Node:

@@ -1,6 +1,5 @@
 """A backend as a declaration: what its kernels can run, and how a q/dq graph is lowered to them."""
 
-import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,19 +8,21 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
 
 from quantplug.annotators.presets import config_for
 from quantplug.core.annotation.annotator import Annotator
-from quantplug.core.annotation.plan import function_name
 from quantplug.core.batch_norms.inference import Permission
-from quantplug.core.errors import ConfigError, did_you_mean
-from quantplug.core.graph.calling import by_position, in_order, input_names
-from quantplug.core.graph.facts import require_graph_module
-from quantplug.core.named import resolved
-from quantplug.core.peers.torch_names import pytree
+from quantplug.core.errors import ConfigError
 from quantplug.core.specs.dtypes import DTypeConfig
+from quantplug.quantizers.framework.declared import (
+    entries,
+    require_functions,
+    require_lowering,
+    require_name,
+    require_rows,
+)
 
 if TYPE_CHECKING:  # declaring a backend imports no lowering
     from quantplug.lowering.emulation import EmulatedProgram, KernelSet
@@ -30,7 +31,6 @@ if TYPE_CHECKING:  # declaring a backend imports no lowering
 ConfigFactory: TypeAlias = Callable[..., QuantizationConfig]
 Lowering: TypeAlias = Callable[..., Any]  # of a Program, whose room a declaration does not import
 Transform: TypeAlias = Callable[[fx.GraphModule], fx.GraphModule]
-
 WeightBits: TypeAlias = Callable[[QuantizationSpec, QuantizationSpec | None], int]
 
 
@@ -73,72 +73,17 @@ class Backend:
     weight_bits: int | WeightBits | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise ConfigError(f"A backend has the name {self.name!r}; give a word that users can type.")
-        for what, kind in (("annotators", Annotator), ("dtypes", DTypeConfig)):
-            object.__setattr__(self, what, self._tuple_of(what, kind))
-        if not self.annotators:
-            raise ConfigError(f"Backend '{self.name}' declares no annotator; it could quantize nothing.")
-        self._require_distinct_dtypes()
+        require_name(self.name)
+        object.__setattr__(self, "annotators", entries(self.name, "annotators", self.annotators, Annotator))
+        object.__setattr__(self, "dtypes", entries(self.name, "dtypes", self.dtypes, DTypeConfig))
         configs = dict(self.configs) or {dtypes.name: partial(config_for, dtypes) for dtypes in self.dtypes}
         object.__setattr__(self, "configs", MappingProxyType(configs))
-        if not configs:
-            raise ConfigError(
-                f"Backend '{self.name}' declares no config; give `configs` or `dtypes`, the first is the default."
-            )
-        self._require_functions()
+        require_rows(self.name, self.annotators, self.dtypes, configs)
+        require_functions(self.name, configs, self.transforms)
+        require_lowering(self.name, self.lowering, self.kernels)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Backend":
         return self
-
-    def _tuple_of(self, what: str, kind: type) -> tuple[Any, ...]:
-        found = getattr(self, what)
-        if not isinstance(found, tuple | list):
-            raise ConfigError(
-                f"The {what} of backend '{self.name}' are a {type(found).__name__}; give a tuple of {kind.__name__}."
-            )
-        wrong = next((entry for entry in found if not isinstance(entry, kind)), None)
-        if wrong is not None:
-            raise ConfigError(
-                f"The {what} of backend '{self.name}' hold {wrong!r}, which is no {kind.__name__}; take it out."
-            )
-        return tuple(found)
-
-    def _require_distinct_dtypes(self) -> None:
-        names = [dtypes.name for dtypes in self.dtypes]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ConfigError(f"Backend '{self.name}' declares the dtype config '{twice}' twice; rename one of them.")
-
-    def _require_functions(self) -> None:
-        for name, factory in self.configs.items():
-            if not callable(factory):
-                raise ConfigError(
-                    f"Config '{name}' of backend '{self.name}' is a {type(factory).__name__}; give a function that "
-                    "returns a QuantizationConfig."
-                )
-        for transform in self.transforms:
-            if not callable(transform):
-                raise ConfigError(
-                    f"The transforms of backend '{self.name}' hold {transform!r}; each is a function of a graph module."
-                )
-            function_name(transform)  # plans may name it from now on
-        if not self._are_kernels():
-            raise ConfigError(
-                f"Backend '{self.name}' has the kernels {self.kernels!r}; give a KernelSet or its name, or None."
-            )
-        if not callable(self.lowering) and not (isinstance(self.lowering, str) and ":" in self.lowering):
-            raise ConfigError(
-                f"Backend '{self.name}' has the lowering {self.lowering!r}; give a function or its name "
-                "'package.module:function', such as 'quantplug.plugin:lower_to_reference'."
-            )
-
-    def _are_kernels(self) -> bool:
-        if self.kernels is None or isinstance(self.kernels, str):
-            return True
-        from quantplug.lowering.emulation import KernelSet
-
-        return isinstance(self.kernels, KernelSet)
 
     @property
     def rows(self) -> tuple[Annotator, ...]:
@@ -186,13 +131,9 @@ class Backend:
             LoweringError: the graph cannot be lowered, or the inputs do not fit it.
             ConfigError: the lowering's name leads nowhere, or it has no such option.
         """
-        self.require_lowering_options(options)
-        function = self._lowering()
-        model, inputs = _positional(converted, example_inputs, example_kwargs)
-        # A slice of a data set would take the whole data set along into a saved program.
-        own_inputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), inputs)
-        program: Program = function(model, own_inputs, **options)
-        return program
+        from quantplug.quantizers.framework.lowered import lowered
+
+        return lowered(self.name, self.lowering, converted, example_inputs, example_kwargs, options)
 
     def require_lowering_options(self, names: Iterable[str]) -> None:
         """Checks options of the lowering by name, which is worth doing before a model is calibrated.
@@ -200,22 +141,9 @@ class Backend:
         Raises:
             ConfigError: the lowering's name leads nowhere, or it has no such option.
         """
-        parameters = list(inspect.signature(self._lowering()).parameters.values())[2:]
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            return
-        known = [parameter.name for parameter in parameters]
-        for name in names:
-            if name not in known:
-                raise ConfigError(
-                    f"The lowering of backend '{self.name}' has no option '{name}'{did_you_mean(name, known)}; "
-                    f"choose from {known}."
-                )
+        from quantplug.quantizers.framework.lowered import lowering_with
 
-    def _lowering(self) -> Lowering:
-        if not isinstance(self.lowering, str):
-            return self.lowering
-        found: Lowering = resolved(self.lowering, f"lowering '{self.lowering}' of backend '{self.name}'")
-        return found
+        lowering_with(names, self.name, self.lowering)
 
     def emulate(
         self,
@@ -239,16 +167,6 @@ class Backend:
         """
         if self.kernels is None:
             raise ConfigError(f"Backend '{self.name}' names no kernels to emulate; declare kernels=KernelSet(...).")
-        from quantplug.lowering.emulation import emulate, kernel_set
+        from quantplug.quantizers.framework.lowered import emulated
 
-        kernels = kernel_set(self.kernels)
-        model, inputs = _positional(converted, example_inputs, example_kwargs)
-        return emulate(model, inputs, kernels, **options)
-
-
-def _positional(
-    converted: fx.GraphModule, inputs: tuple[Any, ...], keywords: Mapping[str, Any] | None
-) -> tuple[fx.GraphModule, tuple[Any, ...]]:
-    """Returns a graph and inputs in the only form that lowerings know: all by position."""
-    model = by_position(require_graph_module(converted, "lower"))
-    return model, in_order(input_names(model), inputs, keywords) if keywords else inputs
+        return emulated(self.kernels, converted, example_inputs, example_kwargs, options)

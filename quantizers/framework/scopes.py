@@ -84,7 +84,7 @@ class Scopes:
             hits = (i + 1 for i, path in enumerate(paths) if (fnmatchcase(path, name) if is_pattern else path == name))
             return max(hits, default=0)
 
-        self.add(Scope("module name", name, config, depth, _module_paths))
+        self.add(Scope("module name", name, config, depth, module_paths))
 
     def set_module_type(self, kind: type[nn.Module] | str, config: QuantizationConfig | None) -> None:
         """Sets the config of everything below modules of a type, given as class or (qualified) class name.
@@ -153,7 +153,8 @@ def _nearest(scope: Scope, nodes: list[fx.Node]) -> str:
     return f" (the nearest names are {difflib.get_close_matches(wanted, known, 3, cutoff=0.3) or known[:3]})"
 
 
-def _module_paths(nodes: Iterable[fx.Node]) -> Iterable[str]:
+def module_paths(nodes: Iterable[fx.Node]) -> Iterable[str]:
+    """Returns the paths of the modules that nodes were traced in, outer ones too."""
     return (path for node in nodes for path, _ in module_stack(node) if path)
 
 

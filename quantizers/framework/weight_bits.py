@@ -11,7 +11,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.graph.facts import is_constant
 from quantplug.core.specs.decision import decision
-from quantplug.core.specs.dtypes import integer_range
+from quantplug.core.specs.stored_dtypes import stored_range
 from quantplug.quantizers.framework.backend import Backend, WeightBits
 
 
@@ -49,7 +49,7 @@ def _bits_beyond(node: fx.Node, bits_of: WeightBits) -> int | None:
     activation = beside if isinstance(beside, QuantizationSpec) else None
     for source, spec in specs.items():
         if _is_held(source) and isinstance(spec, QuantizationSpec) and not spec.dtype.is_floating_point:
-            low, high = integer_range(spec)
+            low, high = stored_range(spec)
             bits = bits_of(spec, activation)
             if high - low < 2 ** (bits - 2):
                 return bits

@@ -17,7 +17,7 @@ from quantplug.core.graph.facts import compute_nodes, module_stack
 from quantplug.core.graph.operators import operator_overloads
 from quantplug.quantizers.framework.backend import Backend
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
-from quantplug.quantizers.framework.scopes import Scope
+from quantplug.quantizers.framework.scopes import Scope, module_paths
 from quantplug.quantizers.importer.operators import NotApplicableError, function_name, sequence, targets
 from quantplug.quantizers.importer.qconfig import from_qconfig, reuses_input
 
@@ -128,7 +128,7 @@ def _regex(pattern: str, config: QuantizationConfig | None) -> Scope:
     def depth(node: fx.Node) -> int:
         return int(bool(compiled.match(_innermost(node)[0])))
 
-    return Scope("module name pattern", pattern, config, depth, _paths)
+    return Scope("module name pattern", pattern, config, depth, module_paths)
 
 
 def _call(path: str, kind: Any, index: int, config: QuantizationConfig | None) -> Scope:
@@ -180,10 +180,6 @@ def _innermost(node: fx.Node) -> tuple[str, str]:
 def _is_leaf(kind: str) -> bool:
     """Tells the modules that FX graph mode does not look into: those of torch.nn except containers."""
     return kind.startswith(("torch.nn.", "torch.ao.nn.")) and not kind.startswith("torch.nn.modules.container.")
-
-
-def _paths(nodes: Any) -> Iterator[str]:
-    return (path for node in nodes for path, _ in module_stack(node) if path)
 
 
 def _text(kind: Any) -> str:

@@ -198,10 +198,10 @@ def _kilobytes(size: int) -> str:
     return f"{size / 1e3:.0f} kB"
 
 
-def _speedup(fast: Callable[[Tensor], Any], slow: Callable[[Tensor], Any], batch: Tensor, rounds: int = 30) -> float:
+def _speedup(fast: Callable[[Tensor], Any], slow: Callable[[Tensor], Any], batch: Tensor) -> float:
     """Median time of `slow` over that of `fast` on one batch, measured in turn."""
     times: dict[Callable[[Tensor], Any], list[float]] = {fast: [], slow: []}
-    for _ in range(rounds):
+    for _ in range(30):
         for candidate, taken in times.items():
             start = time.perf_counter()
             candidate(batch)

@@ -53,11 +53,6 @@ def _require_example_inputs(program: torch.export.ExportedProgram) -> None:
         Signature.of_graph(by_position(module), values).flatten(values)
 
 
-def _require_file(path: Path, what: str) -> None:
-    if kind_at(path) != "file":
-        raise ArtefactError(f"There is no {what} file '{path}'; check the path.")
-
-
 def require_apart(reads: Iterable[Path | None], writes: Iterable[Path | None]) -> None:
     """Makes sure that no file to write is one that is read, or is written twice.
 
@@ -141,7 +136,8 @@ def load_batches(path: Path, program: torch.export.ExportedProgram, batch_size: 
         ArtefactError: the file is missing or no `.npz` file, or the program carries no example inputs.
         CalibrationError: it has other arrays than the program has inputs, or fewer samples than one batch.
     """
-    _require_file(path, "calibration")
+    if kind_at(path) != "file":
+        raise ArtefactError(f"There is no calibration file '{path}'; check the path.")
     try:
         with np.load(path, allow_pickle=False) as stored:
             arrays = {name: torch.from_numpy(stored[name]) for name in stored.files}

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from quantplug.core.errors import ModelError
-from quantplug.core.graph.modes import SwitchableGraphModule, enable_train_eval
-from quantplug.core.graph.working_copy import working_copy
+from quantplug.core.graph.modes import SwitchableGraphModule
+from quantplug.core.graph.working_copy import rebuilt, working_copy
 
 
 def switchable(module: nn.Module, *inputs: torch.Tensor, training: bool = True) -> fx.GraphModule:
-    return enable_train_eval(working_copy(torch.export.export(module.train(training), inputs).module()))
+    return rebuilt(working_copy(torch.export.export(module.train(training), inputs).module()))
 
 
 class Noisy(nn.Module):
@@ -134,7 +134,7 @@ def test_submodels_of_control_flow_follow():
 
 def test_decomposed_graph_refuses_training_and_stays_as_it_was(image):
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
-    model = enable_train_eval(torch.export.export(module, (image,)).run_decompositions().module())
+    model = rebuilt(torch.export.export(module, (image,)).run_decompositions().module())
     before = str(model.graph)
     with pytest.raises(ModelError, match=r"batch_norm.*module '1'.*run_decompositions"):
         model.train()

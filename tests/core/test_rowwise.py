@@ -15,7 +15,7 @@ from quantplug.core.annotation.plan import Plan, plan_of
 from quantplug.core.annotation.verify import verify_annotations
 from quantplug.core.errors import AnnotationError, ConfigError
 from quantplug.core.observers.rowwise import RowFakeQuantize, RowObserver, granularity_of, quantize_dequantize
-from quantplug.core.observers.sharing import specs_equal, tensor_key
+from quantplug.core.observers.sharing import observer_key, tensor_key
 from quantplug.core.qdq.format import is_reference_quantized, reference_defects
 from quantplug.core.specs.levels import sqnr
 
@@ -54,9 +54,10 @@ def test_the_spec_is_one_object_and_no_other_granularity_shares_its_observer():
     samples = row_spec(granularity=PerAxis(0))
     assert len({tensor_key(spec) for spec in (TENSOR, row_spec(), samples)}) == 3
     again = replace(row_spec(), observer_or_fake_quant_ctr=RowObserver.with_args(granularity=PerToken()))
-    assert specs_equal(row_spec(), again)
-    assert not specs_equal(row_spec(), samples)
-    assert specs_equal(per_row(get_symmetric_quantization_config(is_dynamic=True)).input_activation, row_spec())
+    of_config = per_row(get_symmetric_quantization_config(is_dynamic=True)).input_activation
+    for spec in (again, of_config):
+        assert (tensor_key(spec), observer_key(spec)) == (tensor_key(row_spec()), observer_key(row_spec()))
+    assert observer_key(samples) != observer_key(row_spec())
 
 
 @pytest.mark.parametrize(

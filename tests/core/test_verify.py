@@ -22,7 +22,7 @@ from torchao.quantization.pt2e.quantizer import (
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.errors import AnnotationError, QuantplugError
-from quantplug.core.observers.sharing import specs_equal
+from quantplug.core.observers.sharing import observer_key, tensor_key
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e
 from quantplug.core.qdq.nodes import DEQUANTIZE_OPS, QUANTIZE_OPS
@@ -184,9 +184,9 @@ def test_errors_name_the_module() -> None:
 def test_equal_specs_of_separately_made_observers_compare_equal() -> None:
     one, other = (spec(observer_or_fake_quant_ctr=HistogramObserver.with_args(eps=0.5)) for _ in range(2))
     assert one != other  # torchao's view
-    assert specs_equal(one, other)
-    assert not specs_equal(one, spec(observer_or_fake_quant_ctr=HistogramObserver.with_args(eps=0.25)))
-    assert not specs_equal(one, fixed())
+    assert (tensor_key(one), observer_key(one)) == (tensor_key(other), observer_key(other))
+    assert observer_key(one) != observer_key(spec(observer_or_fake_quant_ctr=HistogramObserver.with_args(eps=0.25)))
+    assert tensor_key(one) != tensor_key(fixed())
 
 
 OPERATIONS = {
