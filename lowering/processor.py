@@ -2,16 +2,14 @@
 
 Without VNNI, oneDNN multiplies uint8 by int8 with `vpmaddubsw`, which adds two neighbouring products in 16 bits and
 saturates: 2 x 255 x 127 becomes 32767. Activations of 7 bits (2 x 127 x 128) and weights of 7 bits (2 x 255 x 64) fit.
+`ONEDNN_PAIRS` in `core/specs/limits.py` is that limit, which declarations name and lowerings hold.
 """
 
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from quantplug.core.qdq.qparams import QParams
-
-_LIMIT = 2**15 - 1
 
 
 @lru_cache(maxsize=1)
@@ -32,29 +30,9 @@ def highest_integer() -> int:
     return 127 if kernels_saturate() else 255
 
 
-def largest_pair(highest: int, weight: Tensor) -> int:
-    """Returns how large the sum of two neighbouring products can get.
-
-    Args:
-        highest: of the activation's integers as uint8, which is what kernels take.
-        weight: integers.
-    """
-    return 2 * highest * int(weight.to(torch.int32).abs().max()) if weight.numel() else 0
-
-
 def as_unsigned(params: QParams) -> int:
     """Returns the highest integer as uint8; the kernels take int8 as uint8 around 128."""
     return params.quant_max + (128 if params.dtype == torch.int8 else 0)
-
-
-def pair_objection(pair: int) -> str | None:
-    """Returns why sums of two products of this size must not be computed on this processor, or None."""
-    if pair <= _LIMIT or not kernels_saturate():
-        return None
-    return (
-        f"this processor has no VNNI, and its kernels add two products, here up to {pair}, in 16 bits; "
-        "quantize with weight_bits=7"
-    )
 
 
 def has_amx() -> bool:

@@ -22,7 +22,9 @@ class LoweredOp:
         placement: "int8" (an integer kernel), "float" (a float kernel of the backend),
             "portable" (outside the backend, on the runtime's own kernels) or "delegate" (in another
             delegate of the same program).
-        reason: why it is not an integer kernel, or how the kernel differs from the q/dq graph; else empty.
+        reason: why it is not an integer kernel; else empty. What the report of the q/dq graph calls float has its
+            reason from there.
+        how: how it runs otherwise than the q/dq graph says, such as in bfloat16; else empty.
     """
 
     node: str
@@ -30,6 +32,7 @@ class LoweredOp:
     module_path: str
     placement: str
     reason: str = ""
+    how: str = ""
 
 
 def require_float_dtype(dtype: torch.dtype) -> None:

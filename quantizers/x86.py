@@ -33,6 +33,7 @@ from quantplug.annotators.shape import concatenation, movement
 from quantplug.core.graph.operators import CLAMPS, IDENTITIES, JOINS, MOVES, PADS, REPEATS
 from quantplug.core.named import named
 from quantplug.core.specs.levels import Level
+from quantplug.core.specs.limits import ONEDNN_PAIRS
 from quantplug.quantizers.framework.backend import Backend
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.x86_config import get_x86_quantization_config
@@ -95,7 +96,7 @@ _ROWS = (
 X86 = Backend(
     name="x86",
     summary="oneDNN kernels through torch, eager or compiled (VNNI, AMX)",
-    annotators=tuple(row.where(_INTEGERS) for row in _ROWS),
+    annotators=tuple(row.where(_INTEGERS).adding_pairs(ONEDNN_PAIRS) for row in _ROWS),
     configs={
         "int8": get_x86_quantization_config,
         "int8_per_tensor": lambda **options: get_x86_quantization_config(per_channel=False, **options),

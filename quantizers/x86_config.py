@@ -8,6 +8,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.annotators.presets import activation_spec, weight_spec
 from quantplug.core.errors import ConfigError
+from quantplug.core.specs.limits import ONEDNN_PAIRS
 
 # oneDNN scales in float32. The bound of 2**-12, which kernels of fixed point need, takes a bit from the weights of a
 # linear of 4096 features, and all but a few steps from quiet signals.
@@ -84,9 +85,7 @@ def _config(
 @cache
 def _overflows_here() -> bool:
     """Tells whether products of 8 bits overflow on this processor, and warns once if so."""
-    from quantplug.lowering.processor import kernels_saturate  # declaring a backend imports no lowering
-
-    saturate = kernels_saturate()
+    saturate = ONEDNN_PAIRS.breaks(2 * 255 * WEIGHTS[8][1])
     if saturate:
         warnings.warn(
             "This processor has no VNNI, so weights for x86 take 7 bits here, whose products its kernels add up "

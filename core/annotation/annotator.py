@@ -15,7 +15,7 @@ from quantplug.core.patterns.language import AnyOp, Match, Op, Pattern
 from quantplug.core.patterns.matching import Found
 from quantplug.core.specs.dtypes import DTypeConfig
 from quantplug.core.specs.levels import Level
-from quantplug.core.specs.limits import Rescale
+from quantplug.core.specs.limits import Pairs, Rescale
 
 Annotations: TypeAlias = dict[fx.Node, QuantizationAnnotation]
 Decide: TypeAlias = Callable[[Match, QuantizationConfig], Annotations]
@@ -70,6 +70,7 @@ class Annotator:
             first or the last of the model and nothing beside it is quantized: its rounding reaches every result.
         dtypes: the dtype configs that the kernel runs, in the order of preference; empty for any.
         rescale: the ratios of scales that the kernel's requantization can express; None for any.
+        pairs: how large the sum of two neighbouring products may get; None for any.
         level: how closely the kernel agrees with the q/dq graph.
         examples: functions without arguments that return a module and its example inputs, for rules whose
             operators a conformance kit does not know.
@@ -87,6 +88,7 @@ class Annotator:
     least_share: float = 0.0
     dtypes: tuple[DTypeConfig, ...] = ()
     rescale: Rescale | None = None
+    pairs: Pairs | None = None
     level: Level = Level.ONE_STEP
     examples: tuple[Callable[[], tuple[nn.Module, tuple[Any, ...]]], ...] = ()
 
@@ -144,6 +146,10 @@ class Annotator:
     def held_to(self, limit: Rescale) -> "Annotator":
         """Returns the same annotator for kernels with a limit on ratios of scales that others read as well."""
         return replace(self, rescale=limit)
+
+    def adding_pairs(self, limit: Pairs) -> "Annotator":
+        """Returns the same annotator for kernels that add two products in fewer bits than the rest of a sum."""
+        return replace(self, pairs=limit)
 
     def within(self, level: Level) -> "Annotator":
         """Returns the same annotator for kernels that agree with the q/dq graph up to a level."""

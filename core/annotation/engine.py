@@ -112,6 +112,7 @@ def annotate(
     carried_out = [piece for piece in taken if piece in claims]
     for piece in carried_out:
         dtypes.leave_limits(piece, strict)
+    violations += dtypes.beyond_pairs(carried_out, claims)
     if violations:
         VIOLATIONS.put(model, (*VIOLATIONS.get(model, ()), *violations))
     return carried_out

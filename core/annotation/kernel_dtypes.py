@@ -4,6 +4,8 @@ Before: the dtype configs that rules declare, and what they decided about their 
 the limit that is broken; and on annotated nodes the limits that their calibrated numbers have to keep.
 """
 
+from collections.abc import Iterable, Iterator
+
 from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationSpecBase
 
@@ -11,7 +13,15 @@ from quantplug.core.annotation.annotator import Annotations, Piece
 from quantplug.core.annotation.claims import Claims
 from quantplug.core.annotation.surroundings import Surroundings
 from quantplug.core.graph.meta import LIMITS
-from quantplug.core.specs.limits import Limits, Selection, Violation, asked_ports, select_dtypes, shared_violation
+from quantplug.core.specs.limits import (
+    Limits,
+    Selection,
+    Violation,
+    asked_ports,
+    pairs_violation,
+    select_dtypes,
+    shared_violation,
+)
 
 
 class KernelDtypes:
@@ -60,9 +70,19 @@ class KernelDtypes:
 
     def leave_limits(self, piece: Piece, strict: bool) -> None:
         """Leaves on the annotated nodes of a piece what its calibrated numbers have to keep."""
-        dtypes, rescale = self.selection(piece).chosen, piece.owner.rescale
-        if dtypes is None and rescale is None:
+        dtypes, rescale, pairs = self.selection(piece).chosen, piece.owner.rescale, piece.owner.pairs
+        if dtypes is None and rescale is None and pairs is None:
             return
         for node in piece.match.nodes:
-            own = rescale if node is piece.match["op"] else None
-            LIMITS.put(node, Limits(self._owner, dtypes, own, strict))
+            own = (rescale, strict, pairs) if node is piece.match["op"] else (None, strict)
+            LIMITS.put(node, Limits(self._owner, dtypes, *own))
+
+    def beyond_pairs(self, pieces: Iterable[Piece], claims: Claims) -> Iterator[Violation]:
+        """Yields of taken pieces what the specs of their products may break on this processor; no error anywhere."""
+        for piece in pieces:
+            node, limit = piece.match["op"], piece.owner.pairs
+            if limit is not None:
+                own = {node: claims.annotations[node]}
+                asked = asked_ports(own, self._surroundings.constants.__contains__, lambda s: claims.resolve(s, {}))
+                found = pairs_violation(node, self._owner, limit, asked)
+                yield from [found] if found else []

@@ -14,14 +14,14 @@ from torch import Tensor, fx
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.errors import CalibrationError
-from quantplug.core.graph.facts import attribute, constant_value
+from quantplug.core.graph.facts import attribute, constant_value, operands
 from quantplug.core.graph.meta import DECISION, LIMITS, VIOLATIONS
 from quantplug.core.graph.submodels import submodel_targets
 from quantplug.core.peers.torch_names import pytree
-from quantplug.core.qdq.nodes import DEQUANTIZE_OPS, QUANTIZE_OPS
+from quantplug.core.qdq.nodes import DEQUANTIZE_OPS, QUANTIZE_OPS, is_dequantize
 from quantplug.core.specs.decision import decision
 from quantplug.core.specs.dtypes import Refusal
-from quantplug.core.specs.limits import Limits, Rescale, Violation, violation
+from quantplug.core.specs.limits import Limits, Rescale, Violation, as_unsigned, violation
 
 # Port, scale, zero point, and the stored integers where the tensor is a constant.
 _Numbers: TypeAlias = tuple[str, Any, Any, Tensor | None]
@@ -31,8 +31,8 @@ _REMEDY = "calibrate on data of the range that the model will see, or set the op
 def enforce_limits(converted: fx.GraphModule) -> None:
     """Holds the numbers of a converted graph against the limits of the rules that quantized it.
 
-    What breaks a limit that is not strict is kept in the graph's `meta` for the report. Pieces whose ratios of scales
-    the lowering computes in float are decided to be float from here on, between the conversions that they have.
+    What breaks a limit that is not strict is kept in the graph's `meta` for the report. Pieces that the lowering
+    computes in float for their numbers are decided to be float from here on, between the conversions that they have.
 
     Raises:
         CalibrationError: a number breaks a strict limit.
@@ -74,7 +74,7 @@ def _dtypes(limits: Limits, numbers: list[_Numbers]) -> Iterator[tuple[str, Refu
 
 
 def _leave_float(model: fx.GraphModule) -> None:
-    """Decides that pieces are float whose ratios of scales their kernels do not express."""
+    """Decides that pieces are float whose ratios of scales or products their kernels do not express."""
     for target in submodel_targets(model):
         _leave_float(attribute(model, target))
     pieces: dict[str, list[fx.Node]] = defaultdict(list)
@@ -92,11 +92,32 @@ def _leave_float(model: fx.GraphModule) -> None:
 
 def _out_of_range(model: fx.GraphModule, node: fx.Node, piece: Sequence[fx.Node]) -> str | None:
     limits = LIMITS.get(node)
-    if limits is None or limits.rescale is None or not limits.rescale.or_float:
+    if limits is None:
+        return None
+    if limits.pairs is not None and (reason := limits.pairs.objection(_largest_pair(node))):
+        return reason
+    if limits.rescale is None or not limits.rescale.or_float:
         return None
     output = next((found for last in piece for found in _output_numbers(model, last)), None)
     scales = _scales(model, node)
     return limits.rescale.objection(scales, output[1]) if output and scales else None
+
+
+def _largest_pair(node: fx.Node) -> int:
+    """Returns how large the sum of two neighbouring products of a node gets; 0 where it multiplies no integers."""
+    highest, weight = 0, None
+    for source in filter(is_dequantize, node.all_input_nodes):
+        given, stored = operands(source), constant_value(source.all_input_nodes[0])
+        if stored is not None:
+            weight = stored if stored.dtype == torch.int8 else weight
+        elif "quant_max" in given:
+            highest = as_unsigned(given["quant_min"], given["quant_max"])
+    return 0 if weight is None else largest_pair(highest, weight)
+
+
+def largest_pair(highest: int, weight: Tensor) -> int:
+    """Returns how large the sum of two neighbouring products can get, of integers up to `highest` as uint8."""
+    return 2 * highest * int(weight.to(torch.int32).abs().max()) if weight.numel() else 0
 
 
 def _scales(model: fx.GraphModule, node: fx.Node) -> list[Any]:

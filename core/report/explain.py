@@ -276,10 +276,7 @@ def _row(node: fx.Node, quantized: bool, stage: str) -> Row:
 
 def _reason(node: fx.Node) -> str:
     found = decision(node)
-    if found is None:
-        return "no quantizer annotated it"
-    nearest = f"nearest rule '{found.nearest}': " if found.nearest else ""
-    return f"{nearest}{found.reason}"
+    return "no quantizer annotated it" if found is None else found.why
 
 
 def _islands(nodes: list[fx.Node]) -> tuple[tuple[str, ...], ...]:

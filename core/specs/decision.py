@@ -40,6 +40,11 @@ class Decision:
         """Whether a rule took the node."""
         return bool(self.rule)
 
+    @property
+    def why(self) -> str:
+        """Why the node stays float, in words: the reason and the rule that came nearest; "" if a rule took it."""
+        return f"nearest rule '{self.nearest}': {self.reason}" if self.nearest else self.reason
+
 
 def decision(node: fx.Node) -> Decision | None:
     """Returns what was decided about a node, or None if no engine of ours looked at it."""

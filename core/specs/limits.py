@@ -15,11 +15,18 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import fx
-from torchao.quantization.pt2e.quantizer import DerivedQuantizationSpec, QuantizationAnnotation, QuantizationSpecBase
+from torchao.quantization.pt2e.quantizer import (
+    DerivedQuantizationSpec,
+    FixedQParamsQuantizationSpec,
+    QuantizationAnnotation,
+    QuantizationSpec,
+    QuantizationSpecBase,
+)
 
 from quantplug.core.errors import ConfigError
 from quantplug.core.graph.facts import module_path
-from quantplug.core.specs.dtypes import DTypeConfig, Refusal, mode_of
+from quantplug.core.named import resolved
+from quantplug.core.specs.dtypes import DTypeConfig, Refusal, integer_range, mode_of
 
 PortSpec: TypeAlias = tuple[str, QuantizationSpecBase | None]
 Resolve: TypeAlias = Callable[[QuantizationSpecBase], QuantizationSpecBase | None]
@@ -80,6 +87,55 @@ XNNPACK_RATIOS: Mapping[str, Rescale] = {
 }
 
 
+# What tells whether this processor lacks something; plans name it by its key, since they call no function.
+_LACKS_HERE: Mapping[str, Callable[[], bool]] = {
+    "VNNI": lambda: bool(resolved("quantplug.lowering.processor:kernels_saturate", "check of this processor")())
+}
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """How large the sum of two neighbouring products may get, of kernels that add them in few bits.
+
+    It is a limit of a processor: the model keeps its integers for others. What lies beyond is computed in float between
+    the conversions, which reports tell: of configs that may lead there, and of the converted operators.
+
+    Attributes:
+        most: the greatest sum.
+        because: what the kernels do with greater ones, in words.
+        remedy: what to do.
+        lacking: what processors lack whose kernels are such, "VNNI"; "" for all of them.
+    """
+
+    most: int
+    because: str
+    remedy: str
+    lacking: str = ""
+
+    def __post_init__(self) -> None:
+        if self.lacking not in ("", *_LACKS_HERE):
+            raise ConfigError(f"A limit of pairs is of processors lacking {self.lacking!r}; choose {[*_LACKS_HERE]}.")
+
+    def breaks(self, pair: int) -> bool:
+        """Tells whether a sum is too large for the kernels of this processor."""
+        return pair > self.most and (not self.lacking or _LACKS_HERE[self.lacking]())
+
+    def objection(self, pair: int) -> str | None:
+        """Returns why a kernel must not add products of which two come up to a sum, or None."""
+        if not self.breaks(pair):
+            return None
+        return f"{self.because}: the limit is {self.most}, here they come up to {pair}; {self.remedy}"
+
+
+# `lowering/processor.py` has the arithmetic. The declaration tells it; the lowering holds it against every graph.
+ONEDNN_PAIRS = Pairs(
+    2**15 - 1,
+    "this processor has no VNNI, and its kernels add two products in 16 bits",
+    "quantize with weight_bits=7",
+    lacking="VNNI",
+)
+
+
 @dataclass(frozen=True)
 class Limits:
     """What the kernel that runs a piece asks of its numbers.
@@ -89,12 +145,14 @@ class Limits:
         dtypes: the dtype config that was chosen, or None if the rule declares none.
         rescale: the ratios of scales that it can express, or None for all.
         strict: whether a violation is an error.
+        pairs: how large the sum of two products may get, or None for any.
     """
 
     owner: str
     dtypes: DTypeConfig | None
     rescale: Rescale | None
     strict: bool
+    pairs: Pairs | None = None
 
 
 @dataclass(frozen=True)
@@ -213,6 +271,25 @@ def _port(source: fx.Node, spec: QuantizationSpecBase, is_weight: Callable[[fx.N
     if isinstance(spec, DerivedQuantizationSpec):
         return "bias"
     return "weight" if is_weight(source) else "input"
+
+
+def pairs_violation(node: fx.Node, owner: str, limit: Pairs, asked: Sequence[PortSpec]) -> Violation | None:
+    """Returns how far the products of the integers that specs allow go beyond a limit of their sums, or None."""
+    highest = {"input": 0, "weight": 0}
+    for port, spec in asked:
+        if isinstance(spec, QuantizationSpec | FixedQParamsQuantizationSpec) and not spec.dtype.is_floating_point:
+            least, greatest = integer_range(spec)
+            highest[port] = as_unsigned(least, greatest) if port == "input" else max(-least, greatest)
+    pair = 2 * highest["input"] * highest["weight"]
+    if not limit.breaks(pair):
+        return None
+    refusal = Refusal("the sum of two products", f"up to {pair}", limit.most)
+    return violation(node, owner, "weight", refusal, f"{limit.because}; {limit.remedy}.")
+
+
+def as_unsigned(least: int, greatest: int) -> int:
+    """Returns the highest integer of a range as uint8, which ranges of int8 are shifted to, from 0 on."""
+    return greatest - min(least, 0)
 
 
 def shared_violation(node: fx.Node, owner: str, dtypes: DTypeConfig, resolved: Sequence[PortSpec]) -> Violation | None:

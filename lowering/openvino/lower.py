@@ -29,8 +29,10 @@ from quantplug.core.graph.facts import (
 from quantplug.core.graph.meta import origins
 from quantplug.core.patterns.language import Match, op, value
 from quantplug.core.patterns.rules import Rule, apply
+from quantplug.core.qdq.limits import largest_pair
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
 from quantplug.core.qdq.qparams import FULL_RANGE, QD, dequantize, is_static, qparams, quantize
+from quantplug.core.specs.limits import ONEDNN_PAIRS
 from quantplug.lowering.agreement import agreement
 from quantplug.lowering.halves import spell_out_halves
 from quantplug.lowering.open_sizes import open_sizes
@@ -40,7 +42,7 @@ from quantplug.lowering.openvino.products import fold_products
 from quantplug.lowering.openvino.program import OpenVINOProgram, runtime, said
 from quantplug.lowering.openvino.state import Variable, expose
 from quantplug.lowering.placement import record
-from quantplug.lowering.processor import as_unsigned, largest_pair, pair_objection
+from quantplug.lowering.processor import as_unsigned
 from quantplug.lowering.program import refusal, require_float_dtype
 from quantplug.lowering.scopes import require_no_autocast
 from quantplug.lowering.signature import FixedInput, Signature
@@ -151,7 +153,7 @@ def _require_pairs(graph: fx.Graph) -> int:
             activations.append(as_unsigned(params) if params.dtype in FULL_RANGE else 0)
     both = 2 * max(activations) ** 2 if any(map(_multiplies_activations, graph.nodes)) else 0
     pair = max(max(activations) * max(weights), both)
-    reason = pair_objection(pair)
+    reason = ONEDNN_PAIRS.objection(pair)
     if reason is not None:
         raise LoweringError(f"The graph would give wrong numbers in OpenVINO: {reason}.")
     return pair

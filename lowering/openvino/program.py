@@ -18,9 +18,9 @@ from torch import Tensor
 from quantplug.core.errors import ArtefactError, LoweringError, first_line, first_whole, shown
 from quantplug.core.files.typed import typed
 from quantplug.core.files.whole import kind_at, require_writable, write_content
+from quantplug.core.specs.limits import ONEDNN_PAIRS
 from quantplug.lowering.openvino.outputs import Outputs
 from quantplug.lowering.openvino.state import Variable
-from quantplug.lowering.processor import pair_objection
 from quantplug.lowering.program import LoweredOp, Program
 from quantplug.lowering.signature import Signature, TensorInput
 
@@ -184,7 +184,7 @@ class OpenVINOProgram(Program):
                     f"'{path}' sets OpenVINO's option '{shown(refused)}', which a file may not; pass it to "
                     f"`OpenVINOProgram.load` as one of the options if you want it. A file may set {sorted(_HARMLESS)}."
                 )
-            reason = pair_objection(settings.pair)
+            reason = ONEDNN_PAIRS.objection(settings.pair)
             if reason is not None:
                 raise ArtefactError(f"'{path}' would give wrong numbers here: {reason}.")
             return cls(model, parts[0], parts[1], {**settings.options, **asked}, settings.pair, parts[2])

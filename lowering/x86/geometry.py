@@ -1,8 +1,8 @@
 """Which convolutions oneDNN's int8 kernels compute rightly.
 
 Found by comparing them with exact integers over random geometries (`tests/lowering/test_x86_geometries.py`), and seen
-with oneDNN 3.11 on processors with AVX512 and AMX, not with AVX2; a file is for any of them, so that the same holds
-everywhere. Some of it writes beyond its memory and ends the process.
+with oneDNN 3.12, that of torch 2.13, on processors with AVX512 and AMX, not with AVX2; a file is for any of them, so
+that the same holds everywhere. Some of it writes beyond its memory and ends the process.
 """
 
 from collections.abc import Sequence

@@ -101,6 +101,7 @@ from quantplug.core.qdq.qparams import is_static as has_static_qparams
 from quantplug.core.qdq.qparams import quantize as quantize_op
 from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
 from quantplug.core.specs.levels import Deviation, Level, sqnr
+from quantplug.core.specs.limits import ONEDNN_PAIRS, Pairs
 from quantplug.quantizers.framework.backend import Backend
 from quantplug.quantizers.framework.capabilities import Capability, capability_table
 from quantplug.quantizers.framework.derived import derive, union
@@ -163,7 +164,9 @@ __all__ = [  # noqa: RUF022 - in the groups of the docstring
     # Patterns
     "Match",
     "Miss",
+    "ONEDNN_PAIRS",
     "Op",
+    "Pairs",
     "Pattern",
     "anything",
     "constant",

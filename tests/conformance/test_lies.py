@@ -1,5 +1,6 @@
 """Backends that claim what they do not keep: each wrong claim fails the check that is about it, and no other."""
 
+import copy
 import itertools
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from quantplug.annotators.presets import get_symmetric_quantization_config
 from quantplug.conformance import CHECKS, verdicts
 from quantplug.core.annotation.annotator import Annotator
 from quantplug.core.errors import ConfigError
+from quantplug.core.graph.meta import LIMITS
 from quantplug.core.patterns.language import anything, op, value
 from quantplug.core.patterns.rules import Rule
 from quantplug.core.qdq.qparams import qparams
@@ -221,8 +223,22 @@ def test_a_kernel_that_rescales_as_its_row_declares_passes_rescaled(rewrite):
     assert statuses == {"passed", "skipped"}
 
 
+def test_a_lowering_by_rules_computes_in_float_what_its_row_says():
+    backend = rescaling(2**-10, 2**4, narrow, or_float=True)
+    statuses = {verdict.status for _, check, verdict in verdicts(backend, "add") if check == "rescaled"}
+    assert statuses == {"passed", "skipped"}
+
+
 def test_a_lowering_that_runs_integers_where_its_row_says_float_fails_rescaled():
-    found = failed(rescaling(2**-10, 2**8, or_float=True), "add")
+    backend = rescaling(2**-10, 2**8, or_float=True)
+
+    def heedless(converted, inputs):
+        copied = copy.deepcopy(converted)
+        for node in copied.graph.nodes:
+            LIMITS.drop(node)
+        return backend.lower(copied, inputs)
+
+    found = failed(replace(backend, lowering=heedless), "add")
     assert set(found) == {"rescaled"}
     told = "beyond the least ratio of scales, at 0.000488: 'add' is not claimed and runs int8"
     assert found["rescaled"].startswith(told)

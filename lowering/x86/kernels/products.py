@@ -16,8 +16,10 @@ from quantplug.core.graph.facts import constant_value, likely_sizes, rank, tenso
 from quantplug.core.graph.meta import PAIR
 from quantplug.core.patterns.language import Match, Op, op, optional, value
 from quantplug.core.patterns.rules import Rewrite, Rule
+from quantplug.core.qdq.limits import largest_pair
 from quantplug.core.qdq.qparams import IntegerWeight, QParams, dequantize, integer_weight, qparams
-from quantplug.lowering.processor import as_unsigned, largest_pair, pair_objection
+from quantplug.core.specs.limits import ONEDNN_PAIRS
+from quantplug.lowering.processor import as_unsigned
 from quantplug.lowering.x86.geometry import Geometry, geometry, objection
 from quantplug.lowering.x86.kernels.calls import NO_SCALARS
 from quantplug.lowering.x86.kernels.few_rows import is_read_faster
@@ -118,7 +120,7 @@ def activation_objection(params: QParams, weight: IntegerWeight | str, *, conv: 
     """Returns why a convolution (or a linear) cannot multiply an activation with a weight, or None."""
     if params.dtype not in (torch.uint8, torch.int8) or (conv and params.dtype != torch.uint8):
         return f"its activation is {params.dtype}, the kernel wants torch.uint8"
-    return None if isinstance(weight, str) else pair_objection(_pair(params, weight))
+    return None if isinstance(weight, str) else ONEDNN_PAIRS.objection(_pair(params, weight))
 
 
 def _pair(params: QParams, weight: IntegerWeight) -> int:

@@ -20,8 +20,8 @@ from quantplug.core.files.exported import read_exported
 from quantplug.core.files.typed import typed
 from quantplug.core.files.whole import exported_content, kind_at, require_writable, write_content
 from quantplug.core.peers.torch_names import FakeTensorMode, pytree
+from quantplug.core.specs.limits import ONEDNN_PAIRS
 from quantplug.lowering.open_sizes import open_sizes
-from quantplug.lowering.processor import pair_objection
 from quantplug.lowering.program import LoweredOp, Program
 from quantplug.lowering.signature import Signature
 from quantplug.lowering.starting import starting, state_of
@@ -166,7 +166,7 @@ class X86Program(Program):
         try:
             exported = read_exported(path, trust=trust, extra_files=extra)
             described: _Described = typed(json.loads(extra[OPS_FILE]), _Described, f"'{OPS_FILE}'")
-            reason = pair_objection(described.pair)
+            reason = ONEDNN_PAIRS.objection(described.pair)
             if reason:
                 raise ArtefactError(
                     f"'{path}' would give wrong numbers here: {reason}, or lower the model on this machine."
