@@ -12,6 +12,7 @@ from torch import fx
 from quantplug.core.graph.facts import compute_nodes, module_path
 from quantplug.core.graph.meta import ORIGINS, REASON, origins
 from quantplug.core.qdq.nodes import is_qdq
+from quantplug.core.specs.decision import why_float
 from quantplug.lowering.program import LoweredOp
 
 INTEGERS = (torch.uint8, torch.int8)
@@ -20,11 +21,14 @@ NOTHING = "no kernel of it is left: at inference it computes nothing"
 
 
 def record(graph: fx.Graph) -> tuple[LoweredOp, ...]:
-    """Marks every compute operator with its own name and returns them all as not yet placed."""
+    """Marks every compute operator with its own name and returns them all as not yet placed.
+
+    Those that annotation left float say why, in the words of the report.
+    """
     found = [node for node in compute_nodes(graph) if not is_qdq(node)]
     for node in found:
         ORIGINS.put(node, frozenset({node.name}))
-    return tuple(LoweredOp(node.name, str(node.target), module_path(node), "float") for node in found)
+    return tuple(LoweredOp(node.name, str(node.target), module_path(node), "float", why_float(node)) for node in found)
 
 
 def place(

@@ -46,6 +46,14 @@ def decision(node: fx.Node) -> Decision | None:
     return DECISION.get(node)
 
 
+def why_float(node: fx.Node) -> str:
+    """Returns why annotation left a node float, as reports and programs both say it; "" where it did not."""
+    found = decision(node)
+    if found is None or found.quantized:
+        return ""
+    return f"nearest rule '{found.nearest}': {found.reason}" if found.nearest else found.reason
+
+
 def record(node: fx.Node, decided: Decision) -> None:
     """Leaves a decision on a node; a node that another backend quantized keeps that backend's decision."""
     before = decision(node)

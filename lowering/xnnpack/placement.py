@@ -6,12 +6,14 @@ compute operator, and the numbers of kernel calls.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from quantplug.core.graph.facts import compute_nodes, module_path
+from quantplug.core.graph.facts import compute_nodes
+from quantplug.core.graph.meta import ORIGINS
 from quantplug.core.graph.traits import clamp_bounds, is_identity, moves, repeats
 from quantplug.core.peers.torch_names import schema_or_none
 from quantplug.core.qdq.calls import is_activation
@@ -19,6 +21,7 @@ from quantplug.core.qdq.nodes import is_conversion, is_dequantize
 from quantplug.core.qdq.qparams import quantized_output, static_qparams
 from quantplug.lowering.placement import NOTHING
 from quantplug.lowering.program import LoweredOp
+from quantplug.lowering.xnnpack.legalize import Legalized
 from quantplug.lowering.xnnpack.program import KernelCounts
 from quantplug.lowering.xnnpack.serializer.records import KernelCall
 
@@ -42,12 +45,16 @@ def origins(node: fx.Node, graph: fx.Graph) -> set[str]:
 
 
 def place(
+    recorded: Sequence[LoweredOp],
     working: fx.GraphModule,
     edge: torch.export.ExportedProgram,
     calls: Sequence[KernelCall],
-    floats: Mapping[str, str],
+    legal: Legalized,
 ) -> tuple[list[LoweredOp], KernelCounts]:
-    """Returns where each compute operator runs, and how many kernel calls of each kind there are."""
+    """Returns where each recorded operator runs, and how many kernel calls of each kind there are.
+
+    What legalization wrote is none of the user's operators; where one of those is gone, what stands for it tells.
+    """
     outside = [n for n in edge.graph.nodes if _is_portable(n)]
     compute = [c for c in calls if not c.is_convert and not c.is_movement]
     counts = KernelCounts(
@@ -58,17 +65,20 @@ def place(
         delegates=sum(_is_xnnpack(lowered) for lowered in _delegates(edge)),
         portable=len(outside),
     )
-    return _placements(working, outside, calls, floats), counts
+    carriers = _carriers(_placements(working, outside, calls))
+    asked = {name: ("portable", reason) for name, reason in legal.portable.items()} | _taken_by_others(edge, working)
+    found = ((op, asked.get(op.node) or _where(op, carriers[op.node])) for op in recorded)
+    return [_told(operator, *where, legal) for operator, where in found], counts
 
 
-def taken_by_others(edge: torch.export.ExportedProgram, graph: fx.Graph) -> dict[str, str]:
-    """Returns the name of the delegate for each operator of an earlier graph that one other than XNNPACK runs."""
+def _taken_by_others(edge: torch.export.ExportedProgram, working: fx.GraphModule) -> dict[str, tuple[str, str]]:
+    """Returns where each operator of an earlier graph runs that a delegate other than XNNPACK has."""
     others = (lowered for lowered in _delegates(edge) if not _is_xnnpack(lowered))
     return {
-        name: lowered.backend_id
+        name: ("delegate", f"{lowered.backend_id} runs it")
         for lowered in others
         for node in lowered.original_module.graph.nodes
-        for name in origins(node, graph)
+        for name in origins(node, working.graph)
     }
 
 
@@ -95,8 +105,8 @@ def _operator_name(node: fx.Node) -> str:
 
 
 def _placements(
-    working: fx.GraphModule, outside: Iterable[fx.Node], calls: Iterable[KernelCall], floats: Mapping[str, str]
-) -> list[LoweredOp]:
+    working: fx.GraphModule, outside: Iterable[fx.Node], calls: Iterable[KernelCall]
+) -> dict[fx.Node, tuple[str, str]]:
     kernels: dict[str, list[KernelCall]] = defaultdict(list)
     portable: dict[str, list[fx.Node]] = defaultdict(list)
     for call in calls:
@@ -113,12 +123,33 @@ def _placements(
                 or _by_kernels(node, kernels[node.name])
                 or _without_kernel(node, kernels, placed)
             )
-    return [_operator(node, *found, floats.get(node.name, "")) for node, found in placed.items()]
+    return placed
 
 
-def _operator(node: fx.Node, placement: str, reason: str, known: str) -> LoweredOp:
-    reason = "" if placement == "int8" else known or reason
-    return LoweredOp(node.name, str(node.target), module_path(node), placement, reason)
+def _carriers(placed: Mapping[fx.Node, tuple[str, str]]) -> dict[str, dict[str, tuple[str, str]]]:
+    """Returns for each operator of the q/dq graph where what was written for it runs, by its names."""
+    found: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
+    for node, where in placed.items():
+        for name in ORIGINS.get(node, ()):
+            found[name][node.name] = where
+    return found
+
+
+def _where(operator: LoweredOp, carriers: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
+    """Returns where an operator runs: where it stands itself, or what was written for it."""
+    own = carriers.get(operator.node)
+    written = [own] if own else [*carriers.values()] or [("float", NOTHING)]
+    return next((where for where in written if where[0] == "int8"), written[-1])
+
+
+def _told(operator: LoweredOp, placement: str, reason: str, legal: Legalized) -> LoweredOp:
+    """Returns an operator with the reason: that of annotation where it left it float, else what legalization found."""
+    if placement == "int8":
+        reason = legal.notes.get(operator.node, "")
+    elif placement != "delegate":
+        known = legal.floats.get(operator.node) if placement == "float" else None
+        reason = operator.reason or known or reason
+    return replace(operator, placement=placement, reason=reason)
 
 
 def _outside(portable: list[fx.Node]) -> tuple[str, str] | None:
@@ -130,7 +161,8 @@ def _by_kernels(node: fx.Node, kernels: list[KernelCall]) -> tuple[str, str] | N
     own = [c for c in kernels if not c.is_convert]
     if not own:
         return None
-    return ("int8", "") if all(c.is_integer for c in own) else ("float", _why_float(node))
+    own = [c for c in own if not c.is_movement] or own
+    return ("int8", "") if all(c.reads_integers for c in own) else ("float", _why_float(node))
 
 
 def _without_kernel(

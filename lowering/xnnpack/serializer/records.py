@@ -40,6 +40,11 @@ class KernelCall:
         return self.output in ("qint8", "quint8") or "qdint8" in self.inputs
 
     @property
+    def reads_integers(self) -> bool:
+        """Tells whether it works on integers, or on floats with a weight of integers."""
+        return self.is_integer or any(kind.startswith("q") for kind in self.inputs)
+
+    @property
     def is_convert(self) -> bool:
         """Tells whether it only changes the data type (quantize, dequantize)."""
         return self.kind == "Convert"
