@@ -80,6 +80,7 @@ _ROWS = (
     .held_to(RATIOS["gemm"])
     .where(
         groupwise.whole_bytes,
+        named(f"{_LOWERING}.legalize:activation_of_integers"),
         named(f"{_LOWERING}.legalize:patches_if_float"),
         constraints.images_if_dynamic,
         named(f"{_LOWERING}.legalize:one_open_size_if_1d"),
@@ -94,7 +95,12 @@ _ROWS = (
     ),
     linear()
     .held_to(RATIOS["gemm"])
-    .where(groupwise.whole_groups, groupwise.groups_beside_run_time, groupwise.pairs_of_channels),
+    .where(
+        groupwise.whole_groups,
+        groupwise.groups_beside_run_time,
+        groupwise.pairs_of_channels,
+        named(f"{_LOWERING}.legalize:activation_of_integers"),
+    ),
     half_table(),
     *(row.where(named("quantplug.lowering.rewrites.recurrence:outside_of_states")) for row in INTEGER_STATES),
 )

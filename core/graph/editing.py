@@ -10,13 +10,13 @@ from torch.fx.node import map_arg
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from quantplug.core.graph.facts import attribute, has_effect, operands, tensor_value
-from quantplug.core.graph.meta import ORIGINS, REASON, SOURCE
+from quantplug.core.graph.meta import HOW, ORIGINS, REASON, SOURCE
 from quantplug.core.peers.torch_names import OpOverload, is_erased, schema_of
 
 # What a new node does not take over from the node that it comes from.
 OWN_META = frozenset({"val", "tensor_meta", Q_ANNOTATION_KEY})
 # Metadata that names an operator or a layer class, which another operator in its place is not.
-_OF_ONE_OPERATOR = (REASON.key, SOURCE.key, "torch_fn")
+_OF_ONE_OPERATOR = (REASON.key, HOW.key, SOURCE.key, "torch_fn")
 
 
 def erase_dead_code(graph: fx.Graph) -> None:

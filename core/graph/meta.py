@@ -69,6 +69,7 @@ DROPOUT: Note[float] = Note("quantplug_dropout_p", "the rate that attention was 
 # On nodes, of lowering.
 ORIGINS: Note[frozenset[str]] = Note("quantplug_origins", "names of the q/dq graph's operators that a node carries out")
 REASON: Note[str] = Note("quantplug_reason", "why the rules left an operator as it is")
+HOW: Note[str] = Note("quantplug_how", "how a node computes otherwise than the q/dq graph says")
 STATE: Note[bool] = Note("quantplug_state", "whether an operator carries the state of an unrolled recurrence")
 PAIR: Note[int] = Note("quantplug_pair", "how large the sum of two products of an x86 kernel can get")
 

@@ -40,7 +40,7 @@ from quantplug.core.qdq.nodes import (
 from quantplug.core.report.boundaries import Boundary, boundaries
 from quantplug.core.report.how import arrow, how_annotated, how_converted
 from quantplug.core.report.page import PAGE
-from quantplug.core.specs.decision import decision, why_float
+from quantplug.core.specs.decision import decision
 from quantplug.core.specs.limits import Violation
 
 
@@ -268,10 +268,15 @@ def _row(node: fx.Node, quantized: bool, stage: str) -> Row:
         owner=found.owner if found else "",
         how=arrow(*told(node), into=found.root if found and found.root != node.name else "") if quantized else "",
         config=found.config if found else "",
-        reason="" if quantized else why_float(node) or "no quantizer annotated it",
+        reason="" if quantized else _reason(node),
         dtypes=found.dtypes if found else "",
         passed_over=found.passed_over if found else "",
     )
+
+
+def _reason(node: fx.Node) -> str:
+    found = decision(node)
+    return "no quantizer annotated it" if found is None else found.why
 
 
 def _islands(nodes: list[fx.Node]) -> tuple[tuple[str, ...], ...]:

@@ -40,18 +40,15 @@ class Decision:
         """Whether a rule took the node."""
         return bool(self.rule)
 
+    @property
+    def why(self) -> str:
+        """Why the node stays float, in words: the reason and the rule that came nearest; "" if a rule took it."""
+        return f"nearest rule '{self.nearest}': {self.reason}" if self.nearest else self.reason
+
 
 def decision(node: fx.Node) -> Decision | None:
     """Returns what was decided about a node, or None if no engine of ours looked at it."""
     return DECISION.get(node)
-
-
-def why_float(node: fx.Node) -> str:
-    """Returns why annotation left a node float, as reports and programs both say it; "" where it did not."""
-    found = decision(node)
-    if found is None or found.quantized:
-        return ""
-    return f"nearest rule '{found.nearest}': {found.reason}" if found.nearest else found.reason
 
 
 def record(node: fx.Node, decided: Decision) -> None:

@@ -240,7 +240,7 @@ def _reasons(graph: fx.Graph) -> dict[str, str]:
 
 def _placed(operator: LoweredOp, levels: Mapping[str, Level], reasons: Mapping[str, str]) -> LoweredOp:
     on_integers = operator.node in levels
-    reason = "" if on_integers else reasons.get(operator.node) or _NO_KERNEL
+    reason = "" if on_integers else operator.reason or reasons.get(operator.node) or _NO_KERNEL
     placement = "int8" if on_integers else "float"
     return LoweredOp(operator.node, operator.target, operator.module_path, placement, reason)
 

@@ -13,7 +13,7 @@ from torch import fx
 
 from quantplug.core.graph.editing import call, erase_dead_code, erase_unused, set_operand
 from quantplug.core.graph.facts import is_constant, operands, tensor_value
-from quantplug.core.graph.meta import REASON
+from quantplug.core.graph.meta import HOW, REASON
 from quantplug.core.graph.traits import moves, repeats
 from quantplug.core.patterns.language import op
 
@@ -80,7 +80,8 @@ def _halve(node: fx.Node, casts: dict[fx.Node, fx.Node]) -> None:
         if source not in casts:  # converted once for all its readers
             casts[source] = call(node, CAST, (source, HALF), source, HALF)
         node.replace_input_with(source, casts[source])
-    REASON.put(node, f"{REASON.get(node) or 'no integer kernel in this place'}; it computes in bfloat16")
+    REASON.put(node, REASON.get(node) or "no integer kernel in this place")
+    HOW.put(node, "it computes in bfloat16")
     whole = call(node.next, CAST, (node, torch.float32), node)
     node.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
     node.meta["val"] = node.meta["val"].to(HALF)

@@ -16,6 +16,7 @@ from quantplug.core.graph.operators import JOINS, MOVES, REPEATS
 from quantplug.core.patterns.language import Match, each, op, single_use, value
 from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.qparams import QD, QParams, dequantize, is_static, qparams, quantize
+from quantplug.core.specs.decision import decision
 from quantplug.lowering.clamps import clamp_rules
 
 aten = torch.ops.aten
@@ -34,6 +35,9 @@ def _hoist(match: Match) -> fx.Node | str:
     quantize_node, mover = match.root, match["mover"]
     if tensor_value(match["source"]) is None:
         return "its source has no known value"
+    decided = decision(mover)
+    if decided is not None and not decided.quantized:
+        return decided.why
     below = call(mover, quantize_node.target, (match["source"], *quantize_node.args[1:]), match["source"], torch.uint8)
     moved = call(mover, mover.target, (below, *mover.args[1:]), quantize_node)
     moved.kwargs = mover.kwargs

@@ -7,7 +7,7 @@ serialized, loaded into the real runtime, run on the example inputs and compared
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,10 +95,10 @@ def lower(
         read_tables_by_row(working)
         legal = legalize(working)
         left = dict.fromkeys(_left_to_others(working.graph, accepts), "`accepts` leaves it to others than XNNPACK")
-        legal = replace(legal, portable=left | legal.portable, notes=notes)
+        legal = replace(legal, portable=left | legal.portable, notes=notes | halves)
         written = as_serializer_reads(working, legal.floats.keys() | legal.portable.keys())
         others = tuple(partitioners)
-        task = _Task(recorded, written, working, inputs, shapes, threads, expected, minimum_sqnr, others, halves)
+        task = _Task(recorded, written, working, inputs, shapes, threads, expected, minimum_sqnr, others)
         return _proved_or_next_best(task, legal)
 
 
@@ -122,7 +122,7 @@ def _left_to_others(graph: fx.Graph, accepts: Callable[[fx.Node], bool] | None) 
 class _Task:
     """A legalized graph, as it is serialized and as it computes what it says, and what its program has to do.
 
-    `recorded` are the operators of the q/dq graph; `halves` says of them what half precision means for them.
+    `recorded` are the operators of the q/dq graph.
     """
 
     recorded: tuple[LoweredOp, ...]
@@ -134,7 +134,6 @@ class _Task:
     expected: Any
     minimum_sqnr: float | None
     partitioners: tuple[Any, ...]
-    halves: Mapping[str, str]
 
 
 def _proved_or_next_best(task: _Task, legal: Legalized) -> XNNPACKProgram:
@@ -258,8 +257,7 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
             emitted = edge.to_executorch(starting_from_state(edge.exported_program()))
         except Exception as error:
             raise refusal("XNNPACK", error) from error
-    found = replace(legal, floats=legal.floats | task.halves)
-    ops, counts = place(task.recorded, task.working, edge.exported_program(), calls, found)
+    ops, counts = place(task.recorded, task.working, edge.exported_program(), calls, legal)
     require_capacity(largest, emitted.executorch_program)
     return XNNPACKProgram(Method(emitted.buffer, task.threads), ops, counts, signature, structure, largest)
 

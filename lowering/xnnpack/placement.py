@@ -22,6 +22,7 @@ from quantplug.core.qdq.qparams import quantized_output, static_qparams
 from quantplug.lowering.placement import NOTHING
 from quantplug.lowering.program import LoweredOp
 from quantplug.lowering.xnnpack.legalize import Legalized
+from quantplug.lowering.xnnpack.legalize.refusals import FLOAT_RESULT
 from quantplug.lowering.xnnpack.program import KernelCounts
 from quantplug.lowering.xnnpack.serializer.records import KernelCall
 
@@ -142,14 +143,14 @@ def _where(operator: LoweredOp, carriers: Mapping[str, tuple[str, str]]) -> tupl
     return next((where for where in written if where[0] == "int8"), written[-1])
 
 
-def _told(operator: LoweredOp, placement: str, reason: str, legal: Legalized) -> LoweredOp:
+def _told(operator: LoweredOp, placement: str, found: str, legal: Legalized) -> LoweredOp:
     """Returns an operator with the reason: that of annotation where it left it float, else what legalization found."""
+    how = legal.notes.get(operator.node, "")
     if placement == "int8":
-        reason = legal.notes.get(operator.node, "")
-    elif placement != "delegate":
-        known = legal.floats.get(operator.node) if placement == "float" else None
-        reason = operator.reason or known or reason
-    return replace(operator, placement=placement, reason=reason)
+        return replace(operator, placement=placement, reason="", how=how)
+    if placement == "float":
+        return replace(operator, reason=operator.reason or legal.floats.get(operator.node) or how or found, how=how)
+    return replace(operator, placement=placement, reason=operator.reason or found, how=found)
 
 
 def _outside(portable: list[fx.Node]) -> tuple[str, str] | None:
@@ -172,15 +173,22 @@ def _without_kernel(
     sources = node.all_input_nodes
     producer = next((placed[source][0] for source in sources if source in placed), None)
     bounds = _bounds(node)
-    if bounds is not None and not any(call.bounds == bounds for call in kernels[sources[0].name]):
-        return "float", _DROPPED
-    if (producer == "int8" and bounds is not None) or _passes_integers(node):
+    if bounds is not None:
+        return _fused([call for call in kernels[sources[0].name] if call.bounds == bounds])
+    if _passes_integers(node):
         return "int8", ""
     if producer not in (None, "int8") and not is_identity(node):
         return str(producer), "runs with its producer"
     if producer is None and not any(map(is_conversion, sources)):
         return "portable", "it only copies or casts, outside XNNPACK"
     return "float", NOTHING
+
+
+def _fused(clamping: list[KernelCall]) -> tuple[str, str]:
+    """Returns where an activation runs, from the calls of the kernel before it that clamp to its bounds."""
+    if not clamping:
+        return "float", _DROPPED
+    return ("int8", "") if any(call.yields_integers for call in clamping) else ("float", FLOAT_RESULT)
 
 
 def _bounds(node: fx.Node) -> tuple[float, float] | None:

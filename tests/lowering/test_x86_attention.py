@@ -58,7 +58,7 @@ def test_a_mask_that_masks_nothing_is_not_read(seen, is_masked, opened):
     (attention,) = calls(program, aten.scaled_dot_product_attention.default)
     assert len(attention.all_input_nodes) == (4 if is_masked else 3)
     assert not calls(program, aten.arange.default, aten.ge.Scalar, aten.le.Tensor), "they are the same at every call"
-    computed = {operator.target: operator for operator in program.ops if "computed once" in operator.reason}
+    computed = {operator.target: operator for operator in program.ops if "computed once" in operator.how}
     assert "aten.arange.default" in computed
     assert {operator.placement for operator in computed.values()} == {"float"}
     found, expected = program(x), graph(x)

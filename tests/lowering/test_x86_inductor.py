@@ -72,7 +72,7 @@ def test_a_max_pool_takes_images_in_any_memory(function, shape):
     x = torch.randn(shape)
     model = Function(function, linear=nn.Linear(48, 5), conv=nn.Conv2d(3, 4, 3))
     _, program = quantized(model, x)
-    assert {op.placement for op in program.ops} == {"int8"}
+    assert {op.placement for op in program.ops if "max_pool" in op.target} == {"int8"}
     assert sqnr(program.compile()(x), program(x)) > 100
 
 

@@ -60,6 +60,7 @@ from quantplug.lowering.xnnpack.legalize.refusals import (
     PORTABLE,
     Legalized,
     Refusal,
+    activation_of_integers,
     adds_less_than_a_step,
     one_open_size_if_1d,
     refused,
@@ -72,6 +73,7 @@ _PRODUCTS = every_node(conditions.product)
 
 __all__ = [
     "Legalized",
+    "activation_of_integers",
     "adds_less_than_a_step",
     "legalize",
     "one_open_size_if_1d",

@@ -16,6 +16,7 @@ from quantplug.core.qdq.calls import QuantizedCall, quantized_calls
 TRANSPOSED = ("aten::conv_transpose1d", "aten::conv_transpose2d")
 # What ExecuTorch serializes as a reshape by numbers, or, as conv1d, as a conv2d between two of them.
 _RESHAPES = ("aten::squeeze", "aten::squeeze_", "aten::unsqueeze", "aten::unsqueeze_", "aten::conv1d")
+FLOAT_RESULT = "the layer before it yields floats"
 _GROWS = "XNNPACK's integer mean is wrong in calls that are larger than an earlier one, and its size is open"
 
 
@@ -27,7 +28,7 @@ class Legalized:
         floats: operators that must run in float although their neighbours are quantized, and why.
         weight_only: linear operators with integer weights and float activations.
         portable: operators that must stay outside the delegates, and why.
-        notes: what is to be said of operators on integer kernels.
+        notes: how operators run otherwise than the q/dq graph says.
     """
 
     floats: dict[str, str] = field(default_factory=dict)
@@ -120,6 +121,11 @@ def resizes_by_ratios(match: Match, config: QuantizationConfig | None) -> str | 
 def one_open_size_if_1d(match: Match, config: QuantizationConfig | None) -> str | None:
     """Holds for convolutions over two dimensions, and for those over one of a result with at most one open size."""
     return too_many_open_sizes(QuantizedCall.of(match["op"])) if operator_name(match["op"]) in _RESHAPES else None
+
+
+def activation_of_integers(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds unless an activation stands behind a layer that yields floats, fused into its kernel or not."""
+    return FLOAT_RESULT if config.output_activation is None and "activation" in match else None
 
 
 MEANS = Refusal(("aten::mean", "aten::adaptive_avg_pool2d"), _grows)
