@@ -25,7 +25,7 @@ from quantplug.annotators.presets import (
 )
 from quantplug.annotators.shape import concatenation, movement
 from quantplug.core.graph.operators import CLAMPS, IDENTITIES, MOVES, PADS, SHUFFLES
-from quantplug.core.named import named
+from quantplug.core.named import NamedFunction, named
 from quantplug.core.specs.levels import Level
 from quantplug.core.specs.limits import XNNPACK_RATIOS as RATIOS
 from quantplug.quantizers.framework.backend import Backend
@@ -34,6 +34,12 @@ from quantplug.quantizers.framework.quantizer import BackendQuantizer
 _LOWERING = "quantplug.lowering.xnnpack"
 
 __all__ = ["INTEGER_STATES", "WIDE_RANGES", "XNNPACK", "XNNPACKQuantizer", "get_symmetric_quantization_config"]
+
+
+def _limit(name: str) -> NamedFunction:
+    """Returns what legalization says of an operator in the q/dq graphs of others too."""
+    return named(f"{_LOWERING}.legalize:{name}")
+
 
 # Kernels that exist, of functions that 256 steps of their input or output seldom do justice: a quotient by a
 # number near 0, a logarithm, a whole number that lies between two steps. A backend that wants them adds them:
@@ -56,14 +62,18 @@ INTEGER_STATES = (
     concatenation("cat").needing_company().within(Level.EXACT),
     # The max-pool kernel compares integers in one scale; the mean kernel rescales.
     pooling("max_pool2d").within(Level.EXACT),
-    resize().where(named(f"{_LOWERING}.legalize:resizes_by_ratios")).within(Level.APPROXIMATE),
-    pooling("adaptive_avg_pool2d", "mean", own_output=True).held_to(RATIOS["convert"]).where(constraints.whole_map),
+    resize().where(_limit("resizes_by_ratios")).within(Level.APPROXIMATE),
+    pooling("adaptive_avg_pool2d", "mean", own_output=True)
+    .held_to(RATIOS["convert"])
+    .where(constraints.whole_map, _limit("means_of_one_size")),
     known_range("sigmoid"),
     # The kernel of tanh takes any scale, and of small numbers that of -1..1 would leave little.
     own_range("tanh", "hardswish", "gelu", "elu", "abs", "neg").needing_company(),
     own_range("leaky_relu").held_to(RATIOS["convert"]).needing_company(),
     clamps(*CLAMPS).needing_company(),
-    movement((*_MOVES, "expand", *IDENTITIES, *PADS)).where(constraints.repeats_nothing).within(Level.EXACT),
+    movement((*_MOVES, "expand", *IDENTITIES, *PADS))
+    .where(constraints.repeats_nothing, _limit("reshapes_one_open_size"))
+    .within(Level.EXACT),
 )
 
 
@@ -80,10 +90,12 @@ _ROWS = (
     .held_to(RATIOS["gemm"])
     .where(
         groupwise.whole_bytes,
-        named(f"{_LOWERING}.legalize:activation_of_integers"),
-        named(f"{_LOWERING}.legalize:patches_if_float"),
+        _limit("yields_integers_if_static"),
+        _limit("activation_of_integers"),
+        _limit("small_if_depthwise"),
+        _limit("patches_if_float"),
         constraints.images_if_dynamic,
-        named(f"{_LOWERING}.legalize:one_open_size_if_1d"),
+        _limit("reshapes_one_open_size"),
     ),
     transposed_convolution(dims=(2,))
     .held_to(RATIOS["gemm"])
@@ -91,7 +103,8 @@ _ROWS = (
         groupwise.whole_bytes,
         constraints.static_only,
         constraints.one_group_or_scale,
-        named(f"{_LOWERING}.legalize:adds_less_than_a_step"),
+        _limit("yields_integers_if_static"),
+        _limit("adds_less_than_a_step"),
     ),
     linear()
     .held_to(RATIOS["gemm"])
@@ -99,7 +112,8 @@ _ROWS = (
         groupwise.whole_groups,
         groupwise.groups_beside_run_time,
         groupwise.pairs_of_channels,
-        named(f"{_LOWERING}.legalize:activation_of_integers"),
+        _limit("yields_integers_if_static"),
+        _limit("activation_of_integers"),
     ),
     half_table(),
     *(row.where(named("quantplug.lowering.rewrites.recurrence:outside_of_states")) for row in INTEGER_STATES),

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.core.graph.editing import call_like, constant, set_operand
 from quantplug.core.graph.facts import constant_value, operands, operator_name, tensor_value
+from quantplug.core.patterns.language import Match
 from quantplug.core.qdq.calls import QuantizedCall, quantized_calls
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
 from quantplug.core.qdq.qparams import StaticQParams, folded, requantize, static_qparams
@@ -18,6 +20,7 @@ from quantplug.lowering.xnnpack.legalize.refusals import TRANSPOSED, Refusal, to
 
 _ATEN = torch.ops.aten
 _Q = torch.ops.quantized_decomposed
+_FLOAT_OUTPUT = "its output is not quantized to int8"
 GEMMS = ("aten::conv1d", "aten::conv2d", *TRANSPOSED, "aten::linear")
 _OVER_TWO = {"aten::conv1d": _ATEN.conv2d.default, "aten::conv_transpose1d": _ATEN.conv_transpose2d.input}
 
@@ -83,8 +86,15 @@ def _why_no_static_gemm(call: QuantizedCall) -> str | None:
     if not is_dequantize(call.input) or not entered.is_int8:
         return f"its input is {entered.dtype} and XNNPACK takes int8"
     if output is None or not output.is_int8:
-        return "its output is not quantized to int8"
+        return _FLOAT_OUTPUT
     return XNNPACK_RATIOS["gemm"].objection((entered.scale, _scales(call.weight)), output.scale)
+
+
+def yields_integers_if_static(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds unless a config gives what a layer reads a scale that calibration fixes, and leaves its result float."""
+    read = config.input_activation
+    is_static = read is not None and not read.is_dynamic
+    return _FLOAT_OUTPUT if is_static and config.output_activation is None else None
 
 
 def _why_no_dynamic_gemm(call: QuantizedCall) -> str | None:
