@@ -95,8 +95,9 @@ def _is_xnnpack(lowered: Any) -> bool:
 
 
 def _is_portable(node: fx.Node) -> bool:
+    """Tells whether a node is an operator outside of the delegates; arithmetic of sizes is none."""
     name = _operator_name(node)
-    return bool(name) and not name.startswith(("aten::sym_", "aten::_assert"))
+    return bool(name) and not name.startswith(("aten::sym_", "aten::_assert", "executorch_prim::"))
 
 
 def _operator_name(node: fx.Node) -> str:

@@ -53,6 +53,7 @@ from quantplug.lowering.xnnpack.legalize.products import (
     narrow_weights_name_four_bits,
     own_constant,
     own_constants_per_use,
+    takes_run_time_scales,
     yields_integers_if_static,
 )
 from quantplug.lowering.xnnpack.legalize.ratios import SCALES_OUT_OF_RANGE
@@ -86,6 +87,7 @@ __all__ = [
     "runs_alone",
     "small_if_depthwise",
     "steps",
+    "takes_run_time_scales",
     "yields_integers_if_static",
 ]
 

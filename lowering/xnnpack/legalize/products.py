@@ -97,14 +97,34 @@ def yields_integers_if_static(match: Match, config: QuantizationConfig) -> str |
     return _FLOAT_OUTPUT if is_static and config.output_activation is None else None
 
 
+def takes_run_time_scales(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds unless a convolution reads activations with scales of run time, for which there is no kernel.
+
+    Images are of more than one number, as torchao takes a range for each number for one range of all.
+    """
+    read, image = config.input_activation, tensor_value(match["x"])
+    if read is None or not read.is_dynamic:
+        return None
+    if image is not None and all(isinstance(size, int) and size == 1 for size in image.shape[1:]):
+        return "each of its images is a single number, which has no range"
+    return _why_no_dynamic_gemm(QuantizedCall.of(match["op"]))
+
+
 def _why_no_dynamic_gemm(call: QuantizedCall) -> str | None:
-    name = operator_name(call.node)
-    if name not in ("aten::linear", "aten::conv2d"):
+    name, weight = operator_name(call.node), tensor_value(call.weight)
+    if name == "aten::linear":
+        return None
+    kernel = call.kernel if weight is None else weight
+    if name in TRANSPOSED or (kernel is not None and kernel.dim() != 4):
         return "XNNPACK quantizes activations at run time for linear and 2-D convolutions only"
-    kernel = tensor_value(call.weight) if tensor_value(call.weight) is not None else call.kernel
-    if name == "aten::conv2d" and kernel is not None and call.operands["groups"] > 1 and kernel.shape[1] == 1:
-        return "XNNPACK has no depthwise convolution with activations quantized at run time"
+    if kernel is not None and one_channel_each(kernel):
+        return "XNNPACK has no convolution of single input channels with activations quantized at run time"
     return None
+
+
+def one_channel_each(kernel: Tensor) -> bool:
+    """Tells whether each output of a convolution reads one input channel, which ExecuTorch takes for depthwise."""
+    return kernel.shape[1] == 1
 
 
 def _scales(weight: fx.Node) -> Any:
