@@ -72,7 +72,8 @@ def quantized(model, inputs, config="int8", shapes=None):
     ],
 )
 def test_a_program_runs_in_float_what_the_report_says_and_for_that_reason(name, config):
-    artefact = quantized(*of_the_benchmark(name), config)
+    model, inputs = of_the_benchmark(name)
+    artefact = quantized(model, inputs, config)
     report, program = told(artefact)
     assert report == program
     assert all(report.values())

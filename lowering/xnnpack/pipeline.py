@@ -35,7 +35,7 @@ from quantplug.lowering.xnnpack.legalize import Legalized, legalize, read_tables
 from quantplug.lowering.xnnpack.legalize.half import compute_in_float16, compute_in_float32
 from quantplug.lowering.xnnpack.legalize.products import GEMMS
 from quantplug.lowering.xnnpack.partition import copies_of_dequantized_are_dropped, keeping_whole, partitioner
-from quantplug.lowering.xnnpack.placement import place
+from quantplug.lowering.xnnpack.placement import count, place
 from quantplug.lowering.xnnpack.program import XNNPACKProgram
 from quantplug.lowering.xnnpack.run_time import as_kernels_choose, as_serializer_reads
 from quantplug.lowering.xnnpack.runtime import Method, check_threads, quiet
@@ -257,7 +257,8 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
             emitted = edge.to_executorch(starting_from_state(edge.exported_program()))
         except Exception as error:
             raise refusal("XNNPACK", error) from error
-    ops, counts = place(task.recorded, task.working, edge.exported_program(), calls, legal)
+    ops = place(task.recorded, task.working, edge.exported_program(), calls, legal)
+    counts = count(edge.exported_program(), calls)
     require_capacity(largest, emitted.executorch_program)
     return XNNPACKProgram(Method(emitted.buffer, task.threads), ops, counts, signature, structure, largest)
 

@@ -51,25 +51,32 @@ def place(
     edge: torch.export.ExportedProgram,
     calls: Sequence[KernelCall],
     legal: Legalized,
-) -> tuple[list[LoweredOp], KernelCounts]:
-    """Returns where each recorded operator runs, and how many kernel calls of each kind there are.
+) -> list[LoweredOp]:
+    """Returns where each recorded operator runs.
 
     What legalization wrote is none of the user's operators; where one of those is gone, what stands for it tells.
     """
-    outside = [n for n in edge.graph.nodes if _is_portable(n)]
+    carriers = _carriers(_placements(working, _portable(edge), calls))
+    asked = {name: ("portable", reason) for name, reason in legal.portable.items()} | _taken_by_others(edge, working)
+    found = ((op, asked.get(op.node) or _where(op, carriers[op.node])) for op in recorded)
+    return [_told(operator, *where, legal) for operator, where in found]
+
+
+def count(edge: torch.export.ExportedProgram, calls: Sequence[KernelCall]) -> KernelCounts:
+    """Returns how many kernel calls of each kind an edge program makes."""
     compute = [c for c in calls if not c.is_convert and not c.is_movement]
-    counts = KernelCounts(
+    return KernelCounts(
         int8=sum(c.is_integer for c in compute),
         f32=sum(not c.is_integer for c in compute),
         converts=sum(c.is_convert for c in calls),
         moves=sum(c.is_movement for c in calls),
         delegates=sum(_is_xnnpack(lowered) for lowered in _delegates(edge)),
-        portable=len(outside),
+        portable=len(_portable(edge)),
     )
-    carriers = _carriers(_placements(working, outside, calls))
-    asked = {name: ("portable", reason) for name, reason in legal.portable.items()} | _taken_by_others(edge, working)
-    found = ((op, asked.get(op.node) or _where(op, carriers[op.node])) for op in recorded)
-    return [_told(operator, *where, legal) for operator, where in found], counts
+
+
+def _portable(edge: torch.export.ExportedProgram) -> list[fx.Node]:
+    return [node for node in edge.graph.nodes if _is_portable(node)]
 
 
 def _taken_by_others(edge: torch.export.ExportedProgram, working: fx.GraphModule) -> dict[str, tuple[str, str]]:
@@ -132,7 +139,7 @@ def _carriers(placed: Mapping[fx.Node, tuple[str, str]]) -> dict[str, dict[str, 
     """Returns for each operator of the q/dq graph where what was written for it runs, by its names."""
     found: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
     for node, where in placed.items():
-        for name in ORIGINS.get(node, ()):
+        for name in ORIGINS.get(node, frozenset()):
             found[name][node.name] = where
     return found
 
