@@ -66,22 +66,6 @@ def enough_work(products: int) -> Callable[[Match, QuantizationConfig], str | No
     return check
 
 
-def images_if_dynamic(match: Match, config: QuantizationConfig) -> str | None:
-    """Holds unless activations get their scales at run time, or for 2-D convolutions that are not depthwise.
-
-    Images are of more than one number, as torchao takes a range for each number for one range of all.
-    """
-    if not_dynamic(match, config) is None:
-        return None
-    image = sizes_of(match["x"])[1:]
-    if image and all(isinstance(size, int) and size == 1 for size in image):
-        return "each of its images is a single number, which has no range"
-    groups, weight = operands(match["op"])["groups"], sizes_of(match["w"])
-    if len(weight) == 4 and (groups == 1 or weight[1] > 1):
-        return None
-    return "the kernel that quantizes its input at run time is for 2-D convolutions that are not depthwise"
-
-
 def unsigned_if_dynamic(match: Match | None, config: QuantizationConfig) -> str | None:
     """Holds unless activations of run time are signed, for kernels of uint8: scales known before can be shifted."""
     spec = config.input_activation

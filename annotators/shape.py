@@ -10,7 +10,7 @@ from quantplug.annotators.fusion import annotate_piece, in_scale_of_input
 from quantplug.annotators.qspecs import get_input_act_qspec
 from quantplug.core.annotation.annotator import Annotations, Annotator
 from quantplug.core.graph.operators import DROPOUTS, IDENTITIES, MOVES, PADS, REPEATS
-from quantplug.core.patterns.language import Match, Op, each, literal, op, value
+from quantplug.core.patterns.language import Match, Op, dropouts, each, literal, op, value
 
 
 def movement(names: tuple[str, ...] = (*MOVES, *REPEATS, *IDENTITIES)) -> Annotator:
@@ -19,18 +19,18 @@ def movement(names: tuple[str, ...] = (*MOVES, *REPEATS, *IDENTITIES)) -> Annota
     They keep the integer domain between quantized neighbours and start none: only moves whose producer is
     quantized are annotated.
     """
-    patterns = tuple((name.partition(".")[0], _move(name)) for name in names)
+    patterns = tuple((name.partition(".")[0], move) for name in names for move in _moves(name))
     return Annotator("movement", patterns, in_scale_of_input, (static_only,), follows=("x",), output="shared")
 
 
-def _move(name: str) -> Op:
+def _moves(name: str) -> tuple[Op, ...]:
     if name in DROPOUTS:
-        return op(name, input=value("x"), train=False, name="op")
+        return dropouts(value("x"), "op", (name,))
     if name in PADS:
         mode: dict[str, Any] = {"mode": "constant"} if name == "pad" else {}
-        return op(name, self=value("x"), value=literal(None, 0, 0.0), name="op", **mode)
+        return (op(name, self=value("x"), value=literal(None, 0, 0.0), name="op", **mode),)
     # The other view, to a dtype, reads the bits of a number as another number.
-    return op("view.default" if name == "view" else name, self=value("x"), name="op")
+    return (op("view.default" if name == "view" else name, self=value("x"), name="op"),)
 
 
 def concatenation(*names: str) -> Annotator:

@@ -37,7 +37,7 @@ from xnnpack_models import TABLE, Inputs, Sample, make
 
 import quantplug
 from quantplug.lowering.xnnpack import KernelCounts, lower
-from quantplug.lowering.xnnpack.placement import place
+from quantplug.lowering.xnnpack.placement import count
 from quantplug.lowering.xnnpack.runtime import Method, quiet
 from quantplug.lowering.xnnpack.serializer.records import recorded_kernel_calls
 
@@ -97,7 +97,7 @@ def lowered_by_them(graph: fx.GraphModule, inputs: Inputs, dynamic: bool) -> tup
         exported = torch.export.export(graph, inputs)
         edge = to_edge_transform_and_lower(exported, partitioner=[*stock, XnnpackPartitioner()])
         buffer = edge.to_executorch().buffer
-    return buffer, place(graph, edge.exported_program(), calls, {})[1]
+    return buffer, count(edge.exported_program(), calls)
 
 
 class Noise:

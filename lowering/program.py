@@ -19,12 +19,12 @@ class LoweredOp:
         node: name of the operator's node in the q/dq graph (or of the kernel call it became).
         target: the operator as text, e.g. "aten.conv2d.default".
         module_path: dotted path of the module it was traced in, "" for the root.
-        placement: "int8" (an integer kernel), "float" (a float kernel of the backend),
-            "portable" (outside the backend, on the runtime's own kernels) or "delegate" (in another
+        placement: "int8" (an integer kernel, or one that reads a weight in integers), "float" (a float kernel of
+            the backend), "portable" (outside the backend, on the runtime's own kernels) or "delegate" (in another
             delegate of the same program).
         reason: why it is not an integer kernel; else empty. What the report of the q/dq graph calls float has its
             reason from there.
-        how: how it runs otherwise than the q/dq graph says, such as in bfloat16; else empty.
+        how: how it runs otherwise than the q/dq graph says, such as in bfloat16, or where; else empty.
     """
 
     node: str

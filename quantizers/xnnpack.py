@@ -4,6 +4,7 @@ Activations are int8 with one scale, weights symmetric int8 with one scale or on
 those of linear may have four bits, with one scale for each output channel or for groups of input channels.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from quantplug.annotators.presets import (
 )
 from quantplug.annotators.shape import concatenation, movement
 from quantplug.core.graph.operators import CLAMPS, IDENTITIES, MOVES, PADS, SHUFFLES
-from quantplug.core.named import named
+from quantplug.core.named import NamedFunction, named
 from quantplug.core.specs.levels import Level
 from quantplug.core.specs.limits import XNNPACK_RATIOS as RATIOS
 from quantplug.quantizers.framework.backend import Backend
@@ -34,6 +35,12 @@ from quantplug.quantizers.framework.quantizer import BackendQuantizer
 _LOWERING = "quantplug.lowering.xnnpack"
 
 __all__ = ["INTEGER_STATES", "WIDE_RANGES", "XNNPACK", "XNNPACKQuantizer", "get_symmetric_quantization_config"]
+
+
+def _limits(*names: str) -> Iterator[NamedFunction]:
+    """Yields what legalization says of operators, in the q/dq graphs of others too."""
+    return (named(f"{_LOWERING}.legalize:{name}") for name in names)
+
 
 # Kernels that exist, of functions that 256 steps of their input or output seldom do justice: a quotient by a
 # number near 0, a logarithm, a whole number that lies between two steps. A backend that wants them adds them:
@@ -56,14 +63,18 @@ INTEGER_STATES = (
     concatenation("cat").needing_company().within(Level.EXACT),
     # The max-pool kernel compares integers in one scale; the mean kernel rescales.
     pooling("max_pool2d").within(Level.EXACT),
-    resize().where(named(f"{_LOWERING}.legalize:resizes_by_ratios")).within(Level.APPROXIMATE),
-    pooling("adaptive_avg_pool2d", "mean", own_output=True).held_to(RATIOS["convert"]).where(constraints.whole_map),
+    resize().where(*_limits("resizes_by_ratios")).within(Level.APPROXIMATE),
+    pooling("adaptive_avg_pool2d", "mean", own_output=True)
+    .held_to(RATIOS["convert"])
+    .where(constraints.whole_map, *_limits("means_of_one_size")),
     known_range("sigmoid"),
     # The kernel of tanh takes any scale, and of small numbers that of -1..1 would leave little.
     own_range("tanh", "hardswish", "gelu", "elu", "abs", "neg").needing_company(),
     own_range("leaky_relu").held_to(RATIOS["convert"]).needing_company(),
     clamps(*CLAMPS).needing_company(),
-    movement((*_MOVES, "expand", *IDENTITIES, *PADS)).where(constraints.repeats_nothing).within(Level.EXACT),
+    movement((*_MOVES, "expand", *IDENTITIES, *PADS))
+    .where(constraints.repeats_nothing, *_limits("reshapes_one_open_size"))
+    .within(Level.EXACT),
 )
 
 
@@ -78,23 +89,17 @@ _four_bits = {"weight_qmin": groupwise.FOUR_BITS[0], "weight_qmax": groupwise.FO
 _ROWS = (
     convolution(dims=(1, 2))
     .held_to(RATIOS["gemm"])
-    .where(
-        groupwise.whole_bytes,
-        named(f"{_LOWERING}.legalize:patches_if_float"),
-        constraints.images_if_dynamic,
-        named(f"{_LOWERING}.legalize:one_open_size_if_1d"),
-    ),
+    .where(groupwise.whole_bytes)
+    .where(*_limits("yields_integers_if_static", "small_if_depthwise", "patches_if_float", "takes_run_time_scales"))
+    .where(*_limits("reshapes_one_open_size", "activation_of_integers")),
     transposed_convolution(dims=(2,))
     .held_to(RATIOS["gemm"])
-    .where(
-        groupwise.whole_bytes,
-        constraints.static_only,
-        constraints.one_group_or_scale,
-        named(f"{_LOWERING}.legalize:adds_less_than_a_step"),
-    ),
+    .where(groupwise.whole_bytes, constraints.static_only, constraints.one_group_or_scale)
+    .where(*_limits("yields_integers_if_static", "adds_less_than_a_step")),
     linear()
     .held_to(RATIOS["gemm"])
-    .where(groupwise.whole_groups, groupwise.groups_beside_run_time, groupwise.pairs_of_channels),
+    .where(groupwise.whole_groups, groupwise.groups_beside_run_time, groupwise.pairs_of_channels)
+    .where(*_limits("yields_integers_if_static", "activation_of_integers")),
     half_table(),
     *(row.where(named("quantplug.lowering.rewrites.recurrence:outside_of_states")) for row in INTEGER_STATES),
 )

@@ -14,14 +14,14 @@ and, where ATen has one, the in-place form: `op("relu")` matches `relu` and `rel
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import fx
 
 from quantplug.core.errors import PatternError
 from quantplug.core.graph.facts import is_constant, is_held
-from quantplug.core.graph.operators import Target, operator_overloads
+from quantplug.core.graph.operators import DROPOUTS, Target, operator_overloads
 from quantplug.core.patterns.match import Condition, Match, Miss, Pattern
 from quantplug.core.patterns.operand_patterns import Each, Either, Literal, Maybe, SingleUse, Value, plain
 from quantplug.core.patterns.operator_patterns import AnyOp, Op
@@ -43,6 +43,7 @@ __all__ = [
     "any_op",
     "anything",
     "constant",
+    "dropouts",
     "each",
     "either",
     "item",
@@ -133,6 +134,13 @@ def op(
     overloads = frozenset().union(*(_resolve(target, wanted) for target in targets))
     label = "|".join(dict.fromkeys(_label(target) for target in targets))
     return Op(label, overloads, patterns, name, commutative, where)
+
+
+def dropouts(source: Pattern, name: str | None = None, names: Iterable[str] = DROPOUTS) -> tuple[Op, Op]:
+    """Returns the patterns of dropouts at inference, which call what they read `input`, and in place `self`."""
+    names = tuple(names)
+    in_place = (f"{dropout}_" for dropout in names)
+    return op(*names, name=name, input=source, train=False), op(*in_place, name=name, self=source, train=False)
 
 
 def any_op(name: str | None = None, *conditions: Condition) -> Pattern:

@@ -26,7 +26,8 @@ from torchao.quantization.pt2e.quantizer import (
 from quantplug.core.errors import ConfigError
 from quantplug.core.graph.facts import module_path
 from quantplug.core.named import resolved
-from quantplug.core.specs.dtypes import DTypeConfig, Refusal, integer_range, mode_of
+from quantplug.core.specs.dtypes import DTypeConfig, Refusal, mode_of
+from quantplug.core.specs.stored_dtypes import stored_range
 
 PortSpec: TypeAlias = tuple[str, QuantizationSpecBase | None]
 Resolve: TypeAlias = Callable[[QuantizationSpecBase], QuantizationSpecBase | None]
@@ -278,7 +279,7 @@ def pairs_violation(node: fx.Node, owner: str, limit: Pairs, asked: Sequence[Por
     highest = {"input": 0, "weight": 0}
     for port, spec in asked:
         if isinstance(spec, QuantizationSpec | FixedQParamsQuantizationSpec) and not spec.dtype.is_floating_point:
-            least, greatest = integer_range(spec)
+            least, greatest = stored_range(spec)
             highest[port] = as_unsigned(least, greatest) if port == "input" else max(-least, greatest)
     pair = 2 * highest["input"] * highest["weight"]
     if not limit.breaks(pair):

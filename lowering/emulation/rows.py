@@ -13,9 +13,21 @@ from torch import Tensor, fx
 
 from quantplug.core.graph.editing import register
 from quantplug.core.graph.facts import constant_value, operands
-from quantplug.core.graph.operators import ALIASES, CLAMPS, DROPOUTS, JOINS, MAXIMA, MOVES, PADS, REPEATS
+from quantplug.core.graph.operators import ALIASES, CLAMPS, JOINS, MAXIMA, MOVES, PADS, REPEATS
 from quantplug.core.graph.traits import clamp_bounds
-from quantplug.core.patterns.language import Match, Op, Pattern, anything, each, either, op, optional, single_use, value
+from quantplug.core.patterns.language import (
+    Match,
+    Op,
+    Pattern,
+    anything,
+    dropouts,
+    each,
+    either,
+    op,
+    optional,
+    single_use,
+    value,
+)
 from quantplug.core.patterns.rules import Rewrite, Rule
 from quantplug.core.peers.torch_names import schema_of
 from quantplug.core.qdq.qparams import IntegerWeight, QParams, dequantize, folded, integer_weight, qparams, quantize
@@ -275,12 +287,11 @@ def means() -> tuple[Rule, ...]:
 def movements() -> tuple[Rule, ...]:
     """Returns the rules of operators that move or compare integers: input and output share parameters."""
     inner = op(*MOVES, *REPEATS, *ALIASES, *MAXIMA, name="inner", self=_operand("x"))
-    dropped = op(*DROPOUTS, name="inner", input=_operand("x"), train=False)
     padded = op(*PADS, name="inner", self=_operand("x"), value=anything("number"))
     joined = op(*JOINS, name="inner", tensors=each(dequantize(), "sources"))
     return (
         Rule(_sandwich(inner), _move),
-        Rule(_sandwich(dropped), _move),
+        *(Rule(_sandwich(dropped), _move) for dropped in dropouts(_operand("x"), "inner")),
         Rule(_sandwich(padded), _pad),
         Rule(_sandwich(joined), _join),
     )

@@ -15,8 +15,8 @@ from torch import Tensor, fx
 from quantplug.core.graph.editing import constant, erase_unused, replace
 from quantplug.core.graph.facts import constant_value, is_constant, operands
 from quantplug.core.graph.meta import REASON, absorb
-from quantplug.core.graph.operators import ALIASES, DROPOUTS
-from quantplug.core.patterns.language import Match, op, value
+from quantplug.core.graph.operators import ALIASES
+from quantplug.core.patterns.language import Match, dropouts, op, value
 from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.peers.torch_names import (
     FakeTensor,
@@ -56,7 +56,7 @@ def _schema_name(node: fx.Node) -> str:
     return schema_of(node.target).name if isinstance(node.target, OpOverload) else ""
 
 
-_NO_OPS = (op(*DROPOUTS, input=value("x"), train=False), op(*ALIASES, self=value("x")))
+_NO_OPS = (*dropouts(value("x")), op(*ALIASES, self=value("x")))
 
 
 def _pass_by_no_ops(graph: fx.Graph) -> None:

@@ -7,7 +7,7 @@ serialized, loaded into the real runtime, run on the example inputs and compared
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from quantplug.core.qdq.nodes import is_conversion, is_dequantize
 from quantplug.core.specs.decision import decision
 from quantplug.lowering.agreement import agreement
 from quantplug.lowering.open_sizes import open_sizes
+from quantplug.lowering.placement import record
 from quantplug.lowering.program import LoweredOp, refusal
 from quantplug.lowering.scopes import require_no_autocast
 from quantplug.lowering.signature import Signature
@@ -34,7 +35,7 @@ from quantplug.lowering.xnnpack.legalize import Legalized, legalize, read_tables
 from quantplug.lowering.xnnpack.legalize.half import compute_in_float16, compute_in_float32
 from quantplug.lowering.xnnpack.legalize.products import GEMMS
 from quantplug.lowering.xnnpack.partition import copies_of_dequantized_are_dropped, keeping_whole, partitioner
-from quantplug.lowering.xnnpack.placement import place, taken_by_others
+from quantplug.lowering.xnnpack.placement import count, place
 from quantplug.lowering.xnnpack.program import XNNPACKProgram
 from quantplug.lowering.xnnpack.run_time import as_kernels_choose, as_serializer_reads
 from quantplug.lowering.xnnpack.runtime import Method, check_threads, quiet
@@ -85,6 +86,7 @@ def lower(
         shapes = open_sizes(model.graph, inputs) or dynamic_shapes
         require_limits(model.graph)
         require_no_autocast(working.graph, "ExecuTorch does")
+        recorded = record(working.graph)
         notes = as_kernels_choose(working)
         # Where the graph says less than the kernels do, the program is compared with what they are asked for.
         expected = _reference(working if notes else model, inputs)
@@ -92,10 +94,11 @@ def lower(
         compute_in_float32(working, expected)
         read_tables_by_row(working)
         legal = legalize(working)
-        others = dict.fromkeys(_left_to_others(working.graph, accepts), "`accepts` leaves it to others than XNNPACK")
-        legal = replace(legal, portable=others | legal.portable, notes=notes)
+        left = dict.fromkeys(_left_to_others(working.graph, accepts), "`accepts` leaves it to others than XNNPACK")
+        legal = replace(legal, portable=left | legal.portable, notes=notes | halves)
         written = as_serializer_reads(working, legal.floats.keys() | legal.portable.keys())
-        task = _Task(written, working, inputs, shapes, threads, expected, minimum_sqnr, tuple(partitioners), halves)
+        others = tuple(partitioners)
+        task = _Task(recorded, written, working, inputs, shapes, threads, expected, minimum_sqnr, others)
         return _proved_or_next_best(task, legal)
 
 
@@ -119,9 +122,10 @@ def _left_to_others(graph: fx.Graph, accepts: Callable[[fx.Node], bool] | None) 
 class _Task:
     """A legalized graph, as it is serialized and as it computes what it says, and what its program has to do.
 
-    `halves` says of operators what half precision means for them.
+    `recorded` are the operators of the q/dq graph.
     """
 
+    recorded: tuple[LoweredOp, ...]
     working: fx.GraphModule
     yardstick: fx.GraphModule
     inputs: tuple[Any, ...]
@@ -130,7 +134,6 @@ class _Task:
     expected: Any
     minimum_sqnr: float | None
     partitioners: tuple[Any, ...]
-    halves: Mapping[str, str]
 
 
 def _proved_or_next_best(task: _Task, legal: Legalized) -> XNNPACKProgram:
@@ -254,10 +257,8 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
             emitted = edge.to_executorch(starting_from_state(edge.exported_program()))
         except Exception as error:
             raise refusal("XNNPACK", error) from error
-    ops, counts = place(task.working, edge.exported_program(), calls, legal.floats)
-    others = taken_by_others(edge.exported_program(), graph)
-    ops = [_noted(_outside(op, legal.portable, others), legal.notes) for op in ops]
-    ops = [replace(op, reason=task.halves.get(op.node, op.reason)) if op.placement == "float" else op for op in ops]
+    ops = place(task.recorded, task.working, edge.exported_program(), calls, legal)
+    counts = count(edge.exported_program(), calls)
     require_capacity(largest, emitted.executorch_program)
     return XNNPACKProgram(Method(emitted.buffer, task.threads), ops, counts, signature, structure, largest)
 
@@ -267,16 +268,3 @@ def _structured_for_file(exported: torch.export.ExportedProgram) -> None:
     signature = exported.module_call_graph[0].signature
     assert signature is not None  # that of the whole program
     signature.in_spec, signature.out_spec = without_unnamed(signature.in_spec), without_unnamed(signature.out_spec)
-
-
-def _noted(placed: LoweredOp, notes: Mapping[str, str]) -> LoweredOp:
-    return replace(placed, reason=notes.get(placed.node, "")) if placed.placement == "int8" else placed
-
-
-def _outside(placed: LoweredOp, portable: Mapping[str, str], others: Mapping[str, str]) -> LoweredOp:
-    """A view costs nothing wherever it runs, so that its placement has to be known from what was asked for."""
-    if placed.node in others:
-        return replace(placed, placement="delegate", reason=f"{others[placed.node]} runs it")
-    if placed.node in portable:
-        return replace(placed, placement="portable", reason=portable[placed.node])
-    return placed

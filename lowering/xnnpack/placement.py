@@ -6,12 +6,14 @@ compute operator, and the numbers of kernel calls.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from quantplug.core.graph.facts import compute_nodes, module_path
+from quantplug.core.graph.facts import compute_nodes
+from quantplug.core.graph.meta import ORIGINS
 from quantplug.core.graph.traits import clamp_bounds, is_identity, moves, repeats
 from quantplug.core.peers.torch_names import schema_or_none
 from quantplug.core.qdq.calls import is_activation
@@ -19,6 +21,8 @@ from quantplug.core.qdq.nodes import is_conversion, is_dequantize
 from quantplug.core.qdq.qparams import quantized_output, static_qparams
 from quantplug.lowering.placement import NOTHING
 from quantplug.lowering.program import LoweredOp
+from quantplug.lowering.xnnpack.legalize import Legalized
+from quantplug.lowering.xnnpack.legalize.refusals import FLOAT_RESULT
 from quantplug.lowering.xnnpack.program import KernelCounts
 from quantplug.lowering.xnnpack.serializer.records import KernelCall
 
@@ -42,33 +46,47 @@ def origins(node: fx.Node, graph: fx.Graph) -> set[str]:
 
 
 def place(
+    recorded: Sequence[LoweredOp],
     working: fx.GraphModule,
     edge: torch.export.ExportedProgram,
     calls: Sequence[KernelCall],
-    floats: Mapping[str, str],
-) -> tuple[list[LoweredOp], KernelCounts]:
-    """Returns where each compute operator runs, and how many kernel calls of each kind there are."""
-    outside = [n for n in edge.graph.nodes if _is_portable(n)]
+    legal: Legalized,
+) -> list[LoweredOp]:
+    """Returns where each recorded operator runs.
+
+    What legalization wrote is none of the user's operators; where one of those is gone, what stands for it tells.
+    """
+    carriers = _carriers(_placements(working, _portable(edge), calls))
+    asked = {name: ("portable", reason) for name, reason in legal.portable.items()} | _taken_by_others(edge, working)
+    found = ((op, asked.get(op.node) or _where(op, carriers[op.node])) for op in recorded)
+    return [_told(operator, *where, legal) for operator, where in found]
+
+
+def count(edge: torch.export.ExportedProgram, calls: Sequence[KernelCall]) -> KernelCounts:
+    """Returns how many kernel calls of each kind an edge program makes."""
     compute = [c for c in calls if not c.is_convert and not c.is_movement]
-    counts = KernelCounts(
+    return KernelCounts(
         int8=sum(c.is_integer for c in compute),
         f32=sum(not c.is_integer for c in compute),
         converts=sum(c.is_convert for c in calls),
         moves=sum(c.is_movement for c in calls),
         delegates=sum(_is_xnnpack(lowered) for lowered in _delegates(edge)),
-        portable=len(outside),
+        portable=len(_portable(edge)),
     )
-    return _placements(working, outside, calls, floats), counts
 
 
-def taken_by_others(edge: torch.export.ExportedProgram, graph: fx.Graph) -> dict[str, str]:
-    """Returns the name of the delegate for each operator of an earlier graph that one other than XNNPACK runs."""
+def _portable(edge: torch.export.ExportedProgram) -> list[fx.Node]:
+    return [node for node in edge.graph.nodes if _is_portable(node)]
+
+
+def _taken_by_others(edge: torch.export.ExportedProgram, working: fx.GraphModule) -> dict[str, tuple[str, str]]:
+    """Returns where each operator of an earlier graph runs that a delegate other than XNNPACK has."""
     others = (lowered for lowered in _delegates(edge) if not _is_xnnpack(lowered))
     return {
-        name: lowered.backend_id
+        name: ("delegate", f"{lowered.backend_id} runs it")
         for lowered in others
         for node in lowered.original_module.graph.nodes
-        for name in origins(node, graph)
+        for name in origins(node, working.graph)
     }
 
 
@@ -84,8 +102,9 @@ def _is_xnnpack(lowered: Any) -> bool:
 
 
 def _is_portable(node: fx.Node) -> bool:
+    """Tells whether a node is an operator outside of the delegates; arithmetic of sizes is none."""
     name = _operator_name(node)
-    return bool(name) and not name.startswith(("aten::sym_", "aten::_assert"))
+    return bool(name) and not name.startswith(("aten::sym_", "aten::_assert", "executorch_prim::"))
 
 
 def _operator_name(node: fx.Node) -> str:
@@ -95,8 +114,8 @@ def _operator_name(node: fx.Node) -> str:
 
 
 def _placements(
-    working: fx.GraphModule, outside: Iterable[fx.Node], calls: Iterable[KernelCall], floats: Mapping[str, str]
-) -> list[LoweredOp]:
+    working: fx.GraphModule, outside: Iterable[fx.Node], calls: Iterable[KernelCall]
+) -> dict[fx.Node, tuple[str, str]]:
     kernels: dict[str, list[KernelCall]] = defaultdict(list)
     portable: dict[str, list[fx.Node]] = defaultdict(list)
     for call in calls:
@@ -113,12 +132,33 @@ def _placements(
                 or _by_kernels(node, kernels[node.name])
                 or _without_kernel(node, kernels, placed)
             )
-    return [_operator(node, *found, floats.get(node.name, "")) for node, found in placed.items()]
+    return placed
 
 
-def _operator(node: fx.Node, placement: str, reason: str, known: str) -> LoweredOp:
-    reason = "" if placement == "int8" else known or reason
-    return LoweredOp(node.name, str(node.target), module_path(node), placement, reason)
+def _carriers(placed: Mapping[fx.Node, tuple[str, str]]) -> dict[str, dict[str, tuple[str, str]]]:
+    """Returns for each operator of the q/dq graph where what was written for it runs, by its names."""
+    found: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
+    for node, where in placed.items():
+        for name in ORIGINS.get(node, frozenset()):
+            found[name][node.name] = where
+    return found
+
+
+def _where(operator: LoweredOp, carriers: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
+    """Returns where an operator runs: where it stands itself, or what was written for it."""
+    own = carriers.get(operator.node)
+    written = [own] if own else [*carriers.values()] or [("float", NOTHING)]
+    return next((where for where in written if where[0] == "int8"), written[-1])
+
+
+def _told(operator: LoweredOp, placement: str, found: str, legal: Legalized) -> LoweredOp:
+    """Returns an operator with the reason: that of annotation where it left it float, else what legalization found."""
+    how = legal.notes.get(operator.node, "")
+    if placement == "int8":
+        return replace(operator, placement=placement, reason="", how=how)
+    if placement == "float":
+        return replace(operator, reason=operator.reason or legal.floats.get(operator.node) or how or found, how=how)
+    return replace(operator, placement=placement, reason=operator.reason or found, how=found)
 
 
 def _outside(portable: list[fx.Node]) -> tuple[str, str] | None:
@@ -130,7 +170,8 @@ def _by_kernels(node: fx.Node, kernels: list[KernelCall]) -> tuple[str, str] | N
     own = [c for c in kernels if not c.is_convert]
     if not own:
         return None
-    return ("int8", "") if all(c.is_integer for c in own) else ("float", _why_float(node))
+    own = [c for c in own if not c.is_movement] or own
+    return ("int8", "") if all(c.reads_integers for c in own) else ("float", _why_float(node))
 
 
 def _without_kernel(
@@ -140,15 +181,22 @@ def _without_kernel(
     sources = node.all_input_nodes
     producer = next((placed[source][0] for source in sources if source in placed), None)
     bounds = _bounds(node)
-    if bounds is not None and not any(call.bounds == bounds for call in kernels[sources[0].name]):
-        return "float", _DROPPED
-    if (producer == "int8" and bounds is not None) or _passes_integers(node):
+    if bounds is not None:
+        return _fused([call for call in kernels[sources[0].name] if call.bounds == bounds])
+    if _passes_integers(node):
         return "int8", ""
     if producer not in (None, "int8") and not is_identity(node):
         return str(producer), "runs with its producer"
     if producer is None and not any(map(is_conversion, sources)):
         return "portable", "it only copies or casts, outside XNNPACK"
     return "float", NOTHING
+
+
+def _fused(clamping: list[KernelCall]) -> tuple[str, str]:
+    """Returns where an activation runs, from the calls of the kernel before it that clamp to its bounds."""
+    if not clamping:
+        return "float", _DROPPED
+    return ("int8", "") if any(call.yields_integers for call in clamping) else ("float", FLOAT_RESULT)
 
 
 def _bounds(node: fx.Node) -> tuple[float, float] | None:

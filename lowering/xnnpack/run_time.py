@@ -20,6 +20,7 @@ from quantplug.core.observers.rowwise import Granularity, add_rows, granularity_
 from quantplug.core.qdq.nodes import is_dequantize, range_of
 from quantplug.core.qdq.qparams import INT8
 from quantplug.lowering.run_time import Chain, chain_of
+from quantplug.lowering.xnnpack.legalize.products import one_channel_each
 
 _Q = torch.ops.quantized_decomposed
 _FINER = "the kernel chooses a scale {}, the graph {}"
@@ -81,7 +82,7 @@ def _chooses(reader: fx.Node, chain: Chain) -> Granularity | None:
     if name != "aten::conv2d" or given["input"] is not read or not is_dequantize(given["weight"]):
         return None
     weight = tensor_value(given["weight"])
-    depthwise = given["groups"] > 1 and (weight is None or weight.shape[1] == 1)
+    depthwise = given["groups"] > 1 if weight is None else one_channel_each(weight)
     return None if depthwise or rank(chain.source) != 4 else PerAxis(0)
 
 

@@ -153,10 +153,8 @@ def test_a_graph_with_one_scale_runs_with_one_a_row_and_its_operators_say_so(net
     for values in (x, x.flip(0)):
         assert worst(graph(values), weighted(values, model.w())) < 10.0
         assert worst(program(values), weighted(values, model.w())) > 30.0
-    reasons = [
-        op.reason for op in program.ops if op.placement == "int8" and ("linear" in op.target or "conv" in op.target)
-    ]
-    assert reasons == [f"the kernel chooses a scale per {what}, the graph per tensor"]
+    told = [op.how for op in program.ops if op.placement == "int8" and ("linear" in op.target or "conv" in op.target)]
+    assert told == [f"the kernel chooses a scale per {what}, the graph per tensor"]
 
 
 @pytest.mark.few(1)

@@ -52,7 +52,6 @@ def test_embedding_dynamic_linears_and_static_linears(core, table):
     assert owners(reference) == {
         "embedding": "table",
         "linear": "xnnpack",
-        "relu": "xnnpack",
         "linear_1": "xnnpack",
         "linear_2": "x86",
         "relu_1": "x86",

@@ -18,7 +18,7 @@ from quantplug.core.qdq.qparams import folded
 from quantplug.lowering.spelling import spell_plainly
 from quantplug.lowering.steps import Step, every_node, run
 from quantplug.lowering.xnnpack.legalize import conditions
-from quantplug.lowering.xnnpack.legalize.depthwise import LARGE_DEPTHWISE
+from quantplug.lowering.xnnpack.legalize.depthwise import LARGE_DEPTHWISE, small_if_depthwise
 from quantplug.lowering.xnnpack.legalize.integers import (
     clamps_as_fusable_activations,
     narrow_ranges_as_clamps,
@@ -53,6 +53,8 @@ from quantplug.lowering.xnnpack.legalize.products import (
     narrow_weights_name_four_bits,
     own_constant,
     own_constants_per_use,
+    takes_run_time_scales,
+    yields_integers_if_static,
 )
 from quantplug.lowering.xnnpack.legalize.ratios import SCALES_OUT_OF_RANGE
 from quantplug.lowering.xnnpack.legalize.refusals import (
@@ -60,9 +62,11 @@ from quantplug.lowering.xnnpack.legalize.refusals import (
     PORTABLE,
     Legalized,
     Refusal,
+    activation_of_integers,
     adds_less_than_a_step,
-    one_open_size_if_1d,
+    means_of_one_size,
     refused,
+    reshapes_one_open_size,
     resizes_by_ratios,
 )
 from quantplug.lowering.xnnpack.rewrites import AT_LOWERING
@@ -72,14 +76,19 @@ _PRODUCTS = every_node(conditions.product)
 
 __all__ = [
     "Legalized",
+    "activation_of_integers",
     "adds_less_than_a_step",
     "legalize",
-    "one_open_size_if_1d",
+    "means_of_one_size",
     "patches_if_float",
     "read_tables_by_row",
+    "reshapes_one_open_size",
     "resizes_by_ratios",
     "runs_alone",
+    "small_if_depthwise",
     "steps",
+    "takes_run_time_scales",
+    "yields_integers_if_static",
 ]
 
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.core.graph.editing import call_like, constant
 from quantplug.core.graph.facts import tensor_value
 from quantplug.core.graph.traits import per_dimension
+from quantplug.core.patterns.language import Match
 from quantplug.core.qdq.calls import QuantizedCall
 from quantplug.core.qdq.nodes import is_dequantize
 from quantplug.core.qdq.qparams import QParams, requantize, static_qparams
@@ -96,6 +98,11 @@ def _window(
     last = first + (size - 1) * stride + (taps - 1) * dilation + 1
     found = call_like(working.graph, source, _ATEN.slice.Tensor, source, axis, first, last)
     return requantize(working.graph, found, entered) if entered is not None else found
+
+
+def small_if_depthwise(match: Match, config: QuantizationConfig | None) -> str | None:
+    """Holds unless a convolution is depthwise with more taps than XNNPACK's kernels have."""
+    return _why_not_whole(QuantizedCall.of(match["op"]))
 
 
 LARGE_DEPTHWISE = Refusal(("aten::conv2d",), _why_not_whole, instead=_write_sum)

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.core.graph.editing import call_like, constant, set_operand
 from quantplug.core.graph.facts import constant_value, operands, operator_name, tensor_value
+from quantplug.core.patterns.language import Match
 from quantplug.core.qdq.calls import QuantizedCall, quantized_calls
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
 from quantplug.core.qdq.qparams import StaticQParams, folded, requantize, static_qparams
@@ -18,6 +20,7 @@ from quantplug.lowering.xnnpack.legalize.refusals import TRANSPOSED, Refusal, to
 
 _ATEN = torch.ops.aten
 _Q = torch.ops.quantized_decomposed
+_FLOAT_OUTPUT = "its output is not quantized to int8"
 GEMMS = ("aten::conv1d", "aten::conv2d", *TRANSPOSED, "aten::linear")
 _OVER_TWO = {"aten::conv1d": _ATEN.conv2d.default, "aten::conv_transpose1d": _ATEN.conv_transpose2d.input}
 
@@ -83,18 +86,45 @@ def _why_no_static_gemm(call: QuantizedCall) -> str | None:
     if not is_dequantize(call.input) or not entered.is_int8:
         return f"its input is {entered.dtype} and XNNPACK takes int8"
     if output is None or not output.is_int8:
-        return "its output is not quantized to int8"
+        return _FLOAT_OUTPUT
     return XNNPACK_RATIOS["gemm"].objection((entered.scale, _scales(call.weight)), output.scale)
 
 
+def yields_integers_if_static(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds unless a config gives what a layer reads a scale that calibration fixes, and leaves its result float."""
+    read = config.input_activation
+    is_static = read is not None and not read.is_dynamic
+    return _FLOAT_OUTPUT if is_static and config.output_activation is None else None
+
+
+def takes_run_time_scales(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds unless a convolution reads activations with scales of run time, for which there is no kernel.
+
+    Images are of more than one number, as torchao takes a range for each number for one range of all.
+    """
+    read, image = config.input_activation, tensor_value(match["x"])
+    if read is None or not read.is_dynamic:
+        return None
+    if image is not None and all(isinstance(size, int) and size == 1 for size in image.shape[1:]):
+        return "each of its images is a single number, which has no range"
+    return _why_no_dynamic_gemm(QuantizedCall.of(match["op"]))
+
+
 def _why_no_dynamic_gemm(call: QuantizedCall) -> str | None:
-    name = operator_name(call.node)
-    if name not in ("aten::linear", "aten::conv2d"):
+    name, weight = operator_name(call.node), tensor_value(call.weight)
+    if name == "aten::linear":
+        return None
+    kernel = call.kernel if weight is None else weight
+    if name in TRANSPOSED or (kernel is not None and kernel.dim() != 4):
         return "XNNPACK quantizes activations at run time for linear and 2-D convolutions only"
-    kernel = tensor_value(call.weight) if tensor_value(call.weight) is not None else call.kernel
-    if name == "aten::conv2d" and kernel is not None and call.operands["groups"] > 1 and kernel.shape[1] == 1:
-        return "XNNPACK has no depthwise convolution with activations quantized at run time"
+    if kernel is not None and one_channel_each(kernel):
+        return "XNNPACK has no convolution of single input channels with activations quantized at run time"
     return None
+
+
+def one_channel_each(kernel: Tensor) -> bool:
+    """Tells whether each output of a convolution reads one input channel, which ExecuTorch takes for depthwise."""
+    return kernel.shape[1] == 1
 
 
 def _scales(weight: fx.Node) -> Any:

@@ -16,6 +16,7 @@ from quantplug.core.qdq.calls import QuantizedCall, quantized_calls
 TRANSPOSED = ("aten::conv_transpose1d", "aten::conv_transpose2d")
 # What ExecuTorch serializes as a reshape by numbers, or, as conv1d, as a conv2d between two of them.
 _RESHAPES = ("aten::squeeze", "aten::squeeze_", "aten::unsqueeze", "aten::unsqueeze_", "aten::conv1d")
+FLOAT_RESULT = "the layer before it yields floats"
 _GROWS = "XNNPACK's integer mean is wrong in calls that are larger than an earlier one, and its size is open"
 
 
@@ -27,7 +28,7 @@ class Legalized:
         floats: operators that must run in float although their neighbours are quantized, and why.
         weight_only: linear operators with integer weights and float activations.
         portable: operators that must stay outside the delegates, and why.
-        notes: what is to be said of operators on integer kernels.
+        notes: how operators run otherwise than the q/dq graph says.
     """
 
     floats: dict[str, str] = field(default_factory=dict)
@@ -68,11 +69,14 @@ def refused(working: fx.GraphModule, refusal: Refusal) -> dict[str, str]:
     return found
 
 
-def _grows(call: QuantizedCall) -> str | None:
+def _grows(node: fx.Node) -> str | None:
     """Integer means whose number of sums differs between calls: ExecuTorch 1.4's keep the memory of an earlier size."""
-    value = tensor_value(call.node)
-    sizes = () if value is None else tuple(value.shape)
-    return _GROWS if call.yielded is not None and not all(isinstance(size, int) for size in sizes) else None
+    return _GROWS if _open_sizes(node) else None
+
+
+def _open_sizes(node: fx.Node) -> int:
+    value = tensor_value(node)
+    return 0 if value is None else sum(not isinstance(size, int) for size in value.shape)
 
 
 def _slopes_of_other_ranks(call: QuantizedCall) -> str | None:
@@ -100,8 +104,7 @@ def _rounded_factors(call: QuantizedCall) -> str | None:
 
 def too_many_open_sizes(call: QuantizedCall) -> str | None:
     """Reshapes of two open sizes or more: ExecuTorch hands them to XNNPACK, and its serializer fails on them."""
-    result = tensor_value(call.node)
-    number = 0 if result is None else sum(not isinstance(size, int) for size in result.shape)
+    number = _open_sizes(call.node)
     if number < 2:
         return None
     return f"{number} of its sizes are open, and XNNPACK reshapes with at most one; export the others static"
@@ -117,12 +120,24 @@ def resizes_by_ratios(match: Match, config: QuantizationConfig | None) -> str | 
     return _rounded_factors(QuantizedCall.of(match["op"]))
 
 
-def one_open_size_if_1d(match: Match, config: QuantizationConfig | None) -> str | None:
-    """Holds for convolutions over two dimensions, and for those over one of a result with at most one open size."""
+def means_of_one_size(match: Match, config: QuantizationConfig | None) -> str | None:
+    """Holds for means whose results have one size in all calls."""
+    return _grows(match["op"])
+
+
+def reshapes_one_open_size(match: Match, config: QuantizationConfig | None) -> str | None:
+    """Holds unless ExecuTorch serializes an operator as a reshape, and two or more sizes of its result are open."""
     return too_many_open_sizes(QuantizedCall.of(match["op"])) if operator_name(match["op"]) in _RESHAPES else None
 
 
-MEANS = Refusal(("aten::mean", "aten::adaptive_avg_pool2d"), _grows)
+def activation_of_integers(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds unless an activation stands behind a layer that yields floats, fused into its kernel or not."""
+    return FLOAT_RESULT if config.output_activation is None and "activation" in match else None
+
+
+MEANS = Refusal(
+    ("aten::mean", "aten::adaptive_avg_pool2d"), lambda call: _grows(call.node) if call.yielded is not None else None
+)
 PORTABLE = (
     Refusal(("aten::prelu",), _slopes_of_other_ranks),
     Refusal(TRANSPOSED, wide_output_padding),

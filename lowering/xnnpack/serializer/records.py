@@ -37,7 +37,17 @@ class KernelCall:
     @property
     def is_integer(self) -> bool:
         """Tells whether the kernel works on integers: static int8 or dynamically quantized int8."""
-        return self.output in ("qint8", "quint8") or "qdint8" in self.inputs
+        return self.yields_integers or "qdint8" in self.inputs
+
+    @property
+    def yields_integers(self) -> bool:
+        """Tells whether its result is static int8."""
+        return self.output in ("qint8", "quint8")
+
+    @property
+    def reads_integers(self) -> bool:
+        """Tells whether it works on integers, or on floats with a weight of integers."""
+        return self.is_integer or any(kind.startswith("q") for kind in self.inputs)
 
     @property
     def is_convert(self) -> bool:

@@ -1,0 +1,154 @@
+"""What XNNPACK's programs run in float is what the report says is not quantized, for the reasons that it gives."""
+
+import pytest
+import torch
+import xnnpack_models
+from extras import torchvision_models, transformers_module
+from models import Function
+from test_tables import keyword_spotter
+from torch import nn
+from torch.nn import functional as F
+
+import quantplug
+
+CONFIGS = tuple(quantplug.get_quantizer("xnnpack").backend.configs)
+QUICK = {("kws_dscnn", "int8_dynamic"), ("LSTM", "int8"), ("LSTM", "int4_weight_only"), ("LSTM", "float16")}
+BATCH, LENGTH = torch.export.Dim("batch", max=8), torch.export.Dim("length", max=32)
+
+
+def of_the_benchmark(name):
+    """A model of the benchmark; networks of equal blocks have fewer of them."""
+    if name == "kws_dscnn":
+        model, sample = keyword_spotter()
+        return model, sample()
+    if name in ("LSTM", "GRU"):
+        torch.manual_seed(0)
+        return xnnpack_models.Recurrent(name).eval(), xnnpack_models.sequences(1, 2, 32)(0)
+    if name == "bert":
+        transformers_module()
+        sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+        return xnnpack_models.language("Bert", **sizes).eval(), xnnpack_models.tokens(16)(0)
+    small = {
+        "vit": lambda models: models.VisionTransformer(32, 16, 2, 4, 64, 128, num_classes=10),
+        "swin_t": lambda models: models.SwinTransformer([4, 4], 32, [2, 2], [2, 4], [7, 7]),
+        "densenet121": lambda models: models.DenseNet(8, (2, 2), 16),
+        "convnext_tiny": lambda models: models.ConvNeXt(
+            [models.convnext.CNBlockConfig(32, 64, 2), models.convnext.CNBlockConfig(64, None, 2)]
+        ),
+    }
+    models = torchvision_models()
+    sample = xnnpack_models.images(32 if name == "vit" else 64)
+    if name not in small:
+        return xnnpack_models.make(name, 64, 0)[0], sample(0)
+    torch.manual_seed(0)
+    return xnnpack_models.with_statistics(small[name](models), sample), sample(0)
+
+
+def told(artefact):
+    """Returns what the report and the program say of each operator that is no integer one, by its name.
+
+    A layer with a weight in float16 is quantized, and a kernel of floats.
+    """
+    rows = {row.node: row for row in artefact.report.rows}
+    assert rows.keys() == {op.node for op in artefact.program.ops}
+    halves = {row.node for row in rows.values() if row.quantized and "float16" in row.how}
+    report = {row.node: row.reason for row in rows.values() if not row.quantized}
+    program = {op.node: op.reason for op in artefact.program.ops if op.placement != "int8" and op.node not in halves}
+    return report, program
+
+
+def quantized(model, inputs, config="int8", shapes=None):
+    needs = quantplug.get_quantizer("xnnpack").set_global(config).needs_calibration
+    batches = [inputs] if needs else None
+    return quantplug.quantize(model, inputs, "xnnpack", batches, config, dynamic_shapes=shapes, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        pytest.param(name, config, marks=[] if (name, config) in QUICK else pytest.mark.slow)
+        for name in ("kws_dscnn", *(name for name in xnnpack_models.TABLE if name != "bert_dynamic"))
+        for config in CONFIGS
+    ],
+)
+def test_a_program_runs_in_float_what_the_report_says_and_for_that_reason(name, config):
+    model, inputs = of_the_benchmark(name)
+    artefact = quantized(model, inputs, config)
+    report, program = told(artefact)
+    assert report == program
+    assert all(report.values())
+
+
+def twice(middle, dims=2):
+    """Returns a model of two integer layers with something between them."""
+    torch.manual_seed(0)
+    layer = nn.Linear if dims == 0 else nn.Conv2d
+    options = (8, 8) if dims == 0 else (8, 8, 1)
+    return Function(middle, one=layer(*options), two=layer(*options), deep=nn.Conv2d(8, 8, 7, 1, 3, groups=8)).eval()
+
+
+IMAGE, ROWS = (2, 8, 9, 9), (2, 6, 8)
+LIMITED = {
+    "a mean of open batches": (
+        twice(lambda m, x: m.two(F.adaptive_avg_pool2d(m.one(x), 1))),
+        IMAGE,
+        ({0: BATCH},),
+        "'mean': XNNPACK's integer mean is wrong in calls that are larger than an earlier one, and its size is open",
+    ),
+    "reshapes of two open sizes": (
+        twice(lambda m, x: m.two(m.one(x).unsqueeze(1).squeeze(1)), 0),
+        ROWS,
+        ({0: BATCH, 1: LENGTH},),
+        "'squeeze': 2 of its sizes are open, and XNNPACK reshapes with at most one; export the others static",
+    ),
+    "a large depthwise kernel": (
+        twice(lambda m, x: m.two(m.deep(m.one(x)))),
+        IMAGE,
+        None,
+        "'conv': XNNPACK's depthwise kernels end at 25 taps; in float parts it is faster",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_what_kernels_do_not_take_is_told_before_calibration(name):
+    model, shape, shapes, reason = LIMITED[name]
+    inputs = (torch.randn(shape),)
+    exported = torch.export.export(model, inputs, dynamic_shapes=shapes and (shapes,)).module()
+    prepared = quantplug.prepare_pt2e(exported, quantplug.get_quantizer("xnnpack"))
+    before = {row.node: row.reason for row in quantplug.explain(prepared).rows if not row.quantized}
+    report, program = told(quantized(model, inputs, shapes=shapes and (shapes,)))
+    assert before == report == program
+    assert f"nearest rule {reason}" in before.values()
+
+
+class InPlace(nn.Module):
+    """Dropouts and activations in place, between layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(8, 8), nn.Hardswish(True), nn.Dropout(0.5, True), nn.Linear(8, 8), nn.ReLU(True), nn.Linear(8, 8)
+        )
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("config", ["int8", "int8_dynamic", "int8_weight_only"])
+def test_what_stands_behind_a_layer_is_float_where_its_result_is(config):
+    artefact = quantized(InPlace().eval(), (torch.randn(4, 8),), config)
+    report, program = told(artefact)
+    assert report == program
+    activations = set() if config == "int8" else {"hardswish_", "dropout_", "relu_"}
+    assert set(report) == activations
+    assert config == "int8" or report["relu_"] == "nearest rule 'linear_relu': the layer before it yields floats"
+
+
+def test_a_program_lists_the_operators_of_the_graph_and_none_that_legalization_wrote():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5)).eval()
+    artefact = quantized(model, (torch.randn(1, 3, 8, 8),), "int8_weight_only")
+    assert [op.target for op in artefact.program.ops] == [
+        f"aten.{name}" for name in ("conv2d.default", "flatten.using_ints", "linear.default")
+    ]
+    assert [op.placement for op in artefact.program.ops] == ["int8", "float", "int8"]
