@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
-from quantplug.core.graph.editing import call_like, constant, set_operand
+from quantplug.core.graph.editing import call_like, constant, like, set_operand
 from quantplug.core.graph.facts import constant_value, operands, operator_name, tensor_value
 from quantplug.core.patterns.language import Match
 from quantplug.core.qdq.calls import QuantizedCall, quantized_calls
@@ -251,16 +251,29 @@ def _per_channel(call: QuantizedCall) -> None:
     weight.args = (weight.args[0], scales, zeros, 0, params.quant_min, params.quant_max, params.dtype)
 
 
+def _own_dequantize(working: fx.GraphModule, user: fx.Node, shared: fx.Node) -> fx.Node:
+    if len(shared.users) == 1:
+        return shared
+    with working.graph.inserting_before(user):
+        own = like(working.graph.node_copy(shared), shared)
+    user.replace_input_with(shared, own)
+    return own
+
+
 def own_constants_per_use(working: fx.GraphModule) -> None:
     """Each operator gets weights and biases of its own; the file stores equal bytes once.
 
     The serializer keeps one tensor for a constant. A bias that two inputs' scales quantize differently,
-    or a weight that is read in two layouts, would be right for its first use only.
+    or a weight that is read in two layouts, would be right for its first use only. A dequantize node that the steps
+    of a recurrence share would tie their delegates to each other both ways.
     """
     seen: set[str] = set()
     for call in quantized_calls(working.graph, GEMMS):
         for operand in (call.weight, call.bias):
-            user, held = (operand, operand.args[0]) if is_dequantize(operand) else (call.node, operand)
+            user, held = call.node, operand
+            if is_dequantize(operand):
+                user = _own_dequantize(working, call.node, operand)
+                held = user.args[0]
             value = constant_value(held) if isinstance(held, fx.Node) else None
             if value is None or not isinstance(held, fx.Node):
                 continue
