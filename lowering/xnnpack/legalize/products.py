@@ -11,6 +11,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.core.graph.editing import call_like, constant, like, set_operand
 from quantplug.core.graph.facts import constant_value, operands, operator_name, tensor_value
+from quantplug.core.observers.rowwise import granularity_of
 from quantplug.core.patterns.language import Match
 from quantplug.core.qdq.calls import QuantizedCall, quantized_calls
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
@@ -93,7 +94,7 @@ def _why_no_static_gemm(call: QuantizedCall) -> str | None:
 def yields_integers_if_static(match: Match, config: QuantizationConfig) -> str | None:
     """Holds unless a config gives what a layer reads a scale that calibration fixes, and leaves its result float."""
     read = config.input_activation
-    is_static = read is not None and not read.is_dynamic
+    is_static = read is not None and not read.is_dynamic and granularity_of(read) is None
     return _FLOAT_OUTPUT if is_static and config.output_activation is None else None
 
 
