@@ -31,6 +31,7 @@ def test_what_the_report_calls_quantized_is_int8_in_the_program(backend, name):
 X86 = ("resnet18", "resnet50", "mobilenet_v2", "mobilenet_v3_small", "vit_b_16", "bert", "mlp", "kws_dscnn")
 CONFIGS = ("int8", "int8_per_tensor", "int8_dynamic", "int8_weight_only", "int4_weight_only", "float16")
 FLOAT_DTYPES = (torch.float32, torch.bfloat16)
+QUICK_X86 = {("mlp", "int8"), ("mlp", "int4_weight_only")}
 IN_BOTH_DTYPES = ("mobilenet_v3_small", "vit_b_16", "mlp")
 IN_NO_GROUPS = {"resnet18", "resnet50", "mobilenet_v2", "kws_dscnn"}  # no layer of theirs has weights in groups
 
@@ -46,7 +47,7 @@ def told(rows) -> dict[str, tuple[bool, str]]:
 @pytest.mark.parametrize(
     ("name", "config", "float_dtype"),
     [
-        pytest.param(name, config, dtype, marks=[] if name == "mlp" else pytest.mark.slow)
+        pytest.param(name, config, dtype, marks=[] if (name, config) in QUICK_X86 else pytest.mark.slow)
         for name in X86
         for config in CONFIGS
         for dtype in (FLOAT_DTYPES if name in IN_BOTH_DTYPES else FLOAT_DTYPES[:1])
