@@ -143,7 +143,10 @@ def test_a_graph_spelled_plainly_computes_the_same_numbers(name, config, is_open
     for given in (x, torch.cat((x, x + 1)) if is_open else 2 * x):
         found, expected = plain(given), graph(given)
         pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
-        assert all(torch.equal(one, other) for one, other in pairs)
+        # Results of "dynamic" are floats of another kernel of torch, which some processors sum in another order.
+        rtol, atol = (1e-5, 1e-6) if config == "dynamic" else (0.0, 0.0)
+        for one, other in pairs:
+            torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
     left = {str(node.target).removeprefix("aten.") for node in compute_nodes(plain.graph)}
     wanted = PLAIN.get(name)
     if wanted and not (config == "dynamic" and name == "uneven"):
