@@ -30,6 +30,7 @@ from quantplug.lowering.emulation.rows import (
     through_float,
 )
 from quantplug.lowering.emulation.run_time import run_time_products
+from quantplug.lowering.rewrites.control import submodels_are_inlined
 from quantplug.lowering.spelling import spell_plainly
 from quantplug.lowering.xnnpack.legalize import legalize
 from quantplug.lowering.xnnpack.run_time import as_kernels_choose
@@ -38,6 +39,7 @@ _NUMERICS = Numerics()
 
 
 def _legalized(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> Prepared:
+    submodels_are_inlined(module)
     spell_plainly(module.graph)
     as_kernels_choose(module)
     return Prepared(module, legalize(module).floats)

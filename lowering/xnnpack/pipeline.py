@@ -26,6 +26,7 @@ from quantplug.lowering.agreement import agreement
 from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.placement import record
 from quantplug.lowering.program import LoweredOp, refusal
+from quantplug.lowering.rewrites.control import submodels_are_inlined
 from quantplug.lowering.scopes import require_no_autocast
 from quantplug.lowering.signature import Signature
 from quantplug.lowering.spelling import spell_plainly
@@ -221,7 +222,7 @@ def _reference(model: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
 
 def _working_copy(model: fx.GraphModule) -> fx.GraphModule:
     """Returns a graph module of its own graph over the same parameters, without export's guards."""
-    working = starting(model)
+    working = submodels_are_inlined(starting(model))
     for node in list(working.graph.nodes):
         # Every pass of ExecuTorch copies the whole history of every node; a fifth of lowering went into it.
         node.meta.pop("from_node", None)

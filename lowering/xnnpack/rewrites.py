@@ -25,7 +25,6 @@ from quantplug.lowering.rewrites.constants import (
     batch_norm_is_depthwise,
     numbers_are_constants,
 )
-from quantplug.lowering.rewrites.control import submodels_are_inlined
 from quantplug.lowering.rewrites.dimensions import (
     convolution_3d_is_2d,
     global_pooling_is_2d,
@@ -79,7 +78,6 @@ _RUNNABLE: tuple[Rewrite, ...] = (
 )
 # For a q/dq graph that comes to the lowering, perhaps without these rewrites; nothing of it will be trained.
 AT_LOWERING: tuple[Rewrite, ...] = (
-    submodels_are_inlined,
     all_constant_expressions_are_folded,
     single_slope_is_leaky_relu,
     attention_is_contiguous,
