@@ -148,17 +148,19 @@ class GPTQ:
 
     def _round(self, weight: Weight, hessian: Tensor) -> "_Rounded":
         matrix = weight.layers[0].matrix(weight.value)
-        nearest = weight.grid.nearest(matrix)
-        damped = _damped(hessian, self.damping)
-        best, scale = nearest, weight.grid.scale
+        passing = _Passing.of(hessian, self.damping)
+
+        def tried(values: Tensor, grid: Grid) -> _Tried:
+            return _Tried(values, grid.scale, _errors(matrix - values, hessian))
+
+        best = nearest = tried(weight.grid.nearest(matrix), weight.grid)
         for grid in self._grids(weight, matrix, hessian):
-            for tried in (grid.nearest(matrix), _passed_on(matrix, damped, grid)):
-                best, scale = _better(matrix, hessian, weight.grid, (best, scale), (tried, grid.scale))
-        energy, before, after = (
-            float(_errors(part, hessian).sum()) for part in (matrix, matrix - nearest, matrix - best)
-        )
-        value = best.reshape(weight.value.shape).to(weight.value.dtype)
-        return _Rounded(weight, value, scale, RoundedLayer(_decibels(energy, before), _decibels(energy, after)))
+            if grid is not weight.grid:
+                best = best.or_better(tried(grid.nearest(matrix), grid), by_row=grid.by_row)
+            best = best.or_better(tried(passing.rounded(matrix, grid), grid), by_row=grid.by_row)
+        energy = float(_errors(matrix, hessian).sum())
+        quality = RoundedLayer(*(_decibels(energy, float(each.errors.sum())) for each in (nearest, best)))
+        return _Rounded(weight, best.values.reshape(weight.value.shape).to(weight.value.dtype), best.scale, quality)
 
     def _grids(self, weight: Weight, matrix: Tensor, hessian: Tensor) -> Iterator[Grid]:
         yield weight.grid
@@ -183,16 +185,16 @@ class _Hessians:
 
     def added(self, weight: Weight, layer: Layer, runs: list[BatchRun]) -> Tensor:
         """Returns the sum over what the weight's layers up to this one read, [groups, columns, columns]."""
-        own = self._of(layer, runs)
+        own = self._of(layer, weight.value.shape, runs)
         before = self._totals.pop(id(weight), None)
         total = own if before is None else before + own
         if layer is not weight.layers[-1]:
             self._totals[id(weight)] = total
         return total
 
-    def _of(self, layer: Layer, runs: list[BatchRun]) -> Tensor:
+    def _of(self, layer: Layer, shape: torch.Size, runs: list[BatchRun]) -> Tensor:
         given = operands(layer.node)
-        source, shape = given["input"], layer.constant.meta["val"].shape
+        source = given["input"]
         key = (
             source,
             tuple(shape[1:]),
@@ -209,7 +211,7 @@ class _Hessians:
         return self._last[1]
 
 
-def _products(layer: Layer, value: Tensor, shape: Any) -> Tensor:
+def _products(layer: Layer, value: Tensor, shape: torch.Size) -> Tensor:
     """Returns the sums of products of the inputs that one output reads, float32 [groups, columns, columns]."""
     if operator_name(layer.node) == "aten::linear":
         rows = value.reshape(-1, value.shape[-1]).float()
@@ -218,7 +220,7 @@ def _products(layer: Layer, value: Tensor, shape: Any) -> Tensor:
     return columns @ columns.transpose(1, 2)
 
 
-def _patches(layer: Layer, value: Tensor, shape: Any) -> Tensor:
+def _patches(layer: Layer, value: Tensor, shape: torch.Size) -> Tensor:
     """Returns what a convolution multiplies its weight by, [groups, columns, outputs].
 
     It is the convolution itself that picks them, with one weight of 1 for each: so every padding is its own.
@@ -234,13 +236,76 @@ def _patches(layer: Layer, value: Tensor, shape: Any) -> Tensor:
     return picked.movedim(1, 0).reshape(layer.groups, int(shape[1]) * places, -1)  # type: ignore[no-any-return]
 
 
-def _damped(hessian: Tensor, damping: float) -> Tensor:
-    """Returns the Hessian in double precision with a diagonal that makes it positive definite."""
-    damped = hessian.double()
-    diagonal = damped.diagonal(dim1=1, dim2=2)
-    mean = diagonal.mean(1, keepdim=True)
-    diagonal += torch.where(mean > 0, damping * mean, 1.0)
-    return damped
+@dataclass(frozen=True)
+class _Passing:
+    """How the columns of a layer are taken, and what each hands on of its error to those after it.
+
+    Attributes:
+        order: of the columns of each group, those of the most energy first, [groups, columns].
+        shares: upper triangular, the rows' errors handed on to the columns, [groups, columns, columns].
+    """
+
+    order: Tensor
+    shares: Tensor
+
+    @classmethod
+    def of(cls, hessian: Tensor, damping: float) -> "_Passing":
+        """Returns what a Hessian asks for, with a diagonal that makes it positive definite."""
+        damped = hessian.double()
+        diagonal = damped.diagonal(dim1=1, dim2=2)
+        mean = diagonal.mean(1, keepdim=True)
+        diagonal += torch.where(mean > 0, damping * mean, 1.0)
+        order = diagonal.argsort(descending=True)
+        turned = damped.gather(1, order[:, :, None].expand_as(damped)).gather(2, order[:, None].expand_as(damped))
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(turned))
+        return cls(order, torch.linalg.cholesky(inverse, upper=True).float())
+
+    def rounded(self, matrix: Tensor, grid: Grid) -> Tensor:
+        """Returns a matrix rounded column by column, errors passed on to columns that come later."""
+        columns = self.order[:, None].expand_as(matrix)
+        rest, scale, zero_point = (
+            part.gather(2, columns)
+            for part in (matrix, grid.spread(grid.scale, matrix), grid.spread(grid.zero_point, matrix))
+        )
+        rounded = torch.empty_like(rest)
+        for start in range(0, rest.shape[2], _BLOCK):
+            end = min(start + _BLOCK, rest.shape[2])
+            part, share = rest[:, :, start:end].clone(), self.shares[:, start:end, start:end]
+            errors = torch.empty_like(part)
+            for column in range(end - start):
+                at = start + column
+                own = part[:, :, column]
+                rounded[:, :, at] = grid.rounded(own, scale[:, :, at], zero_point[:, :, at])
+                errors[:, :, column] = (own - rounded[:, :, at]) / share[:, column, column, None]
+                part[:, :, column:] -= errors[:, :, column, None] * share[:, None, column, column:]
+            rest[:, :, end:] -= errors @ self.shares[:, start:end, end:]
+        return torch.empty_like(matrix).scatter_(2, columns, rounded)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A matrix rounded in some way.
+
+    Attributes:
+        values: the matrix, [groups, rows, columns].
+        scale: of its grid.
+        errors: the squared error of the layer's result, by row, [groups, rows].
+    """
+
+    values: Tensor
+    scale: Tensor
+    errors: Tensor
+
+    def or_better(self, other: "_Tried", *, by_row: bool) -> "_Tried":
+        """Returns the better of two, row by row where they have the same scale or rows have scales of their own."""
+        if not by_row and not torch.equal(self.scale, other.scale):
+            return other if other.errors.sum() < self.errors.sum() else self
+        takes = other.errors < self.errors
+        scale = self.scale
+        if by_row:
+            scale = torch.where(takes.reshape(-1, *[1] * (scale.dim() - 1)), other.scale, scale)
+        values = torch.where(takes[..., None], other.values, self.values)
+        return _Tried(values, scale, torch.where(takes, other.errors, self.errors))
 
 
 def _factors(grid: Grid, matrix: Tensor, hessian: Tensor) -> Tensor:
@@ -248,53 +313,6 @@ def _factors(grid: Grid, matrix: Tensor, hessian: Tensor) -> Tensor:
     energy = hessian.diagonal(dim1=1, dim2=2)[:, None]
     errors = [grid.by_block((matrix - grid.scaled(factor).nearest(matrix)).square_() * energy) for factor in _FACTORS]
     return _FACTORS[torch.stack(errors).argmin(0)]
-
-
-def _passed_on(matrix: Tensor, hessian: Tensor, grid: Grid) -> Tensor:
-    """Returns a matrix rounded column by column, errors passed on to columns that come later."""
-    order = hessian.diagonal(dim1=1, dim2=2).argsort(descending=True)
-    columns = order[:, None].expand_as(matrix)
-    rest, scale, zero_point = (
-        part.gather(2, columns)
-        for part in (matrix, grid.spread(grid.scale, matrix), grid.spread(grid.zero_point, matrix))
-    )
-    turned = hessian.gather(1, order[:, :, None].expand_as(hessian)).gather(2, order[:, None].expand_as(hessian))
-    passes = _inverse_root(turned).float()
-    rounded = torch.empty_like(rest)
-    size = rest.shape[2]
-    for start in range(0, size, _BLOCK):
-        end = min(start + _BLOCK, size)
-        part, share = rest[:, :, start:end].clone(), passes[:, start:end, start:end]
-        errors = torch.empty_like(part)
-        for column in range(end - start):
-            at = start + column
-            own = part[:, :, column]
-            rounded[:, :, at] = grid.rounded(own, scale[:, :, at], zero_point[:, :, at])
-            errors[:, :, column] = (own - rounded[:, :, at]) / share[:, column, column, None]
-            part[:, :, column:] -= errors[:, :, column, None] * share[:, None, column, column:]
-        rest[:, :, end:] -= errors @ passes[:, start:end, end:]
-    return torch.empty_like(matrix).scatter_(2, columns, rounded)
-
-
-def _inverse_root(hessian: Tensor) -> Tensor:
-    """Returns the upper triangular U with U^T U the inverse, [groups, columns, columns] in double precision."""
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
-    return torch.linalg.cholesky(inverse, upper=True)  # type: ignore[no-any-return]
-
-
-def _better(
-    matrix: Tensor, hessian: Tensor, grid: Grid, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Returns of two rounded matrices with their scales the better one, row by row where rows have their own scales."""
-    errors = [_errors(matrix - rounded, hessian) for rounded, _ in (one, other)]
-    if not grid.by_row and not torch.equal(one[1], other[1]):
-        return other if errors[1].sum() < errors[0].sum() else one
-    takes = errors[1] < errors[0]
-    rounded = torch.where(takes[..., None], other[0], one[0])
-    if not grid.by_row:
-        return rounded, one[1]
-    rows = takes.reshape(-1, *[1] * (one[1].dim() - 1))
-    return rounded, torch.where(rows, other[1], one[1])
 
 
 def _errors(difference: Tensor, hessian: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from torchao.quantization.pt2e import AffineQuantizedObserverBase
 
 from quantplug.core.graph.facts import attribute, observer_of, operands, operator_name
-from quantplug.core.observers.from_specs import needs_data, observe_constant
 from quantplug.core.observers.torchao_histogram import calculate_qparams
+from quantplug.core.pt2e.observed import calls_of_observers, observe_constants
 from quantplug.core.pt2e.quantization import kind_of, static_quantization
 
 _LAYERS = ("aten::linear", "aten::conv1d", "aten::conv2d", "aten::conv3d")
@@ -116,7 +116,11 @@ def weights_of(model: fx.GraphModule) -> tuple[list[Weight], dict[str, str]]:
 
     Args:
         model: a prepared, calibrated graph module; observers that wait for convert see their constants.
+
+    Raises:
+        CalibrationError: an observer cannot observe a constant.
     """
+    observe_constants(model.graph, calls_of_observers(model.graph))
     layers: dict[int, list[Layer]] = defaultdict(list)
     left: dict[str, str] = {}
     for node in model.graph.nodes:
@@ -199,8 +203,6 @@ def _alike(one: Grid, other: Grid) -> bool:
 
 def _grid(layer: Layer, value: Tensor) -> Grid | str:
     observer: Any = layer.observer
-    if needs_data(observer):
-        observe_constant(observer, value)
     if isinstance(observer, AffineQuantizedObserverBase):
         return _grid_of_blocks(observer, value)
     if kind_of(observer) != "static" or observer.dtype.is_floating_point:
