@@ -74,8 +74,10 @@ class KernelDtypes:
         if dtypes is None and rescale is None and pairs is None:
             return
         for node in piece.match.nodes:
-            own = (rescale, strict, pairs) if node is piece.match["op"] else (None, strict)
-            LIMITS.put(node, Limits(self._owner, dtypes, *own))
+            is_root = node is piece.match["op"]
+            LIMITS.put(
+                node, Limits(self._owner, dtypes, rescale if is_root else None, strict, pairs if is_root else None)
+            )
 
     def beyond_pairs(self, pieces: Iterable[Piece], claims: Claims) -> Iterator[Violation]:
         """Yields of taken pieces what the specs of their products may break on this processor; no error anywhere."""

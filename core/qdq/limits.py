@@ -21,7 +21,7 @@ from quantplug.core.peers.torch_names import pytree
 from quantplug.core.qdq.nodes import DEQUANTIZE_OPS, QUANTIZE_OPS, is_dequantize
 from quantplug.core.specs.decision import decision
 from quantplug.core.specs.dtypes import Refusal
-from quantplug.core.specs.limits import Limits, Rescale, Violation, as_unsigned, violation
+from quantplug.core.specs.limits import Limits, Rescale, Violation, highest_from_zero, violation
 
 # Port, scale, zero point, and the stored integers where the tensor is a constant.
 _Numbers: TypeAlias = tuple[str, Any, Any, Tensor | None]
@@ -111,7 +111,7 @@ def _largest_pair(node: fx.Node) -> int:
         if stored is not None:
             weight = stored if stored.dtype == torch.int8 else weight
         elif "quant_max" in given:
-            highest = as_unsigned(given["quant_min"], given["quant_max"])
+            highest = highest_from_zero(given["quant_min"], given["quant_max"])
     return 0 if weight is None else largest_pair(highest, weight)
 
 

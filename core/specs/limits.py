@@ -280,7 +280,7 @@ def pairs_violation(node: fx.Node, owner: str, limit: Pairs, asked: Sequence[Por
     for port, spec in asked:
         if isinstance(spec, QuantizationSpec | FixedQParamsQuantizationSpec) and not spec.dtype.is_floating_point:
             least, greatest = stored_range(spec)
-            highest[port] = as_unsigned(least, greatest) if port == "input" else max(-least, greatest)
+            highest[port] = highest_from_zero(least, greatest) if port == "input" else max(-least, greatest)
     pair = 2 * highest["input"] * highest["weight"]
     if not limit.breaks(pair):
         return None
@@ -288,8 +288,8 @@ def pairs_violation(node: fx.Node, owner: str, limit: Pairs, asked: Sequence[Por
     return violation(node, owner, "weight", refusal, f"{limit.because}; {limit.remedy}.")
 
 
-def as_unsigned(least: int, greatest: int) -> int:
-    """Returns the highest integer of a range as uint8, which ranges of int8 are shifted to, from 0 on."""
+def highest_from_zero(least: int, greatest: int) -> int:
+    """Returns the highest integer of a range whose least is shifted to 0, as int8 becomes uint8 before kernels."""
     return greatest - min(least, 0)
 
 

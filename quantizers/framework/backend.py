@@ -133,7 +133,7 @@ class Backend:
         """
         from quantplug.quantizers.framework.lowered import lowered
 
-        return lowered(self.name, self.lowering, converted, example_inputs, example_kwargs, options)
+        return lowered(self, converted, example_inputs, example_kwargs, options)
 
     def require_lowering_options(self, names: Iterable[str]) -> None:
         """Checks options of the lowering by name, which is worth doing before a model is calibrated.
@@ -143,7 +143,7 @@ class Backend:
         """
         from quantplug.quantizers.framework.lowered import lowering_with
 
-        lowering_with(names, self.name, self.lowering)
+        lowering_with(self, names)
 
     def emulate(
         self,
@@ -165,8 +165,6 @@ class Backend:
             ConfigError: the backend names no kernels.
             LoweringError: the graph cannot be emulated.
         """
-        if self.kernels is None:
-            raise ConfigError(f"Backend '{self.name}' names no kernels to emulate; declare kernels=KernelSet(...).")
         from quantplug.quantizers.framework.lowered import emulated
 
-        return emulated(self.kernels, converted, example_inputs, example_kwargs, options)
+        return emulated(self, converted, example_inputs, example_kwargs, options)

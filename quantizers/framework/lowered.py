@@ -13,20 +13,21 @@ from quantplug.core.named import resolved
 from quantplug.core.peers.torch_names import pytree
 
 if TYPE_CHECKING:  # a lowering imports its runtime, so that none is imported before it is used
-    from quantplug.lowering.emulation import EmulatedProgram, KernelSet
+    from quantplug.lowering.emulation import EmulatedProgram
     from quantplug.lowering.program import Program
-    from quantplug.quantizers.framework.backend import Lowering
+    from quantplug.quantizers.framework.backend import Backend, Lowering
 
 Keywords: TypeAlias = Mapping[str, Any] | None
 
 
-def lowering_with(options: Iterable[str], backend: str, declared: "str | Lowering") -> "Lowering":
-    """Returns the function that a backend declares as its lowering.
+def lowering_with(backend: "Backend", options: Iterable[str]) -> "Lowering":
+    """Returns the function that a backend declares as its lowering, which takes these options.
 
     Raises:
         ConfigError: its name leads nowhere, or it has no such option.
     """
-    what = f"lowering '{declared}' of backend '{backend}'"
+    declared = backend.lowering
+    what = f"lowering '{declared}' of backend '{backend.name}'"
     lowering: Lowering = resolved(declared, what) if isinstance(declared, str) else declared
     parameters = list(inspect.signature(lowering).parameters.values())[2:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -35,22 +36,17 @@ def lowering_with(options: Iterable[str], backend: str, declared: "str | Lowerin
     unknown = next((name for name in options if name not in known), None)
     if unknown is not None:
         raise ConfigError(
-            f"The lowering of backend '{backend}' has no option '{unknown}'{did_you_mean(unknown, known)}; "
+            f"The lowering of backend '{backend.name}' has no option '{unknown}'{did_you_mean(unknown, known)}; "
             f"choose from {known}."
         )
     return lowering
 
 
 def lowered(
-    backend: str,
-    declared: "str | Lowering",
-    converted: fx.GraphModule,
-    inputs: tuple[Any, ...],
-    keywords: Keywords,
-    options: dict[str, Any],
+    backend: "Backend", converted: fx.GraphModule, inputs: tuple[Any, ...], keywords: Keywords, options: dict[str, Any]
 ) -> "Program":
     """Returns the program that a backend's lowering makes of a q/dq graph and example inputs."""
-    lowering = lowering_with(options, backend, declared)
+    lowering = lowering_with(backend, options)
     model, positional = _positional(converted, inputs, keywords)
     # A slice of a data set would take the whole data set along into a saved program.
     own = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), positional)
@@ -59,16 +55,18 @@ def lowered(
 
 
 def emulated(
-    kernels: "str | KernelSet",
-    converted: fx.GraphModule,
-    inputs: tuple[Any, ...],
-    keywords: Keywords,
-    options: dict[str, Any],
+    backend: "Backend", converted: fx.GraphModule, inputs: tuple[Any, ...], keywords: Keywords, options: dict[str, Any]
 ) -> "EmulatedProgram":
-    """Returns the program that computes what kernels compute on a q/dq graph and example inputs."""
+    """Returns the program that computes what a backend's kernels compute on a q/dq graph and example inputs.
+
+    Raises:
+        ConfigError: the backend names no kernels.
+    """
+    if backend.kernels is None:
+        raise ConfigError(f"Backend '{backend.name}' names no kernels to emulate; declare kernels=KernelSet(...).")
     from quantplug.lowering.emulation import emulate, kernel_set
 
-    found = kernel_set(kernels)
+    found = kernel_set(backend.kernels)
     model, positional = _positional(converted, inputs, keywords)
     return emulate(model, positional, found, **options)
 

@@ -141,8 +141,9 @@ def quantize(
         _require_no_data(_waits_for_data(prepared), target.name)
     elif _waits_for_data(prepared):
         calibrate(prepared, calibration, limit=limit, progress=progress, inputs=inputs)
-    for algorithm in recipe:
-        algorithm.apply(prepared, calibration or (), inputs=inputs)
+    if calibration is not None:
+        for algorithm in recipe:
+            algorithm.apply(prepared, calibration, inputs=inputs)
     if correct_bias and calibration is not None:
         samples = SAMPLES if correct_bias is True else correct_bias
         correction = correct_biases(prepared, calibration, samples, inputs=inputs)
@@ -182,11 +183,11 @@ def _waits_for_data(prepared: fx.GraphModule) -> bool:
 
 
 def _require_algorithms(recipe: Any) -> None:
-    wrong = (
-        next((part for part in recipe if not isinstance(part, GPTQ)), None) if isinstance(recipe, Sequence) else recipe
-    )
-    if wrong is not None:
-        raise ConfigError(f"A recipe is a list of algorithms such as [GPTQ()], found {wrong!r} in it.")
+    is_list = isinstance(recipe, Sequence) and not isinstance(recipe, str)
+    if not is_list or not all(isinstance(part, GPTQ) for part in recipe):
+        raise ConfigError(
+            f"A recipe is a list of algorithms such as [GPTQ()], found {recipe!r}; leave it out for none."
+        )
 
 
 def _require_batches(calibration: Iterable[Any] | None) -> None:
