@@ -59,7 +59,7 @@ def first(model, batch):
     return pytree.tree_leaves(model(*batch))[0]
 
 
-def computes(expected, batch):
+def computes(expected, batch, least):
     """The condition that a graph module gives these numbers, up to roundings of integers."""
 
     def differs(module):
@@ -67,14 +67,14 @@ def computes(expected, batch):
         running.graph.lint()
         running.recompile()
         agreement = float(sqnr(first(running, batch), expected))
-        return None if agreement > 30 else f"it gives other numbers, at {agreement:.1f} dB"
+        return None if agreement > least else f"it gives other numbers, at {agreement:.1f} dB"
 
     return differs
 
 
-def checked(model, batches, config="int8", decomposed=False, **options):
+def checked(model, batches, config="int8", decomposed=False, least=35, **options):
     graph = converted(model, batches, config, decomposed)
-    same = computes(first(graph, batches[1]), batches[1])
+    same = computes(first(graph, batches[1]), batches[1], least)
     found = [dataclasses.replace(step, leaves=(*step.leaves, same)) for step in steps(batches[1], Told(), **options)]
     run(found, starting(graph), checked=True)
 
@@ -103,7 +103,9 @@ def test_what_every_step_says_holds_where_products_compute_in_half():
     ],
 )
 def test_what_every_step_says_holds_of_models_of_the_tables(name):
-    checked(*listed(name))
+    # Of random weights, which a processor's roundings in float change more: 34.4 dB on one with AVX512.
+    model, batches = listed(name)
+    checked(model, batches, least=30 if name == "swin_t" else 35)
 
 
 def broken(step, change):

@@ -165,7 +165,7 @@ def _refusing(reasons: dict[str, str], *refusals: Refusal) -> Callable[[fx.Graph
 
 
 def _spelled_plainly(working: fx.GraphModule) -> None:
-    """Branches that became operators of the graph are spelled as the rest of it."""
+    """What the runtime's operators made plain is spelled so: a product by an expression that was folded is a layer."""
     spell_plainly(working.graph)
 
 
