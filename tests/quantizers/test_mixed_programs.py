@@ -202,10 +202,13 @@ def test_a_backbone_on_xnnpack_and_a_head_on_openvino_in_one_program(tmp_path, m
     program: Any = get_quantizer("xnnpack").backend.lower(
         reference, (X,), accepts=lambda node: node in BACKBONE, partitioners=[OpenVINOPartitioner()]
     )
-    placed = {op.node: (op.placement, op.reason) for op in program.ops}
+    placed = {op.node: (op.placement, op.how) for op in program.ops}
     assert {placed[name] for name in ("conv2d", "relu", "conv2d_1", "max_pool2d")} == {("int8", "")}
     head = ("flatten", "linear", "relu_1", "linear_1")
     assert {placed[name] for name in head} == {("delegate", "OpenvinoBackend runs it")}
+    assert {op.reason for op in program.ops if op.node in ("linear", "linear_1")} == {
+        "set to float by module name 'head'"
+    }
     assert (program.counts.delegates, program.counts.f32, program.counts.portable) == (1, 0, 0)
     buffer = program.save(tmp_path / "mixed.pte").read_bytes()
     assert [buffer.count(name) for name in (b"XnnpackBackend", b"OpenvinoBackend")] == [1, 1]
