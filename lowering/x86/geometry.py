@@ -1,8 +1,8 @@
 """Which convolutions oneDNN's int8 kernels compute rightly.
 
 Found by comparing them with exact integers over random geometries (`tests/lowering/test_x86_geometries.py`), and seen
-with oneDNN 3.12, that of torch 2.13, on processors with AVX512 and AMX, not with AVX2; a file is for any of them, so
-that the same holds everywhere. Some of it writes beyond its memory and ends the process.
+with oneDNN 3.12, that of torch 2.13, most of it on processors with AVX512 and AMX, one with AVX2; a file is for any of
+them, so that the same holds everywhere. Some of it writes beyond its memory and ends the process.
 """
 
 from collections.abc import Sequence
@@ -24,6 +24,8 @@ aten = torch.ops.aten
 Geometry = tuple[list[int], list[int], list[int], int]
 # Tiles of AMX hold 64 bytes in a row.
 TILE = 64
+# How many channels AVX2's kernels read at once; of a rest of at most half of them they read memory that is no one's.
+LANES = 16
 # Kernels up to here and steps up to here are right whatever else they are.
 WIDE, LONG = 7, 4
 
@@ -109,31 +111,72 @@ def _named(sizes: Sequence[Any]) -> str:
 
 
 def step_aside(graph: fx.Graph) -> None:
-    """Lets convolutions whose result is one column wide, or may be, go over it column by column.
+    """Spells convolutions otherwise that the kernels would read wrongly, so that they compute the same.
 
-    Where a stride makes one column of an image, the kernels read it wrongly: errors of 1e5. Steps of one column are
-    right, and of their results only those are taken that the stride would reach.
+    - Where a stride makes one column of an image, errors are of 1e5. Such convolutions go over the image column by
+      column, and of their results only those columns are taken that the stride would reach.
+    - Where a window of one pixel goes on in strides over channels whose last 16 are 1 to 8, kernels for AVX2 read
+      beyond them now and then: errors of 1e4. The pixels are taken first, and the convolution reads each of them.
     """
     apply(graph, STEPS)
 
 
 def _one_by_one(match: Match) -> fx.Node | str:
-    node, given = match.root, operands(match.root)
-    image, packed = tensor_value(given["qx"]), operands(given["qw"])
-    weight = tensor_value(packed["weight"])
+    node, (given, packed) = match.root, _operands(match.root)
+    image, weight = tensor_value(given["qx"]), tensor_value(packed["weight"])
     assert image is not None
     assert weight is not None
     stride, kernel, value = given["stride"], weight.shape[2:], node.meta["val"]
     reach = given["dilation"][-1] * (kernel[-1] - 1)
     if len(stride) < 2 or stride[-1] == 1 or kernel[-1] == 1 or statically_known_true(value.shape[-1] > 1):
         return "its result is more than one column wide"
-    steps = {"stride": [*stride[:-1], 1]}
-    weights = call(node, given["qw"].target, tuple({**packed, **steps}.values()), given["qw"])
-    product = call(node, node.target, tuple({**given, **steps, "qw": weights}.values()), node)
+    product = _in_steps(node, [*stride[:-1], 1])
     product.meta["val"] = value.new_empty(*value.shape[:-1], image.shape[-1] + 2 * given["padding"][-1] - reach)
-    # A slice would give open sizes other terms than those of the convolution, and they would no longer fit others.
-    columns = viewed(node, aten.unfold.default, product, -1, 1, stride[-1])
-    return viewed(node, aten.squeeze.dim, columns, -1)
+    return _each(product, -1, stride[-1], node)
 
 
-STEPS = (Rule(op("onednn::qconv_pointwise.default", "onednn::qconv_pointwise.tensor"), _one_by_one),)
+def _pixels_first(match: Match) -> fx.Node | str:
+    node, (given, packed) = match.root, _operands(match.root)
+    weight, stride = tensor_value(packed["weight"]), given["stride"]
+    assert weight is not None
+    if max(weight.shape[2:]) > 1 or max(stride) == 1 or given["groups"] > 1:
+        return "it is no window of one pixel that goes on in strides"
+    if not 1 <= weight.shape[1] % LANES <= LANES // 2:
+        return "its channels fill what the kernels read at once"
+    pixels = given["qx"]
+    for dimension, step in enumerate(stride, 2):
+        if step > 1:
+            pixels = _each(pixels, dimension, step, node)
+    sizes = packed["x_shape"] and [
+        *packed["x_shape"][:2],
+        *((size - 1) // step + 1 for size, step in zip(packed["x_shape"][2:], stride, strict=True)),
+    ]
+    return _in_steps(node, [1] * len(stride), qx=pixels, x_shape=sizes)
+
+
+def _operands(node: fx.Node) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the operands of a convolution, and those that its weight was packed with."""
+    given = operands(node)
+    return given, operands(given["qw"])
+
+
+def _in_steps(node: fx.Node, stride: list[int], **others: Any) -> fx.Node:
+    """Writes a convolution that goes on in other steps, with other operands of its own or of its weight's packing."""
+    given, packed = _operands(node)
+    packed = {name: others.get(name, value) for name, value in {**packed, "stride": stride}.items()}
+    weights = call(node, given["qw"].target, tuple(packed.values()), given["qw"])
+    given = {name: others.get(name, value) for name, value in {**given, "stride": stride, "qw": weights}.items()}
+    return call(node, node.target, tuple(given.values()), node)
+
+
+def _each(source: fx.Node, dimension: int, step: int, before: fx.Node) -> fx.Node:
+    """Writes what takes each so manyth index of a dimension.
+
+    A slice would give open sizes other terms than those of the convolution, and they would no longer fit others.
+    """
+    windows = viewed(before, aten.unfold.default, source, dimension, 1, step)
+    return viewed(before, aten.squeeze.dim, windows, -1)
+
+
+CONVOLUTION = op("onednn::qconv_pointwise.default", "onednn::qconv_pointwise.tensor")
+STEPS = (Rule(CONVOLUTION, _one_by_one), Rule(CONVOLUTION, _pixels_first))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import quantplug
+from quantplug.core.graph.facts import operands
 from quantplug.lowering.processor import highest_integer
 from quantplug.lowering.x86 import X86Program
 from quantplug.lowering.x86.geometry import objection
@@ -103,6 +104,68 @@ def test_open_sizes_that_may_be_one_column_wide():
     assert all(sqnr(reference(x), program(x)) > 55 for x in calls)
 
 
+STRIDES = {
+    "line": (layer(24, 8, (1,), stride=4), (3, 24, 20)),
+    "image": (layer(40, 16, (1, 1), stride=2), (2, 40, 9, 8)),
+    "one way": (layer(72, 24, (1, 1), stride=(1, 3)), (1, 72, 5, 20)),
+    "volume": (layer(17, 8, (1, 1, 1), stride=(2, 1, 2)), (1, 17, 5, 4, 7)),
+}
+
+
+@pytest.mark.parametrize("name", STRIDES)
+def test_strides_over_pixels_of_a_rest_of_channels_take_the_pixels_first(name, tmp_path):
+    model, shape = STRIDES[name]
+    calls = [torch.randn(*shape) for _ in range(2)]
+    reference, program = quantized(nn.Sequential(model, nn.ReLU()), *calls[:1])
+    assert {found.placement for found in program.ops} == {"int8"}
+    (kernel,) = (node for node in program.module.graph.nodes if "qconv_pointwise" in str(node.target))
+    assert set(operands(kernel)["stride"]) == {1}
+    loaded = X86Program.load(program.save(tmp_path / "program.pt2"))
+    for x in calls:
+        assert sqnr(reference(x), program(x)) > 55
+        assert torch.equal(program(x), loaded(x))
+
+
+def test_pixels_are_taken_first_of_open_sizes():
+    model = nn.Sequential(layer(24, 8, (3, 3), padding=1), nn.ReLU(), layer(8, 16, (1, 1), stride=2), nn.ReLU())
+    sizes = ({0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC},)
+    calls = [torch.randn(*size) for size in ((2, 24, 9, 12), (1, 24, 4, 5), (3, 24, 7, 20))]
+    quantizer = quantplug.get_quantizer("x86")
+    prepared = quantplug.prepare_pt2e(
+        torch.export.export(model.eval(), (calls[0],), dynamic_shapes=sizes).module(), quantizer
+    )
+    for x in calls:
+        prepared(x)
+    reference = quantplug.convert_pt2e(prepared)
+    program = quantizer.backend.lower(reference, (calls[0],), dynamic_shapes=sizes)
+    compiled = program.compile()
+    for x in calls:
+        assert sqnr(reference(x), program(x)) > 55
+        assert sqnr(reference(x), compiled(x)) > 55
+
+
+def wrong_results(count):
+    """Returns how many calls of an int8 program differ from its reference, over memory that was used before."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(layer(24, 8, (1,), stride=4), nn.ReLU()), torch.randn(3, 24, 20)
+    reference, program = quantized(model, x)
+    wanted, wrong = reference(x), 0
+    for _ in range(count):
+        used = [torch.randint(0, 255, (10 ** random.randint(2, 5),), dtype=torch.uint8) for _ in range(20)]
+        del used
+        wrong += sqnr(wanted, program(x)) < 55
+    return wrong
+
+
+def test_strides_over_pixels_are_right_on_avx2():
+    """The kernels of AVX2 read beyond 24 channels: without the spelling about one call of a hundred is wrong."""
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run(
+        [sys.executable, __file__, "strides", "1500"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "0 of 1500"
+
+
 FLOAT = {
     "dilation": (layer(4, 8, (3, 3), padding=(1, 4), dilation=(1, 4)), (1, 4, 9, 3), "dilation"),
     "padding": (layer(4, 8, (2, 2), padding=2), (1, 4, 9, 9), "wider than the kernel reaches"),
@@ -158,7 +221,7 @@ def geometry(r):
 
 
 def difference(r, size, weight, given):
-    """Returns how far a kernel is from exact integers, over steps of one where a result has one column."""
+    """Returns how far a kernel is from exact integers, spelled as `geometry.step_aside` does."""
     stride = given[0]
     x = torch.randint(0, highest_integer() + 1, size, dtype=torch.uint8)
     w = torch.randint(-127, 128, weight, dtype=torch.int8)
@@ -168,6 +231,9 @@ def difference(r, size, weight, given):
         x.double() - zero_point, w.double(), None if bias is None else bias.double(), *given
     )
     columns = len(stride) > 1 and wanted.shape[-1] == 1 and weight[-1] > 1
+    if max(weight[2:]) == 1 and given[-1] == 1 and 1 <= weight[1] % 16 <= 8:
+        x = x[(..., *(slice(None, None, step) for step in stride))]
+        stride, size = [1] * len(stride), (*size[:2], *wanted.shape[2:])
     geometry = ([*stride[:-1], 1] if columns else stride, *given[1:])
     scales, zeros = torch.ones(weight[0]), torch.zeros(weight[0], dtype=torch.int32)
     packed = onednn.qconv_prepack(w, scales, 1.0, zero_point, *geometry, r.choice((list(size), None)))
@@ -211,4 +277,7 @@ def test_every_geometry_that_nothing_is_said_against_is_right(instructions):
 
 
 if __name__ == "__main__":
-    print(sweep(int(sys.argv[1]), int(sys.argv[2])))
+    if sys.argv[1] == "strides":
+        print(f"{wrong_results(int(sys.argv[2]))} of {sys.argv[2]}")
+    else:
+        print(sweep(int(sys.argv[1]), int(sys.argv[2])))

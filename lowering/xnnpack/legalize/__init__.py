@@ -56,10 +56,10 @@ from quantplug.lowering.xnnpack.legalize.products import (
     takes_run_time_scales,
     yields_integers_if_static,
 )
-from quantplug.lowering.xnnpack.legalize.ratios import SCALES_OUT_OF_RANGE
 from quantplug.lowering.xnnpack.legalize.refusals import (
     MEANS,
     PORTABLE,
+    SCALES_OUT_OF_RANGE,
     Legalized,
     Refusal,
     activation_of_integers,

@@ -10,12 +10,23 @@ from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.core.graph.facts import operator_name, rank, tensor_value
+from quantplug.core.graph.operators import CLAMPS, schema_names
 from quantplug.core.patterns.language import Match
+from quantplug.core.peers.torch_names import pytree
 from quantplug.core.qdq.calls import QuantizedCall, quantized_calls
+from quantplug.core.qdq.nodes import is_dequantize
+from quantplug.core.qdq.qparams import static_qparams
+from quantplug.core.specs.limits import XNNPACK_RATIOS
 
 TRANSPOSED = ("aten::conv_transpose1d", "aten::conv_transpose2d")
 # What ExecuTorch serializes as a reshape by numbers, or, as conv1d, as a conv2d between two of them.
 _RESHAPES = ("aten::squeeze", "aten::squeeze_", "aten::unsqueeze", "aten::unsqueeze_", "aten::conv1d")
+# Whose scales XNNPACK's kernels express in some ratios alone, and which of its limits that is.
+_RATIOS_OF = {
+    **dict.fromkeys(("aten::add", "aten::sub"), "add"),
+    "aten::mul": "mul",
+    **dict.fromkeys(schema_names((*CLAMPS, "leaky_relu", "mean", "adaptive_avg_pool2d")), "convert"),
+}
 FLOAT_RESULT = "the layer before it yields floats"
 _GROWS = "XNNPACK's integer mean is wrong in calls that are larger than an earlier one, and its size is open"
 
@@ -67,6 +78,14 @@ def refused(working: fx.GraphModule, refusal: Refusal) -> dict[str, str]:
             found[call.node.name] = reason
         (refusal.otherwise if reason is None else refusal.instead)(working, call)
     return found
+
+
+def _out_of_range(call: QuantizedCall) -> str | None:
+    read = [leaf for leaf in pytree.tree_leaves((call.node.args, call.node.kwargs)) if is_dequantize(leaf)]
+    scales = [params.scale for params in map(static_qparams, read) if params is not None]
+    if call.output is None or not scales:
+        return None
+    return XNNPACK_RATIOS[_RATIOS_OF[operator_name(call.node)]].objection(scales, call.output.scale)
 
 
 def _grows(node: fx.Node) -> str | None:
@@ -135,6 +154,7 @@ def activation_of_integers(match: Match, config: QuantizationConfig) -> str | No
     return FLOAT_RESULT if config.output_activation is None and "activation" in match else None
 
 
+SCALES_OUT_OF_RANGE = Refusal(tuple(_RATIOS_OF), _out_of_range)
 MEANS = Refusal(
     ("aten::mean", "aten::adaptive_avg_pool2d"), lambda call: _grows(call.node) if call.yielded is not None else None
 )
