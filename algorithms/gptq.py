@@ -4,17 +4,17 @@ Before: a prepared, calibrated graph and batches. After: the same graph with wei
 moved onto values that their integers stand for, so that the layers' results on these batches lie closer to those of the
 float weights than those of the nearest values do.
 
-Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", arXiv:2210.17323,
-algorithm 1, with columns in the order of their inputs' energy (section "Additional Tricks" of its code, act-order) and
-scales that stay where they were when columns are reordered. The scales themselves are searched first: each block's is
-multiplied by the factor with the least error of rounding, weighted by the energy of the inputs (the diagonal of the
-Hessian, as in AWQ's and llama.cpp's searches). Each row keeps the best of all that was tried, rounding to nearest with
-the observer's scales included, judged by the whole Hessian.
+Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", arXiv:2210.17323.
+The scales are searched first: each block's is multiplied by the factor with the least error of rounding, weighted by
+the energy of the inputs (the diagonal of the Hessian, as in AWQ's and llama.cpp's searches). What GPTQ rounded is then
+made better by turns: scales fitted to the integers, and integers chosen anew one by one (QuantEase, arXiv:2309.01885).
+Each row keeps the best of all that was tried, rounding to nearest with the observer's scales included, judged by the
+whole Hessian. `rounding.py` has the arithmetic.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -23,16 +23,16 @@ from torch.nn.functional import one_hot
 from torchao.quantization.pt2e import FixedQParamsObserver
 
 from quantplug.algorithms.frozen import freeze, is_frozen
+from quantplug.algorithms.rounding import Passing, Tried, descended, errors_of, factors_of, refitted
 from quantplug.algorithms.weights import Grid, Layer, Weight, weights_of
 from quantplug.core.calibration.node_by_node import BatchRun, batches_of, node_by_node
 from quantplug.core.calibration.observer_places import require_observers
 from quantplug.core.errors import CalibrationError, ConfigError
+from quantplug.core.graph.editing import new_parameter
 from quantplug.core.graph.facts import describe, operands, operator_name
 
-# Columns whose errors are passed on among themselves first, as in the paper.
-_BLOCK = 128
-# By which scales are multiplied in their search.
-_FACTORS = torch.linspace(1.0, 0.5, 26)
+# How much less an error has to be for another round of it to be worth while.
+_WORTH = 1e-3
 
 
 @dataclass(frozen=True)
@@ -86,20 +86,24 @@ class GPTQ:
         samples: batches are taken until they hold so many samples.
         damping: what is added to the Hessian's diagonal, as a share of its mean.
         scales: whether the scales of weights are searched too.
+        sweeps: how often, at most, scales and integers are fitted to each other afterwards; 0 for GPTQ alone.
         stage: which graph it is for.
 
     Raises:
-        ConfigError: `damping` is no positive number.
+        ConfigError: `damping` is no positive number, or `sweeps` a negative one.
     """
 
     samples: int = 128
     damping: float = 0.01
     scales: bool = True
+    sweeps: int = 3
     stage: ClassVar[str] = "calibrated"
 
     def __post_init__(self) -> None:
         if not isinstance(self.damping, int | float) or not 0 < self.damping < math.inf:
             raise ConfigError(f"GPTQ takes a positive damping, found {self.damping!r}; leave it out for 0.01.")
+        if isinstance(self.sweeps, bool) or not isinstance(self.sweeps, int) or self.sweeps < 0:
+            raise ConfigError(f"GPTQ takes a number of sweeps from 0 on, found {self.sweeps!r}; leave it out for 3.")
 
     @torch.inference_mode(False)
     def apply(
@@ -126,6 +130,7 @@ class GPTQ:
             found = list(self._rounded(model, batches, weights))
             for one in found:
                 _keep(model, one)
+            model.recompile()
         layers = {layer.node.name: one.quality for one in found for layer in one.weight.layers}
         return RoundedWeights(layers, left)
 
@@ -148,24 +153,34 @@ class GPTQ:
 
     def _round(self, weight: Weight, hessian: Tensor) -> "_Rounded":
         matrix = weight.layers[0].matrix(weight.value)
-        passing = _Passing.of(hessian, self.damping)
+        passing = Passing.of(hessian, self.damping)
 
-        def tried(values: Tensor, grid: Grid) -> _Tried:
-            return _Tried(values, grid.scale, _errors(matrix - values, hessian))
+        def tried(values: Tensor, grid: Grid) -> Tried:
+            return Tried(values, grid.scale, errors_of(matrix - values, hessian))
 
         best = nearest = tried(weight.grid.nearest(matrix), weight.grid)
         for grid in self._grids(weight, matrix, hessian):
             if grid is not weight.grid:
                 best = best.or_better(tried(grid.nearest(matrix), grid), by_row=grid.by_row)
             best = best.or_better(tried(passing.rounded(matrix, grid), grid), by_row=grid.by_row)
-        energy = float(_errors(matrix, hessian).sum())
+        for _ in range(self.sweeps):
+            before, grid, values = best, replace(weight.grid, scale=best.scale), best.values
+            if self._searches_scales(weight):
+                grid, values = refitted(matrix, values, grid, passing.damped)
+            best = best.or_better(tried(descended(matrix, values, grid, passing.damped), grid), by_row=grid.by_row)
+            if best.errors.sum() >= (1 - _WORTH) * before.errors.sum():
+                break
+        energy = float(errors_of(matrix, hessian).sum())
         quality = RoundedLayer(*(_decibels(energy, float(each.errors.sum())) for each in (nearest, best)))
         return _Rounded(weight, best.values.reshape(weight.value.shape).to(weight.value.dtype), best.scale, quality)
 
     def _grids(self, weight: Weight, matrix: Tensor, hessian: Tensor) -> Iterator[Grid]:
         yield weight.grid
-        if self.scales and weight.is_alone and not any(_is_given(layer.observer) for layer in weight.layers):
-            yield weight.grid.scaled(_factors(weight.grid, matrix, hessian))
+        if self._searches_scales(weight):
+            yield weight.grid.scaled(factors_of(weight.grid, matrix, hessian))
+
+    def _searches_scales(self, weight: Weight) -> bool:
+        return self.scales and weight.is_alone and not any(_is_given(layer.observer) for layer in weight.layers)
 
 
 @dataclass(frozen=True)
@@ -236,90 +251,6 @@ def _patches(layer: Layer, value: Tensor, shape: torch.Size) -> Tensor:
     return picked.movedim(1, 0).reshape(layer.groups, int(shape[1]) * places, -1)  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
-class _Passing:
-    """How the columns of a layer are taken, and what each hands on of its error to those after it.
-
-    Attributes:
-        order: of the columns of each group, those of the most energy first, [groups, columns].
-        shares: upper triangular, the rows' errors handed on to the columns, [groups, columns, columns].
-    """
-
-    order: Tensor
-    shares: Tensor
-
-    @classmethod
-    def of(cls, hessian: Tensor, damping: float) -> "_Passing":
-        """Returns what a Hessian asks for, with a diagonal that makes it positive definite."""
-        damped = hessian.double()
-        diagonal = damped.diagonal(dim1=1, dim2=2)
-        mean = diagonal.mean(1, keepdim=True)
-        diagonal += torch.where(mean > 0, damping * mean, 1.0)
-        order = diagonal.argsort(descending=True)
-        turned = damped.gather(1, order[:, :, None].expand_as(damped)).gather(2, order[:, None].expand_as(damped))
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(turned))
-        return cls(order, torch.linalg.cholesky(inverse, upper=True).float())
-
-    def rounded(self, matrix: Tensor, grid: Grid) -> Tensor:
-        """Returns a matrix rounded column by column, errors passed on to columns that come later."""
-        columns = self.order[:, None].expand_as(matrix)
-        rest, scale, zero_point = (
-            part.gather(2, columns)
-            for part in (matrix, grid.spread(grid.scale, matrix), grid.spread(grid.zero_point, matrix))
-        )
-        rounded = torch.empty_like(rest)
-        for start in range(0, rest.shape[2], _BLOCK):
-            end = min(start + _BLOCK, rest.shape[2])
-            part, share = rest[:, :, start:end].clone(), self.shares[:, start:end, start:end]
-            errors = torch.empty_like(part)
-            for column in range(end - start):
-                at = start + column
-                own = part[:, :, column]
-                rounded[:, :, at] = grid.rounded(own, scale[:, :, at], zero_point[:, :, at])
-                errors[:, :, column] = (own - rounded[:, :, at]) / share[:, column, column, None]
-                part[:, :, column:] -= errors[:, :, column, None] * share[:, None, column, column:]
-            rest[:, :, end:] -= errors @ self.shares[:, start:end, end:]
-        return torch.empty_like(matrix).scatter_(2, columns, rounded)
-
-
-@dataclass(frozen=True)
-class _Tried:
-    """A matrix rounded in some way.
-
-    Attributes:
-        values: the matrix, [groups, rows, columns].
-        scale: of its grid.
-        errors: the squared error of the layer's result, by row, [groups, rows].
-    """
-
-    values: Tensor
-    scale: Tensor
-    errors: Tensor
-
-    def or_better(self, other: "_Tried", *, by_row: bool) -> "_Tried":
-        """Returns the better of two, row by row where they have the same scale or rows have scales of their own."""
-        if not by_row and not torch.equal(self.scale, other.scale):
-            return other if other.errors.sum() < self.errors.sum() else self
-        takes = other.errors < self.errors
-        scale = self.scale
-        if by_row:
-            scale = torch.where(takes.reshape(-1, *[1] * (scale.dim() - 1)), other.scale, scale)
-        values = torch.where(takes[..., None], other.values, self.values)
-        return _Tried(values, scale, torch.where(takes, other.errors, self.errors))
-
-
-def _factors(grid: Grid, matrix: Tensor, hessian: Tensor) -> Tensor:
-    """Returns by what to multiply each scale, so that rounding to nearest errs least where inputs are large."""
-    energy = hessian.diagonal(dim1=1, dim2=2)[:, None]
-    errors = [grid.by_block((matrix - grid.scaled(factor).nearest(matrix)).square_() * energy) for factor in _FACTORS]
-    return _FACTORS[torch.stack(errors).argmin(0)]
-
-
-def _errors(difference: Tensor, hessian: Tensor) -> Tensor:
-    """Returns by row the squared error of a layer's result, [groups, rows]."""
-    return ((difference @ hessian) * difference).sum(2)
-
-
 def _decibels(energy: float, error: float) -> float:
     return 10 * math.log10(energy / error) if energy > 0 and error > 0 else math.inf
 
@@ -332,10 +263,16 @@ def _is_given(observer: nn.Module) -> bool:
 
 
 def _keep(model: fx.GraphModule, one: _Rounded) -> None:
-    """Puts a rounded weight into the model; the tensor that it had may be the caller's."""
-    value = nn.Parameter(one.value, requires_grad=one.weight.value.requires_grad)
-    for path in one.weight.paths:
-        owner, _, leaf = path.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, value)
-    for layer in one.weight.layers:
+    """Puts a rounded weight into the model; the tensor that it had may be the caller's, or read in float."""
+    layers = one.weight.layers
+    if one.weight.is_read_in_float:
+        own = new_parameter(model, layers[0].constant, "rounded", one.value)
+        for layer in layers:
+            layer.observed.replace_input_with(layer.constant, own)
+    else:
+        value = nn.Parameter(one.value, requires_grad=one.weight.value.requires_grad)
+        for path in one.weight.paths:
+            owner, _, leaf = path.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, value)
+    for layer in layers:
         freeze(layer.observer, one.scale, one.weight.grid.zero_point)

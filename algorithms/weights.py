@@ -102,6 +102,7 @@ class Weight:
         paths: the attributes that hold it.
         grid: the integers that it is rounded to.
         is_alone: whether no other weight shares its observer.
+        is_read_in_float: whether other operators read it as it is, as a table that is a model's head too.
     """
 
     layers: tuple[Layer, ...]
@@ -109,6 +110,7 @@ class Weight:
     paths: tuple[str, ...]
     grid: Grid
     is_alone: bool
+    is_read_in_float: bool
 
 
 def weights_of(model: fx.GraphModule) -> tuple[list[Weight], dict[str, str]]:
@@ -179,7 +181,8 @@ def _weight(
     model: fx.GraphModule, layers: list[Layer], holders: list[fx.Node], served: dict[nn.Module, set[int]]
 ) -> Weight | str:
     known = {layer.observed for layer in layers}
-    others = [user for node in holders for user in node.users if user not in known]
+    besides = [user for node in holders for user in node.users if user not in known]
+    others = [user for user in besides if observer_of(user) is not None]
     others += [user for call in known for user in call.users if user not in {layer.node for layer in layers}]
     if others:
         return f"'{others[0].name}' reads its weight too"
@@ -193,7 +196,7 @@ def _weight(
         return "its weight is tied, and quantized in different ways"
     alone = all(len(served[layer.observer]) == 1 for layer in layers)
     paths = tuple(dict.fromkeys(str(node.target) for node in holders))
-    return Weight(tuple(layers), value, paths, found[0], alone)
+    return Weight(tuple(layers), value, paths, found[0], alone, bool(besides))
 
 
 def _alike(one: Grid, other: Grid) -> bool:

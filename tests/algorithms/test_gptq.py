@@ -132,6 +132,24 @@ def test_a_layers_error_is_what_its_result_really_lacks():
     assert found.after > before + 1
 
 
+@pytest.mark.filterwarnings("ignore:Backend 'x86' stores weights in 8 bits")
+@pytest.mark.parametrize("config", ["int4_dynamic_groups", "per channel", "per tensor"])
+def test_scales_and_integers_fitted_to_each_other_keep_more_than_gptq_alone(config):
+    """On inputs that the weights were not rounded on; wide enough for blocks of scales."""
+    backend = "x86" if config.startswith("per") else "xnnpack"
+    chosen = low_bits("minmax", config == "per channel") if backend == "x86" else config
+    model, data, fresh = perceptron(), [correlated(256, 64, seed=0)], correlated(256, 64, seed=9)
+    exported = torch.export.export(model, (data[0],)).module()
+    levels = []
+    for sweeps in (0, 3):
+        prepared = quantplug.prepare_pt2e(exported, quantplug.get_quantizer(backend).set_global(chosen))
+        quantplug.calibrate(prepared, data, progress=False)
+        GPTQ(sweeps=sweeps).apply(prepared, data)
+        weights = weights_in(quantplug.convert_pt2e(prepared))
+        levels.append(sqnr(fresh @ weights["linear"].T, fresh @ model[0].weight.T))
+    assert levels[1] > levels[0] + 0.15
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 12), st.integers(1, 24)),
@@ -220,19 +238,31 @@ class Tied(nn.Module):
         return self.head(self.layer(torch.relu(self.layer(self.table(tokens)))))
 
 
-def test_a_weight_with_two_readers_stays_one_and_a_table_is_left_alone():
+def test_a_weight_with_two_readers_stays_one_and_a_table_stays_as_it_is_beside_the_head():
     tokens = [torch.randint(24, (4, 16), generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     exported = torch.export.export(Tied().eval(), (tokens[0],)).module()
     prepared = quantplug.prepare_pt2e(exported, OurXNNPACKQuantizer().set_global("int4_dynamic"))
     found = GPTQ().apply(prepared, tokens)
-    assert set(found) == {"linear", "linear_1"}
-    assert "reads its weight too" in found.left["linear_2"]
+    assert set(found) == {"linear", "linear_1", "linear_2"}
+    assert found["linear_2"].after > found["linear_2"].before + 1
+    table = prepared.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)[0].args[0]
+    assert torch.equal(attribute(prepared, table.target), exported.state_dict()["table.weight"])
     converted = quantplug.convert_pt2e(prepared)
     weights = weights_in(converted)
     assert torch.equal(weights["linear"], weights["linear_1"])
-    calls = {n.name: n.args[1] for n in prepared.graph.nodes if n.name in found}
-    assert len({id(attribute(prepared, call.args[0].target)) for call in calls.values()}) == 1
-    assert torch.equal(weights["linear"], attribute(prepared, calls["linear"].args[0].target))
+    given = {n.name: attribute(prepared, n.args[1].args[0].target) for n in prepared.graph.nodes if n.name in found}
+    assert given["linear"] is given["linear_1"]
+    assert all(torch.equal(weights[name], value) for name, value in given.items())
+
+
+def test_a_weight_whose_integers_are_read_elsewhere_is_left_with_the_reason():
+    model = nn.Sequential(nn.Embedding(24, 24), nn.Linear(24, 24, bias=False)).eval()
+    model[1].weight = model[0].weight
+    tokens = torch.randint(24, (4, 6))
+    quantizer = quantplug.get_quantizer("x86").set_global("int8_weight_only")
+    prepared = quantplug.prepare_pt2e(torch.export.export(model, (tokens,)).module(), quantizer)
+    found = GPTQ().apply(prepared, [tokens])
+    assert "reads its weight too" in found.left["linear"]
 
 
 def test_scales_stay_whatever_is_calibrated_or_copied_afterwards():
@@ -265,6 +295,8 @@ def test_bad_input_is_a_sentence_and_changes_nothing():
         GPTQ().apply(prepared, [data[0][:, :3]])
     with pytest.raises(ConfigError, match="positive damping, found -1"):
         GPTQ(damping=-1)
+    with pytest.raises(ConfigError, match="sweeps from 0 on, found -1"):
+        GPTQ(sweeps=-1)
     with pytest.raises(CalibrationError, match="found 0"):
         GPTQ(samples=0).apply(prepared, data)
     with pytest.raises(ModelError, match="GPTQ takes a prepared model"):

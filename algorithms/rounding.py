@@ -1,0 +1,184 @@
+"""A matrix rounded so that what it multiplies changes least.
+
+Before: a matrix [groups, rows, columns], the grid of its integers, and for each group the sums of products of what the
+columns multiply, [groups, columns, columns] (the Hessian of the squared error). After: values of the grid, or a grid.
+
+- `Passing.rounded`: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
+  Transformers", arXiv:2210.17323, algorithm 1, with columns in the order of their inputs' energy (its code's act-order)
+  and scales that stay where they were when columns are reordered.
+- `descended`: cyclic coordinate descent, each integer chosen anew given all others: Behdin et al., "QuantEase:
+  Optimization-based Quantization for Language Models", arXiv:2309.01885, algorithm 1.
+- `factors_of`: scales searched with errors weighted by the inputs' energy, the diagonal of the Hessian.
+- `refitted`: given the integers the result is linear in the scales, so that the best are a least squares solution.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quantplug.algorithms.weights import Grid
+
+# Columns whose errors are passed on among themselves first, as in GPTQ's paper.
+_BLOCK = 128
+# By which scales are multiplied in their search.
+_FACTORS = torch.linspace(1.0, 0.5, 26)
+# Numbers of the systems of equations for scales that are solved at once.
+_AT_ONCE = 2**24
+# What is added to these systems' diagonals, as a share of them.
+_RIDGE = 1e-4
+
+
+@dataclass(frozen=True)
+class Passing:
+    """How the columns of a layer are taken, and what each hands on of its error to those after it.
+
+    Attributes:
+        order: of the columns of each group, those of the most energy first, [groups, columns].
+        shares: upper triangular, the rows' errors handed on to the columns, [groups, columns, columns].
+        damped: the Hessian with a diagonal that makes it positive definite.
+    """
+
+    order: Tensor
+    shares: Tensor
+    damped: Tensor
+
+    @classmethod
+    def of(cls, hessian: Tensor, damping: float) -> "Passing":
+        """Returns what a Hessian asks for.
+
+        Args:
+            hessian: float32 [groups, columns, columns].
+            damping: what is added to its diagonal, as a share of its mean.
+        """
+        damped = hessian.double()
+        diagonal = damped.diagonal(dim1=1, dim2=2)
+        mean = diagonal.mean(1, keepdim=True)
+        diagonal += torch.where(mean > 0, damping * mean, 1.0)
+        order = diagonal.argsort(descending=True)
+        turned = damped.gather(1, order[:, :, None].expand_as(damped)).gather(2, order[:, None].expand_as(damped))
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(turned))
+        return cls(order, torch.linalg.cholesky(inverse, upper=True).float(), damped.float())
+
+    def rounded(self, matrix: Tensor, grid: Grid) -> Tensor:
+        """Returns a matrix rounded column by column, errors passed on to columns that come later."""
+        columns = self.order[:, None].expand_as(matrix)
+        rest, scale, zero_point = (
+            part.gather(2, columns)
+            for part in (matrix, grid.spread(grid.scale, matrix), grid.spread(grid.zero_point, matrix))
+        )
+        rounded = torch.empty_like(rest)
+        for start in range(0, rest.shape[2], _BLOCK):
+            end = min(start + _BLOCK, rest.shape[2])
+            part, share = rest[:, :, start:end].clone(), self.shares[:, start:end, start:end]
+            errors = torch.empty_like(part)
+            for column in range(end - start):
+                at = start + column
+                own = part[:, :, column]
+                rounded[:, :, at] = grid.rounded(own, scale[:, :, at], zero_point[:, :, at])
+                errors[:, :, column] = (own - rounded[:, :, at]) / share[:, column, column, None]
+                part[:, :, column:] -= errors[:, :, column, None] * share[:, None, column, column:]
+            rest[:, :, end:] -= errors @ self.shares[:, start:end, end:]
+        return torch.empty_like(matrix).scatter_(2, columns, rounded)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A matrix rounded in some way.
+
+    Attributes:
+        values: the matrix, [groups, rows, columns].
+        scale: of its grid.
+        errors: the squared error of the layer's result, by row, [groups, rows].
+    """
+
+    values: Tensor
+    scale: Tensor
+    errors: Tensor
+
+    def or_better(self, other: "Tried", *, by_row: bool) -> "Tried":
+        """Returns the better of two, row by row where they have the same scale or rows have scales of their own."""
+        if not by_row and not torch.equal(self.scale, other.scale):
+            return other if other.errors.sum() < self.errors.sum() else self
+        takes = other.errors < self.errors
+        scale = self.scale
+        if by_row:
+            scale = torch.where(takes.reshape(-1, *[1] * (scale.dim() - 1)), other.scale, scale)
+        values = torch.where(takes[..., None], other.values, self.values)
+        return Tried(values, scale, torch.where(takes, other.errors, self.errors))
+
+
+def factors_of(grid: Grid, matrix: Tensor, hessian: Tensor) -> Tensor:
+    """Returns by what to multiply each scale, so that rounding to nearest errs least where inputs are large."""
+    energy = hessian.diagonal(dim1=1, dim2=2)[:, None]
+    errors = [grid.by_block((matrix - grid.scaled(factor).nearest(matrix)).square_() * energy) for factor in _FACTORS]
+    return _FACTORS[torch.stack(errors).argmin(0)]
+
+
+def errors_of(difference: Tensor, hessian: Tensor) -> Tensor:
+    """Returns by row the squared error of a layer's result, [groups, rows]."""
+    return ((difference @ hessian) * difference).sum(2)
+
+
+def descended(matrix: Tensor, values: Tensor, grid: Grid, damped: Tensor, sweeps: int = 2) -> Tensor:
+    """Returns values of a grid of which each was chosen anew in turn, given all the others.
+
+    Args:
+        matrix: float32 [groups, rows, columns].
+        values: where to start, values of the grid.
+        grid: the values that there are.
+        damped: the Hessian, positive definite.
+        sweeps: how often each is chosen.
+    """
+    values, scale = values.clone(), grid.spread(grid.scale, matrix)
+    zero_point, curvature = grid.spread(grid.zero_point, matrix), damped.diagonal(dim1=1, dim2=2)
+    for _ in range(sweeps):
+        slope = (matrix - values) @ damped
+        for start in range(0, matrix.shape[2], _BLOCK):
+            end = min(start + _BLOCK, matrix.shape[2])
+            before, part = values[:, :, start:end].clone(), slope[:, :, start:end].clone()
+            for column in range(start, end):
+                own = values[:, :, column]
+                wanted = own + part[:, :, column - start] / curvature[:, column, None]
+                chosen = grid.rounded(wanted, scale[:, :, column], zero_point[:, :, column])
+                part -= (chosen - own)[:, :, None] * damped[:, None, column, start:end]
+                values[:, :, column] = chosen
+            slope -= (values[:, :, start:end] - before) @ damped[:, start:end]
+    return values
+
+
+def refitted(matrix: Tensor, values: Tensor, grid: Grid, damped: Tensor) -> tuple[Grid, Tensor]:
+    """Returns the grid with the scales that suit the integers of some values best, and the values on it.
+
+    Args:
+        matrix: float32 [groups, rows, columns].
+        values: of the grid.
+        grid: its scales may be shared by all of the matrix, by a row, or by a block of one.
+        damped: the Hessian, positive definite.
+    """
+    groups, rows = matrix.shape[:2]
+    integers = values / grid.spread(grid.scale, matrix)
+    blocks = grid.scale.numel() // (groups * rows) if grid.by_row else 1
+    at_once = max(1, _AT_ONCE // (groups * blocks**2))
+    parts = zip(*(torch.split(part, at_once, 1) for part in (matrix, integers)), strict=True)
+    systems = [_equations(part, numbers, damped, blocks) for part, numbers in parts]
+    if not grid.by_row:
+        systems = [tuple(sum(each.sum((0, 1)) for each in sides)[None, None] for sides in zip(*systems, strict=True))]
+    solved = torch.cat([torch.linalg.solve(left, right) for left, right in systems], 1)[..., 0]
+    found = solved.reshape(grid.scale.shape).to(grid.scale.dtype)
+    scale = torch.where(torch.isfinite(found) & (found > 0), found, grid.scale)
+    fitted = replace(grid, scale=scale)
+    return fitted, integers * fitted.spread(scale, matrix)
+
+
+def _equations(matrix: Tensor, integers: Tensor, damped: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """Returns both sides of each row's normal equations: [groups, rows, blocks, blocks], [groups, rows, blocks, 1]."""
+    size = matrix.shape[2] // blocks
+
+    def by_block(products: Tensor) -> Tensor:
+        return (products * integers).reshape(*matrix.shape[:2], blocks, size).sum(3)
+
+    places = [slice(block * size, (block + 1) * size) for block in range(blocks)]
+    left = torch.stack([by_block(integers[:, :, place] @ damped[:, place]) for place in places], 2)
+    left.diagonal(dim1=2, dim2=3).mul_(1 + _RIDGE).add_(torch.finfo(left.dtype).tiny)
+    return left, by_block(matrix @ damped)[..., None]
