@@ -139,7 +139,7 @@ class GPTQ:
     ) -> Iterator["_Rounded"]:
         runs = [BatchRun(model, batch) for batch in batches]
         by_layer = {layer.node: (weight, layer) for weight in weights for layer in weight.layers}
-        hessians = _Hessians()
+        hessians, last = _Hessians(), max(by_layer, default=None)
         for node in node_by_node(runs, {node.name for node in by_layer}):
             weight, layer = by_layer[node]
             total = hessians.added(weight, layer, runs)
@@ -147,6 +147,8 @@ class GPTQ:
                 continue
             one = self._round(weight, total)
             yield one
+            if node is last:
+                return  # a language model's last tensor is its largest
             for run in runs:
                 run.env[layer.observed] = one.value
                 run.env[node] = run.run_node(node)

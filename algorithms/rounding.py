@@ -19,8 +19,8 @@ from torch import Tensor
 
 from quantplug.algorithms.weights import Grid
 
-# Columns whose errors are passed on among themselves first, as in GPTQ's paper.
-_BLOCK = 128
+# Columns whose errors are passed on among themselves first: so many that rows of them stay in the cache.
+_BLOCK = 32
 # By which scales are multiplied in their search.
 _FACTORS = torch.linspace(1.0, 0.5, 26)
 # Numbers of the systems of equations for scales that are solved at once.

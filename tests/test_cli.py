@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from quantplug import cli, flow
+from quantplug.algorithms import recipe
 from quantplug.core.specs.levels import sqnr
 from quantplug.lowering.x86 import X86Program
 
@@ -119,11 +120,21 @@ def test_quantize_corrects_biases_with_as_many_samples_as_asked(run, monkeypatch
         seen.append(samples)
         return True
 
-    monkeypatch.setattr(flow, "correct_biases", correct_biases)
+    monkeypatch.setattr(recipe, "correct_biases", correct_biases)
     line = "quantize model.pt2 --calibration data.npz --out biased.pte"
     assert run(f"{line} --bias-samples 6")[0] == 0
     assert run(f"{line} --correct-bias")[0] == 0
     assert seen == [6, 128]
+
+
+def test_quantize_takes_a_recipe_by_its_name_and_says_what_was_done(run):
+    line = "quantize model.pt2 --calibration data.npz --out better.pte"
+    code, out, _ = run(f"{line} --recipe accurate")
+    assert code == 0
+    assert "layers' weights rounded anew" in out
+    code, _, errors = run(f"{line} --recipe acurate")
+    assert code == 2
+    assert "There is no recipe 'acurate'; choose one of ['fast', 'accurate']" in " ".join(errors.split())
 
 
 def test_quantize_writes_a_program_that_loads_and_a_report(run, files):

@@ -74,15 +74,11 @@ class BatchRun(fx.Interpreter):
 
 
 def node_by_node(runs: list[BatchRun], wanted: Collection[str]) -> Iterator[fx.Node]:
-    """Runs all batches node by node, to the last wanted node, and yields each of these once all have run it."""
-    waiting = len(wanted)
+    """Runs all batches node by node and yields each wanted node once all have run it."""
     for node in runs[0].graph.nodes:
-        if not waiting:
-            return
         for run in runs:
             run.env[node] = run.run_node(node)
         if node.name in wanted:
-            waiting -= 1
             yield node
         for run in runs:
             for used in run.user_to_last_uses.get(node, []):

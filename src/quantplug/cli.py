@@ -90,6 +90,9 @@ def quantize(
     weight_bits: Annotated[
         int | None, typer.Option(help="Of x86: 7 for machines without VNNI; what this one needs by default.")
     ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="What keeps accuracy: fast (a few passes over the data), accurate (longer).")
+    ] = None,
     correct_bias: Annotated[
         bool,
         typer.Option("--correct-bias", help="Let biases undo the mean error of rounding."),
@@ -105,6 +108,7 @@ def quantize(
     trust: TrustOption = False,
 ) -> None:
     """Quantize an exported model and lower it to a backend's kernels."""
+    from quantplug.algorithms.recipe import recipe_of
     from quantplug.core.files.whole import require_writable
     from quantplug.files import load_batches, load_exported, require_apart
     from quantplug.flow import quantize as quantize_model
@@ -114,20 +118,24 @@ def quantize(
     named = {"observer": observer, "weight_observer": weight_observer, "weight_bits": weight_bits}
     options = {name: value for name, value in named.items() if value is not None}
     chosen = get_quantizer(backend).backend.config(config, **options)
+    recipe_of(recipe or ())
     require_apart((model, calibration), (out, report))
     for path in filter(None, (out, report)):
         require_writable(path)
     _require_report_kind(report)
     program = load_exported(model, trust=trust)
     batches = load_batches(calibration, program, batch_size) if calibration else None
+    biases = bias_samples or correct_bias
     artefact = quantize_model(
-        program, None, backend, batches, chosen, limit=limit, correct_bias=bias_samples or correct_bias
+        program, None, backend, batches, chosen, limit=limit, correct_bias=biases, recipe=recipe or ()
     )
     artefact.save(out)
     _write_report(artefact.report, report, model.name)
     console = Console()
     console.print(artefact.report.table())
     console.print(artefact.report.summary())
+    for done in artefact.applied:
+        console.print(escape(str(done)), soft_wrap=True)
     sizes = f"{out.stat().st_size / 1e6:.2f} MB; the exported model has {_megabytes(model)} MB"
     console.print(escape(f"Wrote {out} ({sizes})."))
 

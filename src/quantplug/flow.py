@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, fx, nn
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantizer
 
-from quantplug.algorithms.gptq import GPTQ
-from quantplug.core.calibration.bias_correction import SAMPLES, correct_biases
+from quantplug.algorithms.recipe import Algorithm, CorrectBiases, recipe_of
+from quantplug.core.calibration.bias_correction import SAMPLES
 from quantplug.core.calibration.calibrate import calibrate
 from quantplug.core.calibration.observer_places import observer_places
 from quantplug.core.errors import ConfigError, ModelError, first_line
 from quantplug.core.files.whole import write_whole
 from quantplug.core.graph.calling import in_order, input_names
 from quantplug.core.graph.nested_sizes import require_nested
+from quantplug.core.graph.working_copy import working_copy
 from quantplug.core.observers.from_specs import needs_data
 from quantplug.core.peers.torch_names import pytree
 from quantplug.core.pt2e.convert import convert_pt2e
@@ -44,12 +45,14 @@ class Artefact:
         reference: the q/dq graph that it was lowered from, which runs anywhere in PyTorch.
         report: how each operator was quantized, or why not.
         backend: the name of the backend.
+        applied: what each algorithm of the recipe did, in order; `str` tells it in a sentence.
     """
 
     program: Program
     reference: fx.GraphModule
     report: Report
     backend: str
+    applied: tuple[object, ...] = ()
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """Runs the artefact in its real runtime, on inputs of the exported shapes, by position or by name.
@@ -90,7 +93,7 @@ def quantize(
     limit: int | None = None,
     progress: bool = True,
     correct_bias: bool | int = False,
-    recipe: Sequence[GPTQ] = (),
+    recipe: str | Sequence[Algorithm] = (),
     **lowering: Any,
 ) -> Artefact:
     """Quantizes a model and lowers it to a backend's kernels.
@@ -114,7 +117,7 @@ def quantize(
         progress: whether calibration shows a bar.
         correct_bias: whether layers' biases undo the mean error of quantization (see `correct_biases`), or from how
             many samples; worth it below 8 bits and with per-tensor weights. A warning says where nothing is gained.
-        recipe: algorithms that are applied to the calibrated model, in this order, such as `[GPTQ()]`.
+        recipe: algorithms in this order, such as `[GPTQ()]`, or the name of some: "fast" or "accurate".
         lowering: options of the backend's lowering.
 
     Raises:
@@ -130,29 +133,49 @@ def quantize(
     args, kwargs = _examples(model, example_inputs, example_kwargs)
     if calibration is None and isinstance(chosen, BackendQuantizer):
         _require_no_data(chosen.needs_calibration, target.name)
-    _require_samples(correct_bias)
-    _require_algorithms(recipe)
-    if correct_bias or recipe:
+    algorithms = _with_biases(recipe_of(recipe), correct_bias)
+    if algorithms:
         _require_batches(calibration)
     exported = export(model, args, dynamic_shapes, kwargs)
+    first = [each for each in algorithms if each.stage == "float"]
+    exported = working_copy(exported) if first else exported
+    applied = _applied(first, exported, calibration, inputs)
     prepared = prepare_pt2e(exported, chosen)
     _require_quantized(explain(prepared), target.name)
     if calibration is None:
         _require_no_data(_waits_for_data(prepared), target.name)
     elif _waits_for_data(prepared):
         calibrate(prepared, calibration, limit=limit, progress=progress, inputs=inputs)
-    if calibration is not None:
-        for algorithm in recipe:
-            algorithm.apply(prepared, calibration, inputs=inputs)
-    if correct_bias and calibration is not None:
-        samples = SAMPLES if correct_bias is True else correct_bias
-        correction = correct_biases(prepared, calibration, samples, inputs=inputs)
-        if not correction:
-            warnings.warn(str(correction), stacklevel=3)
+    applied += _applied(algorithms[len(first) :], prepared, calibration, inputs)
+    if not isinstance(recipe, str):
+        _tell_of_nothing(applied)
     reference = convert_pt2e(prepared)
     values = quantized_inputs(reference, in_order(input_names(reference), args, kwargs))
     program = target.lower(reference, values, dynamic_shapes=dynamic_shapes, **lowering)
-    return Artefact(program, reference, explain(reference), target.name)
+    return Artefact(program, reference, explain(reference), target.name, tuple(applied))
+
+
+def _with_biases(algorithms: tuple[Algorithm, ...], correct: bool | int) -> tuple[Algorithm, ...]:
+    """Returns algorithms, with bias correction at their end where it is asked for."""
+    if not isinstance(correct, int):
+        raise ConfigError(f"correct_bias takes True, False or a number of samples, found {type(correct).__name__}.")
+    if not correct or any(isinstance(each, CorrectBiases) for each in algorithms):
+        return algorithms
+    return (*algorithms, CorrectBiases(SAMPLES if correct is True else correct))
+
+
+def _applied(
+    algorithms: Sequence[Algorithm], graph: fx.GraphModule, data: Any, inputs: Callable[[Any], Any] | None
+) -> list[object]:
+    """Applies algorithms in order and returns what each did."""
+    return [each.apply(graph, data, inputs=inputs) for each in algorithms]
+
+
+def _tell_of_nothing(applied: Sequence[object]) -> None:
+    """Warns where an algorithm that was asked for by itself did nothing."""
+    for done in applied:
+        if isinstance(done, Mapping) and not done:
+            warnings.warn(str(done), stacklevel=4)
 
 
 def _tell_of_another_backend(target: Backend, chosen: Quantizer) -> None:
@@ -173,21 +196,8 @@ def _require_no_data(waits: bool, backend: str) -> None:
         )
 
 
-def _require_samples(number: Any) -> None:
-    if not isinstance(number, int):
-        raise ConfigError(f"correct_bias takes True, False or a number of samples, found {type(number).__name__}.")
-
-
 def _waits_for_data(prepared: fx.GraphModule) -> bool:
     return any(needs_data(place.observer) and not place.of_constants for place in observer_places(prepared))
-
-
-def _require_algorithms(recipe: Any) -> None:
-    is_list = isinstance(recipe, Sequence) and not isinstance(recipe, str)
-    if not is_list or not all(isinstance(part, GPTQ) for part in recipe):
-        raise ConfigError(
-            f"A recipe is a list of algorithms such as [GPTQ()], found {recipe!r}; leave it out for none."
-        )
 
 
 def _require_batches(calibration: Iterable[Any] | None) -> None:
