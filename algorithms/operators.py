@@ -56,12 +56,14 @@ class QuantizedGraph:
     Attributes:
         model: the graph module; weights are float before their quantize nodes, submodels of control flow are float.
         pairs: by dequantize node (or cast back) what quantizes for it.
+        constants: the nodes that yield the same at every call.
         operators: in graph order.
         left: by node name why another quantized operator is none of them.
     """
 
     model: fx.GraphModule
     pairs: dict[fx.Node, fx.Node]
+    constants: frozenset[fx.Node]
     operators: tuple[QuantizedOperator, ...]
     left: dict[str, str]
 
@@ -83,8 +85,9 @@ def quantized_graph(prepared: fx.GraphModule) -> QuantizedGraph:
     left = {name: "it stands in a submodel of control flow" for body in bodies for name in _inside(model, body)}
     model = rebuilt(model, {body: _float(attribute(model, body)) for body in bodies})
     pairs = _pairs(model.graph, {node.name for node in prepared.graph.nodes})
-    found = _Operators(model.graph, pairs)
-    return QuantizedGraph(model, pairs, tuple(found.operators()), {**found.left, **left})
+    constants = _constants(model.graph)
+    found = _Operators(model.graph, pairs, constants)
+    return QuantizedGraph(model, pairs, constants, tuple(found.operators()), {**found.left, **left})
 
 
 def _inside(model: fx.GraphModule, body: str) -> Iterator[str]:
@@ -133,11 +136,11 @@ class _Operators:
         left: by node name why a quantized operator is none.
     """
 
-    def __init__(self, graph: fx.Graph, pairs: dict[fx.Node, fx.Node]) -> None:
+    def __init__(self, graph: fx.Graph, pairs: dict[fx.Node, fx.Node], constants: frozenset[fx.Node]) -> None:
         self.left: dict[str, str] = {}
         self._pairs = pairs
         self._order = {node: place for place, node in enumerate(graph.nodes)}
-        self._constants = _constants(graph)
+        self._constants = constants
         self._behind: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for back, quantize in pairs.items():
             self._behind[quantize.all_input_nodes[0]].append(back)
@@ -198,14 +201,14 @@ class _Operators:
         return node in self._constants
 
 
-def _constants(graph: fx.Graph) -> set[fx.Node]:
+def _constants(graph: fx.Graph) -> frozenset[fx.Node]:
     """Returns the nodes that yield the same at every call; torchao writes operators of blocks as packets."""
     found = constant_nodes(graph)
     for node in graph.nodes:
         computes = node.op == "call_function" and (is_qdq(node) or node.target is getitem)
         if computes and node.all_input_nodes and found.issuperset(node.all_input_nodes):
             found.add(node)
-    return found
+    return frozenset(found)
 
 
 def _moves(piece: tuple[fx.Node, ...]) -> bool:

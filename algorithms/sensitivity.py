@@ -13,7 +13,7 @@ arXiv:1511.06393, who choose each layer's bits by it), so that the shares of the
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -26,7 +26,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, fx
 
-from quantplug.algorithms.isolated import one_at_a_time, outputs
+from quantplug.algorithms.isolated import Outputs, one_at_a_time, outputs
 from quantplug.algorithms.operators import QuantizedGraph, QuantizedOperator, quantized_graph
 from quantplug.core.calibration.node_by_node import batches_of
 from quantplug.core.calibration.observer_places import require_observers
@@ -36,6 +36,8 @@ from quantplug.core.files.whole import write_whole
 from quantplug.core.graph.facts import describe, module_path
 
 SAMPLES = 64
+# Batches side by side: activations of so many are in memory, and weights are rounded once for them.
+_TOGETHER = 8
 # Bars of a picture that can still be read on one page.
 _BARS = 40
 
@@ -182,23 +184,26 @@ def sensitivity(
     graph = quantized_graph(model)
     together, signal, alone = 0.0, 0.0, dict.fromkeys(graph.operators, 0.0)
     with torch.no_grad():
-        for index, batch in enumerate(batches):
-            wanted = _finite_outputs(graph, batch, index)
+        for start in range(0, len(batches), _TOGETHER):
+            group = batches[start : start + _TOGETHER]
+            wanted = _finite_outputs(graph, group, start)
             signal += sum(map(_energy, wanted))
-            together += _error(outputs(graph, batch, graph.pairs), wanted)
-            for operator, found in one_at_a_time(graph, batch):
+            together += _error(outputs(graph, group, graph.pairs), wanted)
+            for operator, found in one_at_a_time(graph, group):
                 alone[operator] += _error(found, wanted)
     return _result(graph, signal, together, alone)
 
 
-def _finite_outputs(graph: QuantizedGraph, batch: tuple[Any, ...], index: int) -> list[Tensor]:
-    found = outputs(graph, batch)
+def _finite_outputs(graph: QuantizedGraph, group: Sequence[tuple[Any, ...]], start: int) -> Outputs:
+    found = outputs(graph, group)
     if not found:
         raise ModelError(
             "sensitivity compares outputs of floating point, and the model returns none; let it return what its "
             "decision is made from."
         )
-    if not all(bool(value.isfinite().all()) for value in found):
+    wrong = next((place for place, value in enumerate(found) if not bool(value.isfinite().all())), None)
+    if wrong is not None:
+        index = start + wrong * len(group) // len(found)
         raise CalibrationError(
             f"The float model's output for batch {index} has NaN or infinity; take the batch out that makes them."
         )
@@ -230,7 +235,7 @@ def _energy(value: Tensor) -> float:
     return float(value.double().square().sum())
 
 
-def _error(found: list[Tensor], wanted: list[Tensor]) -> float:
+def _error(found: Outputs, wanted: Outputs) -> float:
     return sum(_energy(one.double() - other.double()) for one, other in zip(found, wanted, strict=True))
 
 

@@ -179,7 +179,7 @@ class Calls(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.counts = Counter()
+        self.counts = Counter[str]()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.counts[str(func)] += 1
@@ -327,7 +327,7 @@ def test_bad_input_is_a_sentence_and_changes_nothing():
     with pytest.raises(ModelError, match="sensitivity takes a prepared model"):
         sensitivity(exported, data)
     with pytest.raises(ModelError, match="takes an exported graph module, found Planted"):
-        sensitivity(model, data)
+        sensitivity(model, data)  # type: ignore[arg-type]
     prepared = quantplug.prepare_pt2e(exported, quantplug.get_quantizer("xnnpack"))
     with pytest.raises(CalibrationError, match="have seen no data"):
         sensitivity(prepared, data)
