@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -113,7 +115,7 @@ def test_without_a_metric_decibels_are_measured_of_graphs_or_programs(evaluate, 
 
 def test_a_search_that_broke_off_goes_on_from_its_log_with_the_same_result(tmp_path):
     log = tmp_path / "trials.jsonl"
-    given = {"backend": "x86", "candidates": ["int8", None], "drop": 35.0}
+    given: dict[str, Any] = {"backend": "x86", "candidates": ["int8", None], "drop": 35.0}
     whole = Agreement()
     wanted = tune(MODEL, (DATA[0],), DATA, whole, **given)
     broken = Agreement(breaks_after=2)
@@ -150,7 +152,7 @@ def test_a_process_that_was_killed_leaves_a_log_that_can_be_read(tmp_path):
     process.wait()
     made = len(log.read_text().splitlines()) - 1
     assert made >= 2
-    given = {"backend": "x86", "candidates": ["int8", None], "drop": 0.0}
+    given: dict[str, Any] = {"backend": "x86", "candidates": ["int8", None], "drop": 0.0}
     whole, rest = Agreement(), Agreement()
     wanted = tune(MODEL, (DATA[0],), DATA, whole, **given)
     assert tune(MODEL, (DATA[0],), DATA, rest, log=log, **given) == wanted
@@ -185,7 +187,7 @@ def test_a_budget_out_of_reach_gives_the_best_and_says_so():
 
 def test_bad_input_is_a_sentence(tmp_path):
     example = (DATA[0],)
-    for options, sentence in (
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"candidates": ["int9"]}, "has no config 'int9'"),
         ({"candidates": [None]}, "begin with one of"),
         ({"candidates": ["int8", "int8"]}, "different names"),
@@ -195,14 +197,16 @@ def test_bad_input_is_a_sentence(tmp_path):
         ({"trials": 0}, "trials takes a number from 1 on"),
         ({"at_least": float("nan")}, "at_least takes a finite number"),
         ({"backend": "none"}, "none"),
-    ):
+    )
+    for options, sentence in wrong:
         with pytest.raises(ConfigError, match=sentence):
-            tune(MODEL, example, DATA, Agreement(), **options)  # type: ignore[arg-type]
+            tune(MODEL, example, DATA, Agreement(), **options)
     with pytest.raises(ConfigError, match="pass at_least=decibels"):
         tune(MODEL, example, DATA)
-    for answer in (float("nan"), "good", None, True):
+    answers: tuple[Any, ...] = (float("nan"), "good", None, True)
+    for answer in answers:
         with pytest.raises(ConfigError, match="The metric returned"):
-            tune(MODEL, example, DATA, lambda run, answer=answer: answer)
+            tune(MODEL, example, DATA, MagicMock(return_value=answer))
     with pytest.raises(CalibrationError):
         tune(MODEL, example, [], Agreement())
     log = tmp_path / "log.jsonl"

@@ -10,7 +10,7 @@ import math
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -451,7 +451,7 @@ class _Numbers:
     cost: float
 
 
-def written(chosen: dict[str, str | None], otherwise: str | None) -> tuple[Scope, ...]:
+def written(chosen: Mapping[str, str | None], otherwise: str | None) -> tuple[Scope, ...]:
     """Returns scopes that give each module its config, as few as a person would write.
 
     Numbers in paths become "*" where all modules of that pattern agree; a module that has the config of the one around
@@ -475,7 +475,7 @@ def _depth(path: str) -> int:
     return path.count(".") + 1 if path else 0
 
 
-def _inherited(path: str, chosen: dict[str, str | None], otherwise: str | None) -> str | None:
+def _inherited(path: str, chosen: Mapping[str, str | None], otherwise: str | None) -> str | None:
     """Returns the config of the nearest module around a module."""
     while path:
         path = path.rpartition(".")[0]
