@@ -137,7 +137,7 @@ class Slow(t.Agreement):
     def __call__(self, run):
         time.sleep(0.3)
         return super().__call__(run)
-Slow.__qualname__ = "Agreement"
+Slow.__name__ = "Agreement"
 t.tune(t.MODEL, (t.DATA[0],), t.DATA, Slow(), log={log!r}, backend="x86", candidates=["int8", None], drop=0.0)
 """
 
