@@ -149,16 +149,26 @@ class _Operators:
     def operators(self) -> Iterator[QuantizedOperator]:
         """Yields the operators in graph order, and says of others why they are none."""
         pieces = [tuple(piece) for piece in self._pieces()]
-        owned = {self._pairs[back] for piece in pieces if not _moves(piece) for back in self._own(piece)}
+        moving = self._moving(pieces)
         for piece in pieces:
             own = self._own(piece)
-            if _moves(piece) and not owned.isdisjoint(self._pairs[back] for back in own):
-                reason = "it moves numbers in the scale that another operator rounds them to"
-                self.left |= {node.name: reason for node in piece}
-            elif own:
+            if own and piece not in moving:
                 yield self._operator(piece, own)
-            else:
-                self.left |= {node.name: "nothing of it is rounded" for node in piece}
+                continue
+            reason = "it moves numbers in the scale that another operator rounds them to"
+            self.left |= {node.name: reason if own else "nothing of it is rounded" for node in piece}
+
+    def _moving(self, pieces: list[tuple[fx.Node, ...]]) -> set[tuple[fx.Node, ...]]:
+        """Returns the pieces that move what others round, some before and some behind them, in rows of any length."""
+        moves = [piece for piece in pieces if _moves(piece)]
+        found: set[tuple[fx.Node, ...]] = set()
+        rounded = {self._pairs[back] for piece in pieces if not _moves(piece) for back in self._own(piece)}
+        for piece in (*moves, *reversed(moves)):
+            own = {self._pairs[back] for back in self._own(piece)}
+            if not rounded.isdisjoint(own):
+                rounded |= own
+                found.add(piece)
+        return found
 
     def _pieces(self) -> Iterable[tuple[fx.Node, ...]]:
         """Operators are fused where one reads another one's result as it is, and has no weight of its own."""

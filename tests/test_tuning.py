@@ -177,6 +177,16 @@ def test_scopes_are_as_a_person_would_write_them():
     assert written(around, "int8") == expected
 
 
+def test_operators_of_the_model_itself_have_a_scope_too():
+    """Also where nothing but float is good enough."""
+    model = nn.Linear(WIDTH, 4).eval()
+    tuned = tune(model, (DATA[0],), DATA, backend="x86", candidates=["int8", None], at_least=150.0)
+    assert tuned.is_met
+    assert tuned.scopes == (("*", "int8"), ("", None))
+    assert tuned.best.cost == 1
+    assert tuned.plan.nodes == ()
+
+
 def test_a_budget_out_of_reach_gives_the_best_and_says_so():
     with pytest.warns(UserWarning, match="No trial keeps 1000"):
         tuned = tune(MODEL, (DATA[0],), DATA, backend="x86", candidates=["int8"], at_least=1000.0)

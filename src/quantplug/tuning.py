@@ -260,7 +260,7 @@ def tune(
             "larger drop or another candidate.",
             stacklevel=3,
         )
-    plan = plan_of(prepare_pt2e(exported, scoped(backend, scopes)))
+    plan = plan_of(exported if made.is_float(found.best) else prepare_pt2e(exported, scoped(backend, scopes)))
     tried = tuple(made.trial(made.scopes(ranked, levels)) for levels in found.tried)
     return Tuned(backend, scopes, found.is_met, least, base, made.trial(scopes), tried, plan)
 
@@ -363,6 +363,7 @@ class _Trials:
 
     def __init__(self, job: Job, candidates: tuple[str | None, ...], log: Path | None) -> None:
         self._job, self._candidates, self._log = job, candidates, log
+        self._exported = export(job.model, job.example_inputs, job.dynamic_shapes)
         self._made: dict[tuple[Scope, ...], Trial] = {}
         if log is not None:
             require_writable(log)
@@ -372,16 +373,22 @@ class _Trials:
         """Returns the metric of the float model."""
         whole: tuple[Scope, ...] = (("*", None),)
         if whole not in self._made:
-            exported = export(self._job.model, self._job.example_inputs, self._job.dynamic_shapes)
-            self._add(Trial(whole, _measured(self._job, exported, exported), 1.0))
+            metric = _measured(self._job, self._exported, self._exported)
+            self._add(Trial(whole, metric, _cost(self._job, self._exported)))
         return self._made[whole].metric
 
     def outcome(self, ranked: tuple[str, ...], levels: Levels) -> Outcome:
         """Returns what a trial measures."""
         scopes = self.scopes(ranked, levels)
-        if scopes not in self._made:
+        if scopes not in self._made and self.is_float(levels):  # prepare refuses a model of which it quantizes nothing
+            self._add(Trial(scopes, self.base(), _cost(self._job, self._exported)))
+        elif scopes not in self._made:
             self._add(run_trial(self._job, scopes))
         return Outcome(self._made[scopes].metric, self._made[scopes].cost)
+
+    def is_float(self, levels: Levels) -> bool:
+        """Tells whether levels leave every operator float."""
+        return all(self._candidates[level] is None for level in levels)
 
     def trial(self, scopes: tuple[Scope, ...]) -> Trial:
         """Returns a trial that was made."""

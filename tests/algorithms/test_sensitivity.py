@@ -174,6 +174,25 @@ def test_movement_has_no_row_and_is_told_why():
     assert "another operator rounds" in found.left["flatten"]
 
 
+def test_movement_that_goes_on_is_what_the_operator_before_rounds():
+    """As between a projection and the attention that stays float behind it."""
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.query = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            split = self.query(x).view(4, 4, 4, WIDTH // 4).transpose(1, 2)
+            return torch.softmax(split @ split.transpose(2, 3), -1)
+
+    data = batches(4, 4, WIDTH)
+    found = sensitivity(prepared_with(Heads().eval(), quantplug.get_quantizer("xnnpack"), data), data)
+    assert [row.module_path for row in found.rows] == ["query"]
+    assert {"view", "transpose"} <= set(found.left)
+
+
 class Calls(TorchDispatchMode):
     """Counts the operators that run."""
 
