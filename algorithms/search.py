@@ -6,8 +6,9 @@ that hurt most go one level up, twice as many each time, until the measurement i
 finds enough; where all of them are not, the same is done with the next level on top of the best. At last items that
 were moved come back one by one, those that hurt least first, where the measurement stays good enough.
 
-The order by measured sensitivity and the bisection over it are those of Wu et al., "Integer Quantization for Deep
-Learning Inference", arXiv:2004.09602 (partial quantization), where the layers are left float one after the other.
+That layers stay float in the order of their measured sensitivity is "partial quantization" of Wu et al., "Integer
+Quantization for Deep Learning Inference: Principles and Empirical Evaluation", arXiv:2004.09602, who add one after the
+other; here they are doubled and bisected, and have levels between integers and float.
 """
 
 from collections.abc import Callable
