@@ -20,8 +20,8 @@ from torch import Tensor, fx
 
 from quantplug.algorithms.channels import Source, channels_of
 from quantplug.algorithms.layers import Layer, layer_of
-from quantplug.algorithms.scaling import Group, Scales, column_ranges, groups_of, require_float_graph
-from quantplug.core.graph.facts import constant_value, operands, operator_name
+from quantplug.algorithms.scaling import Group, Scales, column_ranges, groups_of, is_batch_norm, require_float_graph
+from quantplug.core.graph.facts import operands
 
 # Chains of layers need a few rounds to even out; a change below this is no gain.
 _ROUNDS, _LEAST_CHANGE = 20, 0.01
@@ -128,12 +128,8 @@ def _with_ranges(groups: list[Group]) -> tuple[list[Group], dict[str, str]]:
 
 
 def _weighted(source: Source) -> Layer | None:
-    """Returns the layer that produces a channel, behind which a batch norm may stand."""
-    return layer_of(operands(source.node)["input"]) if _is_batch_norm(source) else layer_of(source.node)
-
-
-def _is_batch_norm(source: Source) -> bool:
-    return "batch_norm" in operator_name(source.node)
+    """Returns the layer that produces a channel, which a batch norm may stand behind."""
+    return layer_of(operands(source.node)["input"] if is_batch_norm(source.node) else source.node)
 
 
 def _even_out(scales: Scales) -> None:
@@ -151,7 +147,7 @@ def _even_out(scales: Scales) -> None:
 def _step(scales: Scales, group: Group, reach: float) -> Tensor:
     """Returns by what to multiply the scales of a group now, [1 + count]."""
     rows = group.largest((source, _row_ranges(scales, source)) for source in group.sources)
-    read = group.largest((reader, column_ranges(reader, scales.value(reader.layer.weight))) for reader in group.readers)
+    read = group.largest((reader, column_ranges(reader, scales.folded(reader.layer))) for reader in group.readers)
     step = (rows / read).sqrt()
     step = torch.where((rows > 0) & (read > 0) & torch.isfinite(step), step, 1.0)
     return torch.maximum(step, _reach(scales, group) / reach) if reach > 0 and math.isfinite(reach) else step
@@ -161,13 +157,8 @@ def _row_ranges(scales: Scales, source: Source) -> Tensor:
     """Returns the largest magnitude of a producer's weight by channel, with its batch norm folded into it."""
     layer = _weighted(source)
     assert layer is not None
-    rows = scales.value(layer.weight).abs().flatten(1).amax(1)
-    if not _is_batch_norm(source):
-        return rows
-    given = operands(source.node)
-    variance = constant_value(given["running_var"])
-    assert variance is not None
-    return rows * scales.value(given["weight"]).abs() / (variance + given["eps"]).sqrt()
+    rows, slope = scales.value(layer.weight).abs().flatten(1).amax(1), scales.slope(source.node)
+    return rows if slope is None else rows * slope.abs()
 
 
 def _reach(scales: Scales, group: Group) -> Tensor:
@@ -179,7 +170,7 @@ def _reach(scales: Scales, group: Group) -> Tensor:
 
 def _reach_of(scales: Scales, source: Source) -> Tensor | None:
     values = [scales.value(parameter).abs() for parameter in source.parameters]
-    if _is_batch_norm(source):
+    if is_batch_norm(source.node):
         weight, *bias = values
         return sum(bias, _DEVIATIONS * weight)
     return values[1] if len(values) > 1 else None

@@ -15,8 +15,18 @@ import torch
 from torch import Tensor, fx, nn
 
 from quantplug.algorithms.channels import Channels, Reader, Source
+from quantplug.algorithms.layers import Layer
 from quantplug.core.errors import ModelError
-from quantplug.core.graph.facts import attribute, is_observer, require_graph_module
+from quantplug.core.graph.facts import (
+    attribute,
+    constant_value,
+    is_constant,
+    is_observer,
+    operands,
+    operator_name,
+    require_graph_module,
+    sole_user,
+)
 from quantplug.core.graph.union_find import UnionFind
 
 # Beyond these a channel is as good as dead, and what is next to it may leave the range of its type.
@@ -91,6 +101,21 @@ class Scales:
             value = value * factor(self.by_group[index].to(value.device), value).to(value.dtype)
         return value
 
+    def folded(self, layer: Layer) -> Tensor:
+        """Returns a layer's weight under the scales, with the batch norm that alone reads the layer folded into it."""
+        weight, norm = self.value(layer.weight), sole_user(layer.node)
+        found = None if norm is None else self.slope(norm)
+        return weight if found is None else weight * found.to(weight.dtype).reshape(-1, *[1] * (weight.dim() - 1))
+
+    def slope(self, node: fx.Node) -> Tensor | None:
+        """Returns by what a batch norm in evaluation multiplies each channel under the scales, None for all else."""
+        given = operands(node) if is_batch_norm(node) else {}
+        variance = constant_value(given["running_var"]) if is_constant(given.get("running_var")) else None
+        if variance is None or given.get("training") is True:
+            return None
+        slope = 1 / (variance.float() + given["eps"]).sqrt()
+        return slope * self.value(given["weight"]) if is_constant(given["weight"]) else slope
+
     def multiply(self, index: int, scale: Tensor) -> None:
         """Multiplies the scales of a group, [1 + count], within what its parameters bear; the first of them stays 1."""
         group = self.groups[index]
@@ -150,6 +175,11 @@ def _multiplied(reader: Reader) -> Callable[[Tensor, Tensor], Tensor]:
         return columns(reader, scale[reader.channels.to(scale.device)], value)
 
     return factor
+
+
+def is_batch_norm(node: fx.Node) -> bool:
+    """Tells whether a node is a batch norm, decomposed or not."""
+    return "batch_norm" in operator_name(node)
 
 
 def columns(reader: Reader, numbers: Tensor, weight: Tensor) -> Tensor:
