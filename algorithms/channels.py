@@ -22,7 +22,15 @@ from torch.fx.node import map_arg
 from quantplug.algorithms.layers import Layer, Readers, layer_of
 from quantplug.algorithms.numbering import KEPT, Numbering, Value, along, merged
 from quantplug.core.graph.aliases import changed_under_other_names
-from quantplug.core.graph.facts import compute_nodes, is_float, is_held, likely_sizes, operands, operator_name, tensor_value
+from quantplug.core.graph.facts import (
+    compute_nodes,
+    is_float,
+    is_held,
+    likely_sizes,
+    operands,
+    operator_name,
+    tensor_value,
+)
 from quantplug.core.graph.operators import (
     CLAMPS,
     COPIES,

@@ -21,6 +21,9 @@ from torch import Tensor, fx
 from quantplug.algorithms.channels import Source, channels_of
 from quantplug.algorithms.layers import Layer, layer_of
 from quantplug.algorithms.scaling import Group, Scales, column_ranges, groups_of, is_batch_norm, require_float_graph
+from quantplug.algorithms.trial import level
+from quantplug.core.calibration.bias_correction import LEAST_GAIN
+from quantplug.core.calibration.node_by_node import batches_of
 from quantplug.core.graph.facts import operands
 
 # Chains of layers need a few rounds to even out; a change below this is no gain.
@@ -78,9 +81,14 @@ class Equalize:
     """Evens out the ranges of weights, channel by channel, over layers that follow each other; see `apply`.
 
     Attributes:
+        per_channel: whether weights will have a scale for each output channel; equalization is meant for those that
+            have one for all, and batches tell whether it gains.
+        samples: batches that tell are taken until they hold so many samples.
         stage: which graph it is for.
     """
 
+    per_channel: bool = False
+    samples: int = 128
     stage: ClassVar[str] = "float"
 
     @torch.inference_mode(False)
@@ -97,20 +105,32 @@ class Equalize:
 
         Args:
             model: an exported float graph, of `torch.export.export(...).module()`; its parameters are replaced.
-            loader: not read: equalization needs no data.
-            inputs: not called.
+            loader: batches as for `calibrate`, or None: scales need no data. With batches they are kept only if the
+                outputs come nearer to float with all layers in 8 bits.
+            inputs: picks the model's inputs out of a batch, as for `calibrate`.
 
         Raises:
             ModelError: `model` is no exported graph module, is prepared already, or a scaled number leaves its type.
+            CalibrationError: a loader is given and has no batch, or one does not fit the model.
         """
         graph = require_float_graph(model, "Equalize")
+        batches = None
+        if loader is not None:
+            batches = batches_of(graph, loader, self.samples, inputs, least=1, step="Equalize")
         with torch.no_grad():
             channels = channels_of(graph)
             groups, left = _with_ranges(groups_of(channels))
             scales = Scales(graph, groups)
+            before = None if batches is None else level(scales, batches, per_channel=self.per_channel)
             _even_out(scales)
+            found, left = _layers(scales), channels.left | left
+            if batches is not None and before is not None:
+                after = level(scales, batches, per_channel=self.per_channel)
+                if not after > before + LEAST_GAIN:
+                    reason = f"the outputs keep {before:.1f} dB in 8 bits, and {after:.1f} if layers are equalized"
+                    return Equalized({}, left | dict.fromkeys(found, reason))
             scales.keep()
-        return Equalized(_layers(scales), channels.left | left)
+        return Equalized(found, left)
 
 
 def _with_ranges(groups: list[Group]) -> tuple[list[Group], dict[str, str]]:

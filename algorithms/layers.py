@@ -44,7 +44,7 @@ class Layer:
 
 
 def layer_of(node: fx.Node) -> Layer | None:
-    """Returns a node as a layer, None where it is no linear layer or convolution by a weight [out, in / groups, ...]."""
+    """Returns a node as a layer, None where it is none or its weight is laid out in another way."""
     name, given = operator_name(node), operands(node) if node.op == "call_function" else {}
     if name in _BY_NAME:
         return _layer(node, given["input"], given["weight"], given["bias"], given, _BY_NAME[name])

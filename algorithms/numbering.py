@@ -61,7 +61,7 @@ class Numbering:
         self._pairs.append((one, other))
 
     def settled(self) -> tuple[Tensor, dict[int, str]]:
-        """Returns what stands for each number, one for all that have one scale and 0 where it is kept, and why it is."""
+        """Returns by number the one that stands for all of its scale, 0 where that is kept, and why it is."""
         found, reasons = torch.zeros(self._next, dtype=torch.int64), dict[int, str]()
         union = UnionFind(range(1, self._next))
         for one, other in self._pairs:

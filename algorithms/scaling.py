@@ -7,7 +7,7 @@ multiplied by it.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,7 +62,9 @@ def groups_of(channels: Channels) -> list[Group]:
     for index, part in enumerate(parts):
         for number in set(part.channels.tolist()) - {0}:
             union.join(holders.setdefault(number, index), index)
-    return [_group([parts[index] for index in members]) for members in union.groups() if members[0] < len(channels.readers)]
+    return [
+        _group([parts[index] for index in members]) for members in union.groups() if members[0] < len(channels.readers)
+    ]
 
 
 def _group(parts: list[Source | Reader]) -> Group:
@@ -77,7 +79,7 @@ class Scales:
     """The scales of all groups of a model, and its parameters under them; the model is changed by `keep` alone."""
 
     def __init__(self, model: fx.GraphModule, groups: list[Group]) -> None:
-        self._model = model
+        self.model = model
         self.groups = groups
         self.by_group = [torch.ones(1 + group.count, dtype=torch.float64) for group in groups]
         self._factors: dict[fx.Node, list[tuple[int, Callable[[Tensor, Tensor], Tensor]]]] = defaultdict(list)
@@ -88,16 +90,21 @@ class Scales:
             for reader in group.readers:
                 self._factors[reader.layer.weight].append((index, _multiplied(reader)))
 
+    @property
+    def parameters(self) -> Collection[fx.Node]:
+        """The nodes of the parameters that have scales."""
+        return self._factors.keys()
+
     def original(self, parameter: fx.Node) -> Tensor:
         """Returns a parameter as the model has it."""
-        value: Tensor = attribute(self._model, str(parameter.target)).detach()
+        value: Tensor = attribute(self.model, str(parameter.target)).detach()
         return value
 
     def value(self, parameter: fx.Node) -> Tensor:
         """Returns a parameter as it is under the scales, float32, or float64 where it is that."""
         original = self.original(parameter)
         value = original.to(torch.promote_types(original.dtype, torch.float32))
-        for index, factor in self._factors[parameter]:
+        for index, factor in self._factors.get(parameter, ()):
             value = value * factor(self.by_group[index].to(value.device), value).to(value.dtype)
         return value
 
@@ -141,14 +148,14 @@ class Scales:
             if any(bool((self.by_group[index] != 1).any()) for index, _ in factors)
         }
         paths = defaultdict(list)
-        for path, held in self._model.named_parameters(remove_duplicate=False):
+        for path, held in self.model.named_parameters(remove_duplicate=False):
             paths[id(held)].append(path)
         for parameter, value in changed.items():
-            old = attribute(self._model, str(parameter.target))
+            old = attribute(self.model, str(parameter.target))
             new = nn.Parameter(value, requires_grad=old.requires_grad)
             for path in paths[id(old)]:
                 owner, _, leaf = path.rpartition(".")
-                setattr(self._model.get_submodule(owner), leaf, new)
+                setattr(self.model.get_submodule(owner), leaf, new)
 
     def _fitting(self, parameter: fx.Node) -> Tensor:
         original = self.original(parameter)

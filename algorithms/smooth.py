@@ -1,14 +1,15 @@
 """SmoothQuant: outliers of activations moved into the weights that read them, where a producer can give the scale.
 
-Before: an exported float graph and batches. After: the same graph, that computes the same, in which what layers read has
-channels of more even ranges, so that one scale for the whole tensor fits them; the weights that read it have the rest.
+Before: an exported float graph and batches. After: the same graph, that computes the same, in which what layers read
+has channels of more even ranges, so that one scale for the whole tensor fits them; the weights that read it have the
+rest.
 
 Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models",
 arXiv:2211.10438, section 4: s_j = max|X_j|^alpha / max|W_j|^(1 - alpha) for each channel j that layers read (equation
 4). Scales go into the parameters of norms, layers and multiplications before them; no multiplication is inserted. alpha
 is searched for each group of layers with common scales, as for a layer in AWQ (Lin et al., arXiv:2306.00978, section
 3.2), by the error of the layers' results where what they read is rounded to 8 bits by one scale and their weights to 8
-bits by one scale for each output channel.
+bits by one scale for each output channel, or for all. What gains for layers has to gain for the outputs of the model.
 """
 
 import math
@@ -22,13 +23,13 @@ from torch.nn.functional import linear
 
 from quantplug.algorithms.channels import Reader, channels_of
 from quantplug.algorithms.scaling import Group, Scales, column_ranges, columns, groups_of, require_float_graph
+from quantplug.algorithms.trial import STEPS, STEPS_OF_WEIGHTS, level, round_to
+from quantplug.core.calibration.bias_correction import LEAST_GAIN
 from quantplug.core.calibration.node_by_node import BatchRun, batches_of, node_by_node
 from quantplug.core.errors import CalibrationError, ConfigError
 from quantplug.core.graph.facts import describe, operands
 
 _ALPHAS = tuple(step / 10 for step in range(11))
-# What the error has to fall below, as a share of the error without scales: 0.2 dB may be chance.
-_LEAST_GAIN = 10**-0.02
 # How much of what a layer reads its error is judged by: rows of a linear layer, samples of a convolution.
 _ROWS, _SAMPLES = 512, 8
 
@@ -88,6 +89,7 @@ class Smooth:
         alpha: how much of the outliers moves, from 0 (ranges of weights alone are evened out) to 1; None to search it
             for each group of layers, which is left alone where no alpha gains.
         samples: batches are taken until they hold so many samples.
+        per_channel: whether weights will have a scale for each output channel, or one for all.
         stage: which graph it is for.
 
     Raises:
@@ -96,6 +98,7 @@ class Smooth:
 
     alpha: float | None = None
     samples: int = 128
+    per_channel: bool = True
     stage: ClassVar[str] = "float"
 
     def __post_init__(self) -> None:
@@ -126,8 +129,13 @@ class Smooth:
             channels = channels_of(graph)
             scales = Scales(graph, groups_of(channels))
             found = Smoothed(left=dict(channels.left))
+            before = level(scales, batches, per_channel=self.per_channel)
             for index, seen in _seen(graph, batches, scales.groups):
                 self._smooth(scales, index, seen, found)
+            after = level(scales, batches, per_channel=self.per_channel)
+            if self.alpha is None and not after > before + LEAST_GAIN:
+                reason = f"the outputs keep {before:.1f} dB in 8 bits, and {after:.1f} with scales that gain by layer"
+                return Smoothed({}, found.left | dict.fromkeys(found.layers, reason))
             scales.keep()
         return found
 
@@ -136,12 +144,12 @@ class Smooth:
         weights = [scales.folded(one.reader.layer).float() for one in seen]
         tried = {alpha: _scale(group, seen, weights, alpha) for alpha in self._alphas()}
         nothing = torch.ones(1 + group.count, dtype=torch.float64)
-        before = _error(seen, weights, nothing)
-        errors = {alpha: _error(seen, weights, scale) for alpha, scale in tried.items()}
+        before = _error(seen, weights, nothing, per_channel=self.per_channel)
+        errors = {alpha: _error(seen, weights, scale, per_channel=self.per_channel) for alpha, scale in tried.items()}
         alpha = min(errors, key=errors.__getitem__)
         names = [one.reader.layer.node.name for one in seen]
         levels = [-10 * math.log10(error) if error > 0 else math.inf for error in (before, errors[alpha])]
-        if self.alpha is None and not errors[alpha] < before * _LEAST_GAIN:
+        if self.alpha is None and not errors[alpha] < before * 10 ** (-LEAST_GAIN / 10):
             reason = f"no alpha brings its results from {levels[0]:.1f} dB nearer to float"
             found.left.update(dict.fromkeys(names, reason))
             return
@@ -172,13 +180,10 @@ class _Seen:
     axis: int
 
     def rounded(self, by_channel: Tensor) -> Tensor:
-        """Returns the sample divided by scales, rounded to 8 bits by one scale and zero point."""
+        """Returns the sample divided by scales, rounded to 8 bits of the range on all batches."""
         low, high = (end / by_channel for end in (self.least, self.most))
-        step = ((high.max() - low.min()) / 255).clamp(min=torch.finfo(torch.float32).tiny)
-        zero_point = -torch.round(low.min() / step)
         shape = [-1 if at == self.axis else 1 for at in range(self.sample.dim())]
-        integers = torch.round(self.sample / by_channel.reshape(shape) / step) + zero_point
-        return (integers.clamp(0, 255) - zero_point) * step
+        return round_to(self.sample / by_channel.reshape(shape), (high.max() - low.min()) / STEPS)
 
     def result(self, value: Tensor, weight: Tensor) -> Tensor:
         """Returns what the layer makes of a value, without its bias."""
@@ -210,9 +215,7 @@ def _read(reader: Reader, values: list[Tensor]) -> _Seen:
     rows = [value.float().flatten(0, -2) if spatial == 0 else value.float() for value in values]
     axis = rows[0].dim() - spatial - 1
     others = [dim for dim in range(rows[0].dim()) if dim != axis]
-    least, most = (
-        torch.stack([end(value, others) for value in rows]) for end in (torch.amin, torch.amax)
-    )
+    least, most = (torch.stack([end(value, others) for value in rows]) for end in (torch.amin, torch.amax))
     if not bool((torch.isfinite(least) & torch.isfinite(most)).all()):
         raise CalibrationError(
             f"Smooth found NaN or infinity in what {describe(reader.layer.node)} reads; take the batch out that makes "
@@ -240,19 +243,19 @@ def _scale(group: Group, seen: list[_Seen], weights: list[Tensor], alpha: float)
     return torch.where(is_live, torch.exp2(logs - mean), 1.0)
 
 
-def _error(seen: list[_Seen], weights: list[Tensor], scale: Tensor) -> float:
+def _error(seen: list[_Seen], weights: list[Tensor], scale: Tensor, *, per_channel: bool) -> float:
     """Returns the error of the layers' results in 8 bits, as a share of their energy, in the mean over layers."""
     shares = []
     for one, weight in zip(seen, weights, strict=True):
         by_channel = scale[one.reader.channels].to(weight)
         wanted = one.result(one.sample, weight)
-        rounded = one.result(one.rounded(by_channel), _rounded(weight * columns(one.reader, by_channel, weight)))
+        scaled = weight * columns(one.reader, by_channel, weight)
+        rounded = one.result(one.rounded(by_channel), _rounded(scaled, per_channel=per_channel))
         shares.append(float((rounded - wanted).square().sum() / wanted.square().sum().clamp(min=1e-30)))
     return sum(shares) / len(shares)
 
 
-def _rounded(weight: Tensor) -> Tensor:
-    """Returns a weight rounded to 8 bits by one scale for each output channel."""
-    step = weight.abs().flatten(1).amax(1).clamp(min=torch.finfo(weight.dtype).tiny) / 127
-    step = step.reshape(-1, *[1] * (weight.dim() - 1))
-    return torch.round(weight / step).clamp(-127, 127) * step
+def _rounded(weight: Tensor, *, per_channel: bool) -> Tensor:
+    rows = weight.abs().flatten(1).amax(1)
+    rows = rows if per_channel else rows.amax().expand_as(rows)
+    return round_to(weight, rows.reshape(-1, *[1] * (weight.dim() - 1)) / STEPS_OF_WEIGHTS)
