@@ -40,6 +40,7 @@ from quantplug.core.graph.operators import (
     MOVES,
     PADS,
     REPEATS,
+    VIEWS,
     overloads_of,
 )
 from quantplug.core.graph.traits import clamp_bounds
@@ -223,7 +224,8 @@ class _Walk:
         values = [self.of(each) for each in node.all_input_nodes]
         if not any(isinstance(value, Tensor) for value in values):
             return values[0] if values else self.stop(node)
-        target: Any = node.target
+        # Numbers lie elsewhere in memory than what they stand for: a view of those may be none of these.
+        target: Any = torch.ops.aten.reshape.default if node.target in _VIEWS else node.target
         args, kwargs = map_arg((node.args, node.kwargs), self._numbers)
         found: Any = target(*args, **kwargs)
         return found if isinstance(found, Tensor) else tuple(found)
@@ -355,6 +357,7 @@ class _Walk:
         return (labels,) if isinstance(recorded, list | tuple) else labels
 
 
+_VIEWS = overloads_of(VIEWS)
 _Rule: TypeAlias = Callable[[_Walk, fx.Node], Value]
 _BY_KIND = {
     "placeholder": "'{0}' is an input of the model",

@@ -180,11 +180,10 @@ def test_a_transformer_computes_the_same_and_every_place_that_can_take_scales_ha
     graph = (program.run_decompositions() if export == "decomposed" else program).module()
     _, smoothed = both(graph, [x])
     assert difference(graph(x), wanted) < 1e-4
-    names = {str(n.args[1] if "linear" in str(n.target) else n.all_input_nodes[-1]): n.name for n in graph.graph.nodes}
+    layers = {n.args[1].name.removeprefix("p_"): n.name for n in graph.graph.nodes if _is_layer(n)}
     if export == "decomposed":
         assert len(smoothed) >= (2 if fused else 4)
         return
-    layers = {name.removeprefix("p_"): node for name, node in names.items()}
     expected = {"qkv_weight"} if fused else {f"parts_{n}_weight" for n in range(3)}
     expected |= {"output_weight", "up_weight"} | ({"gate_weight", "down_weight"} if gated else set())
     assert {layers[name] for name in expected} <= set(smoothed), smoothed.left
