@@ -121,7 +121,11 @@ class _Walk:
             if not after.channels.any():
                 told = (reasons[number] for number in before.channels.tolist() if number in reasons)
                 left[after.layer.node.name] = next(told, "every channel that it reads keeps its scale")
-        return Channels(*(tuple(each for each in found if each.channels.any()) for found in (sources, readers)), left)
+        return Channels(
+            tuple(each for each in sources if each.channels.any()),
+            tuple(each for each in readers if each.channels.any()),
+            left,
+        )
 
     def take(self, node: fx.Node) -> None:
         """Finds the numbers of a node's result; checks and sizes have none."""

@@ -46,7 +46,7 @@ class Numbering:
             other: those of a tensor that fits it by broadcasting.
             reason: why a channel keeps its scale that has to have that of one that does.
         """
-        one, other = torch.broadcast_tensors(one, other)
+        one, other = torch.broadcast_tensors(one, other)  # type: ignore[no-untyped-call]
         # Two numbers in one: to find the distinct pairs of a matrix takes a sort of its rows.
         for code in _distinct((one + 1) * 2**31 + other + 1):
             self._join(code // 2**31 - 1, code % 2**31 - 1, reason)
@@ -91,7 +91,8 @@ def merged(labels: Tensor, dims: Sequence[int]) -> Tensor | None:
 def _distinct(labels: Tensor) -> list[int]:
     for dim in range(labels.dim()):
         labels = labels.narrow(dim, 0, 1) if labels.stride(dim) == 0 and labels.shape[dim] else labels
-    return labels.unique().tolist()
+    found: list[int] = torch.unique(labels).tolist()
+    return found
 
 
 def _tensors(value: Value) -> Iterator[Tensor]:

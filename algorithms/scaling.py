@@ -68,7 +68,8 @@ def groups_of(channels: Channels) -> list[Group]:
 
 
 def _group(parts: list[Source | Reader]) -> Group:
-    numbers = torch.cat([torch.zeros(1, dtype=torch.int64), *(part.channels.reshape(-1) for part in parts)]).unique()
+    every = torch.cat([torch.zeros(1, dtype=torch.int64), *(part.channels.reshape(-1) for part in parts)])
+    numbers = torch.unique(every)
     renumbered = [replace(part, channels=torch.searchsorted(numbers, part.channels)) for part in parts]
     sources = tuple(part for part in renumbered if isinstance(part, Source))
     readers = tuple(part for part in renumbered if isinstance(part, Reader))
@@ -120,7 +121,7 @@ class Scales:
         variance = constant_value(given["running_var"]) if is_constant(given.get("running_var")) else None
         if variance is None or given.get("training") is True:
             return None
-        slope = 1 / (variance.float() + given["eps"]).sqrt()
+        slope: Tensor = 1 / (variance.float() + given["eps"]).sqrt()
         return slope * self.value(given["weight"]) if is_constant(given["weight"]) else slope
 
     def multiply(self, index: int, scale: Tensor) -> None:

@@ -138,7 +138,7 @@ _PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 _STEP_LISTS = st.lists(st.sampled_from(sorted(STEPS)), max_size=3)
 
 
-@settings(max_examples=12, deadline=None, phases=_PHASES)
+@settings(max_examples=7, deadline=None, phases=_PHASES)
 @given(
     between=st.fixed_dictionaries({"first": st.just([]), "depthwise": _STEP_LISTS, "grouped": _STEP_LISTS}),
     strict=st.booleans(),
@@ -160,7 +160,7 @@ def _is_layer(node):
     return any(str(node.target).startswith(f"aten.{name}.") for name in ("conv2d", "linear"))
 
 
-@settings(max_examples=8, deadline=None, phases=_PHASES)
+@settings(max_examples=6, deadline=None, phases=_PHASES)
 @given(
     rms=st.booleans(),
     heads=st.sampled_from([(4, 4), (4, 2), (4, 1), (2, 1)]),
@@ -200,8 +200,8 @@ def test_heads_that_come_from_one_have_one_scale():
     factors = (graph.output.weight / model.output.weight).reshape(16, 2, 2, 4)
     assert torch.allclose(factors[:, :, 0], factors[:, :, 1], rtol=1e-4)
     assert factors[0].std() > 0.1
-    rows = model.parts[2].weight / graph.get_submodule("parts.2").weight
-    assert torch.allclose(rows[:, 0], factors[0, :, 0].flatten(), rtol=1e-4)
+    rows = model.parts[2].bias / graph.get_submodule("parts.2").bias
+    assert torch.allclose(rows, factors[0, :, 0].flatten(), rtol=1e-4)
 
 
 def levels(model, batches, fresh, quantizer, algorithm):
@@ -306,6 +306,8 @@ def test_an_even_model_is_left_alone_where_batches_tell():
 
 
 class Tied(nn.Module):
+    fixed: torch.Tensor
+
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -329,7 +331,7 @@ def test_what_another_reads_too_is_left_with_its_reason():
         assert not found
         assert found.left["linear"] == "'x' is an input of the model"
         assert found.left["linear_1"] == "'linear_2' reads the weight of 'linear_1' too"
-        assert "reads the weight of 'linear_2' too" in found.left["linear_2"]
+        assert found.left["linear_2"] == "'linear_2' reads the weight of 'linear_1' too"
         assert "aten::relu6" in found.left["linear_5"]
         assert len(found.left) == 6
         assert "left" in str(found) or "No layer" in str(found)
@@ -390,7 +392,7 @@ def test_bad_input_is_a_sentence_and_changes_nothing():
     before = dict(graph.named_parameters())
     for wrong in (-0.1, 1.5, "half", True):
         with pytest.raises(ConfigError, match="alpha from 0 to 1"):
-            Smooth(alpha=wrong)
+            Smooth(alpha=wrong)  # type: ignore[arg-type]
     with pytest.raises(CalibrationError, match="Smooth takes 1 or more batches"):
         Smooth().apply(graph, [])
     with pytest.raises(CalibrationError, match="NaN or infinity in what 'linear_1'"):
