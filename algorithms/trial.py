@@ -25,7 +25,8 @@ def level(scales: Scales, batches: list[tuple[Any, ...]], *, per_channel: bool) 
         batches: the inputs.
         per_channel: whether each output channel of a weight has a scale, or the whole weight one.
     """
-    found = [_outputs(_RoundedRun(scales, batch, per_channel=per_channel)) for batch in batches]
+    parameters = _parameters(scales, per_channel=per_channel)
+    found = [_outputs(_RoundedRun(scales.model, batch, parameters)) for batch in batches]
     wanted = [_outputs(BatchRun(scales.model, batch)) for batch in batches]
     return sqnr(torch.cat(found), torch.cat(wanted)) if any(map(len, wanted)) else float("inf")
 
@@ -45,31 +46,37 @@ def _outputs(run: BatchRun) -> Tensor:
 STEPS, STEPS_OF_WEIGHTS = 255, 127
 
 
-class _RoundedRun(BatchRun):
-    """Runs a model under scales, with what its layers read and their weights rounded to 8 bits."""
+def _parameters(scales: Scales, *, per_channel: bool) -> dict[fx.Node, Tensor]:
+    """Returns the parameters that have scales, and the weights of all layers in 8 bits."""
+    found = {node: scales.value(node) for node in scales.parameters}
+    for layer in filter(None, map(layer_of, scales.model.graph.nodes)):
+        if is_constant(layer.weight):
+            found[layer.weight] = _weight(scales, layer, per_channel=per_channel)
+    return {node: value.to(scales.original(node).dtype) for node, value in found.items()}
 
-    def __init__(self, scales: Scales, batch: tuple[Any, ...], *, per_channel: bool) -> None:
-        super().__init__(scales.model, batch)
-        self._scales, self._per_channel = scales, per_channel
-        layers = filter(None, map(layer_of, scales.model.graph.nodes))
-        self._layers = {layer.weight: layer for layer in layers}
+
+def _weight(scales: Scales, layer: Layer, *, per_channel: bool) -> Tensor:
+    weight, folded = scales.value(layer.weight), scales.folded(layer)
+    rows, own = (each.flatten(1).abs().amax(1) for each in (folded, weight))
+    # Rows that a batch norm makes larger have smaller steps before it.
+    step = own if per_channel else own * (rows.max() / rows)
+    step = step.nan_to_num(0.0, 0.0).reshape(-1, *[1] * (weight.dim() - 1)) / STEPS_OF_WEIGHTS
+    return round_to(weight, step)
+
+
+class _RoundedRun(BatchRun):
+    """Runs a model on other parameters, with what its layers read rounded to 8 bits."""
+
+    def __init__(self, model: fx.GraphModule, batch: tuple[Any, ...], parameters: dict[fx.Node, Tensor]) -> None:
+        super().__init__(model, batch)
+        self._parameters = parameters
 
     def run_node(self, n: fx.Node) -> Any:
-        """Runs a node on parameters under the scales, a layer on rounded numbers."""
-        if n in self._layers and is_constant(n):
-            return self._weight(self._layers[n])
-        if n in self._scales.parameters:
-            return self._scales.value(n).to(self._scales.original(n).dtype)
+        """Runs a node, a layer on rounded numbers."""
+        if n in self._parameters:
+            return self._parameters[n]
         layer = layer_of(n)
         return super().run_node(n) if layer is None else self._result(layer)
-
-    def _weight(self, layer: Layer) -> Tensor:
-        weight, folded = self._scales.value(layer.weight), self._scales.folded(layer)
-        rows, own = (each.flatten(1).abs().amax(1) for each in (folded, weight))
-        # Rows that a batch norm makes larger have smaller steps before it.
-        step = own if self._per_channel else own * (rows.max() / rows)
-        step = step.nan_to_num(0.0, 0.0).reshape(-1, *[1] * (weight.dim() - 1)) / STEPS_OF_WEIGHTS
-        return round_to(weight, step).to(self._scales.original(layer.weight).dtype)
 
     def _result(self, layer: Layer) -> Any:
         value = self.env[layer.input]
