@@ -71,7 +71,7 @@ class Equalized(Mapping[str, EqualizedLayer]):
     def __str__(self) -> str:
         """What was done, in a sentence."""
         if not self.layers:
-            return "No layer was equalized" + (f": {next(iter(self.left.values()))}." if self.left else ".")
+            return "No layer was equalized" + (f": {next(reversed(self.left.values()))}." if self.left else ".")
         widest = max(max(layer.most, 1 / layer.least) for layer in self.layers.values())
         return f"{len(self)} layers equalized, by scales up to {widest:.3g}; {len(self.left)} left as they are."
 

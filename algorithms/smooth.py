@@ -75,7 +75,7 @@ class Smoothed(Mapping[str, SmoothedLayer]):
     def __str__(self) -> str:
         """What was done, in a sentence."""
         if not self.layers:
-            return "No layer reads smoother values" + (f": {next(iter(self.left.values()))}." if self.left else ".")
+            return "No layer reads smoother values" + (f": {next(reversed(self.left.values()))}." if self.left else ".")
         gains = [layer.after - layer.before for layer in self.layers.values() if math.isfinite(layer.after)]
         gain = f", {sum(gains) / len(gains):.1f} dB nearer to float in the mean" if gains else ""
         return f"{len(self)} layers read smoother values{gain}; {len(self.left)} left as they are."
@@ -212,7 +212,7 @@ def _seen(
 
 def _read(reader: Reader, values: list[Tensor]) -> _Seen:
     spatial = reader.layer.spatial
-    rows = [value.float().flatten(0, -2) if spatial == 0 else value.float() for value in values]
+    rows = [value.float().reshape(-1, value.shape[-1]) if spatial == 0 else value.float() for value in values]
     axis = rows[0].dim() - spatial - 1
     others = [dim for dim in range(rows[0].dim()) if dim != axis]
     least, most = (torch.stack([end(value, others) for value in rows]) for end in (torch.amin, torch.amax))
@@ -226,8 +226,8 @@ def _read(reader: Reader, values: list[Tensor]) -> _Seen:
 
 
 def _some(rows: list[Tensor], count: int) -> Tensor:
-    """Returns so many rows of all batches, evenly spread over them."""
-    every = torch.cat(rows)
+    """Returns so many rows of all batches, evenly spread over them, or of those with images of the first's size."""
+    every = torch.cat([each for each in rows if each.shape[1:] == rows[0].shape[1:]])
     return every[torch.linspace(0, len(every) - 1, min(count, len(every)), device=every.device).long()]
 
 

@@ -372,6 +372,26 @@ def test_halves_stay_what_they_are_to_the_bit(dtype):
     assert difference(graph(x).float(), model(x).float()) < 2e-3
 
 
+def test_sizes_may_be_open_and_samples_alone():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.conv, self.next = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.last(torch.relu(self.first(self.next(torch.relu(self.conv(x))).mean((0, 2, 3)))))
+
+    model, batches = spread(Head()), [torch.randn(size, 3, size + 7, 9) for size in (3, 2, 4)]
+    sizes = {0: torch.export.Dim("n", min=2, max=8), 2: torch.export.Dim("h", min=6, max=64)}
+    graph = torch.export.export(model, (batches[0],), dynamic_shapes=(sizes,)).module()
+    _, smoothed = both(graph, batches)
+    assert set(smoothed) == {"conv2d_1", "linear", "linear_1"}
+    assert all(difference(graph(x), model(x)) < 1e-4 for x in batches)
+    assert Equalize().apply(graph, batches).left
+
+
 def test_channels_of_zeros_have_scale_one():
     model = spread(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
     with torch.no_grad():
