@@ -1,0 +1,206 @@
+"""Cross-layer equalization: channels scaled so that the weights on both sides of them have the same ranges.
+
+Before: an exported float graph. After: the same graph, that computes the same, in which no channel of a layer has a
+much larger weight than the others, so that one scale for a whole weight fits all of them.
+
+Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction", arXiv:1906.04721, section 4.1:
+s = sqrt(r1 r2) / r2 for the ranges r1 of a channel's rows and r2 of its columns (equation 11), repeated over chains of
+layers until nothing changes. Where a batch norm stands behind a layer the range is that of the folded weight. Biases
+are not absorbed (section 4.2): behind a relu that changes the function. Instead no channel is scaled so that its bias
+and three deviations of its batch norm reach further than those of the channel that reached furthest before.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from quantplug.algorithms.channels import Source, channels_of
+from quantplug.algorithms.layers import Layer, layer_of
+from quantplug.algorithms.scaling import Group, Scales, column_ranges, groups_of, is_batch_norm, require_float_graph
+from quantplug.algorithms.trial import level
+from quantplug.core.calibration.bias_correction import LEAST_GAIN
+from quantplug.core.calibration.node_by_node import batches_of
+from quantplug.core.graph.facts import operands
+
+# Chains of layers need a few rounds to even out; a change below this is no gain.
+_ROUNDS, _LEAST_CHANGE = 20, 0.01
+# Of how many deviations behind a batch norm values come, as in section 4.2 of the paper.
+_DEVIATIONS = 3
+
+
+@dataclass(frozen=True)
+class EqualizedLayer:
+    """A layer whose weight's columns were scaled.
+
+    Attributes:
+        sources: names of the nodes that what it reads comes from, whose parameters were divided by the scales.
+        least: the least of its scales.
+        most: the greatest.
+    """
+
+    sources: tuple[str, ...]
+    least: float
+    most: float
+
+
+@dataclass(frozen=True, eq=False)
+class Equalized(Mapping[str, EqualizedLayer]):
+    """What equalization did: a mapping from a layer's node name to the scales of what it reads.
+
+    Attributes:
+        layers: this mapping.
+        left: by node name why the columns of another layer's weight keep their scale.
+    """
+
+    layers: dict[str, EqualizedLayer] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> EqualizedLayer:
+        return self.layers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __str__(self) -> str:
+        """What was done, in a sentence."""
+        if not self.layers:
+            return "No layer was equalized" + (f": {next(reversed(self.left.values()))}." if self.left else ".")
+        widest = max(max(layer.most, 1 / layer.least) for layer in self.layers.values())
+        return f"{len(self)} layers equalized, by scales up to {widest:.3g}; {len(self.left)} left as they are."
+
+
+@dataclass(frozen=True)
+class Equalize:
+    """Evens out the ranges of weights, channel by channel, over layers that follow each other; see `apply`.
+
+    Attributes:
+        per_channel: whether weights will have a scale for each output channel; equalization is meant for those that
+            have one for all, and batches tell whether it gains.
+        samples: batches that tell are taken until they hold so many samples.
+        stage: which graph it is for.
+    """
+
+    per_channel: bool = False
+    samples: int = 128
+    stage: ClassVar[str] = "float"
+
+    @torch.inference_mode(False)
+    def apply(
+        self,
+        model: fx.GraphModule,
+        loader: Iterable[Any] | None = None,
+        *,
+        inputs: Callable[[Any], Any] | None = None,
+    ) -> Equalized:
+        """Gives layers and batch norms other parameters, with which the graph computes the same.
+
+        Nothing of the model is changed if an error is raised.
+
+        Args:
+            model: an exported float graph, of `torch.export.export(...).module()`; its parameters are replaced.
+            loader: batches as for `calibrate`, or None: scales need no data. With batches they are kept only if the
+                outputs come nearer to float with all layers in 8 bits.
+            inputs: picks the model's inputs out of a batch, as for `calibrate`.
+
+        Raises:
+            ModelError: `model` is no exported graph module, is prepared already, or a scaled number leaves its type.
+            CalibrationError: a loader is given and has no batch, or one does not fit the model.
+        """
+        graph = require_float_graph(model, "Equalize")
+        batches = None
+        if loader is not None:
+            batches = batches_of(graph, loader, self.samples, inputs, least=1, step="Equalize")
+        with torch.no_grad():
+            channels = channels_of(graph)
+            groups, left = _with_ranges(groups_of(channels))
+            scales = Scales(graph, groups)
+            before = None if batches is None else level(scales, batches, per_channel=self.per_channel)
+            _even_out(scales)
+            found, left = _layers(scales), channels.left | left
+            if batches is not None and before is not None:
+                after = level(scales, batches, per_channel=self.per_channel)
+                if not after > before + LEAST_GAIN:
+                    reason = f"the outputs keep {before:.1f} dB in 8 bits, and {after:.1f} if layers are equalized"
+                    return Equalized({}, left | dict.fromkeys(found, reason))
+            scales.keep()
+        return Equalized(found, left)
+
+
+def _with_ranges(groups: list[Group]) -> tuple[list[Group], dict[str, str]]:
+    """Returns the groups whose producers have a range, and why the readers of the others are left."""
+    found, left = [], dict[str, str]()
+    for group in groups:
+        without = next((source.node.name for source in group.sources if _weighted(source) is None), None)
+        if without is None:
+            found.append(group)
+        else:
+            left |= dict.fromkeys(
+                (reader.layer.node.name for reader in group.readers), f"what it reads comes from '{without}', no layer"
+            )
+    return found, left
+
+
+def _weighted(source: Source) -> Layer | None:
+    """Returns the layer that produces a channel, which a batch norm may stand behind."""
+    return layer_of(operands(source.node)["input"] if is_batch_norm(source.node) else source.node)
+
+
+def _even_out(scales: Scales) -> None:
+    reaches = [float(_reach(scales, group).max()) for group in scales.groups]
+    for _ in range(_ROUNDS):
+        changes = [0.0]
+        for index, (group, reach) in enumerate(zip(scales.groups, reaches, strict=True)):
+            before = scales.by_group[index]
+            scales.multiply(index, _step(scales, group, reach))
+            changes.append(float((scales.by_group[index] / before).log().abs().max()))
+        if max(changes) < _LEAST_CHANGE:
+            return
+
+
+def _step(scales: Scales, group: Group, reach: float) -> Tensor:
+    """Returns by what to multiply the scales of a group now, [1 + count]."""
+    rows = group.largest((source, _row_ranges(scales, source)) for source in group.sources)
+    read = group.largest((reader, column_ranges(reader, scales.folded(reader.layer))) for reader in group.readers)
+    step = (rows / read).sqrt()
+    step = torch.where((rows > 0) & (read > 0) & torch.isfinite(step), step, 1.0)
+    return torch.maximum(step, _reach(scales, group) / reach) if reach > 0 and math.isfinite(reach) else step
+
+
+def _row_ranges(scales: Scales, source: Source) -> Tensor:
+    """Returns the largest magnitude of a producer's weight by channel, with its batch norm folded into it."""
+    layer = _weighted(source)
+    assert layer is not None
+    rows, slope = scales.value(layer.weight).abs().flatten(1).amax(1), scales.slope(source.node)
+    return rows if slope is None else rows * slope.abs()
+
+
+def _reach(scales: Scales, group: Group) -> Tensor:
+    """Returns how far channels reach, as far as a bias and a batch norm tell, [1 + count]."""
+    return group.largest(
+        (source, numbers) for source in group.sources if (numbers := _reach_of(scales, source)) is not None
+    )
+
+
+def _reach_of(scales: Scales, source: Source) -> Tensor | None:
+    values = [scales.value(parameter).abs() for parameter in source.parameters]
+    if is_batch_norm(source.node):
+        weight, *bias = values
+        return sum(bias, _DEVIATIONS * weight)
+    return values[1] if len(values) > 1 else None
+
+
+def _layers(scales: Scales) -> dict[str, EqualizedLayer]:
+    found = {}
+    for group, scale in zip(scales.groups, scales.by_group, strict=True):
+        for reader in group.readers:
+            own = scale[reader.channels]
+            sources = tuple(source.node.name for source in group.sources)
+            found[reader.layer.node.name] = EqualizedLayer(sources, float(own.min()), float(own.max()))
+    return found

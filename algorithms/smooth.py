@@ -1,0 +1,261 @@
+"""SmoothQuant: outliers of activations moved into the weights that read them, where a producer can give the scale.
+
+Before: an exported float graph and batches. After: the same graph, that computes the same, in which what layers read
+has channels of more even ranges, so that one scale for the whole tensor fits them; the weights that read it have the
+rest.
+
+Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models",
+arXiv:2211.10438, section 4: s_j = max|X_j|^alpha / max|W_j|^(1 - alpha) for each channel j that layers read (equation
+4). Scales go into the parameters of norms, layers and multiplications before them; no multiplication is inserted. alpha
+is searched for each group of layers with common scales, as for a layer in AWQ (Lin et al., arXiv:2306.00978, section
+3.2), by the error of the layers' results where what they read is rounded to 8 bits by one scale and their weights to 8
+bits by one scale for each output channel, or for all. What gains for layers has to gain for the outputs of the model.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+from torch.nn.functional import linear
+
+from quantplug.algorithms.channels import Reader, channels_of
+from quantplug.algorithms.scaling import Group, Scales, column_ranges, columns, groups_of, require_float_graph
+from quantplug.algorithms.trial import STEPS, STEPS_OF_WEIGHTS, level, round_to
+from quantplug.core.calibration.bias_correction import LEAST_GAIN
+from quantplug.core.calibration.node_by_node import BatchRun, batches_of, node_by_node
+from quantplug.core.errors import CalibrationError, ConfigError
+from quantplug.core.graph.facts import describe, operands
+
+_ALPHAS = tuple(step / 10 for step in range(11))
+# How much of what a layer reads its error is judged by: rows of a linear layer, samples of a convolution.
+_ROWS, _SAMPLES = 512, 8
+
+
+@dataclass(frozen=True)
+class SmoothedLayer:
+    """A layer that reads smoother values, and how near its group's results are to float with everything in 8 bits.
+
+    Attributes:
+        sources: names of the nodes that what it reads comes from, whose parameters were divided by the scales.
+        alpha: how much of the outliers moved into weights, from 0 to 1.
+        before: decibels without scales, over all layers of the group.
+        after: decibels with them.
+    """
+
+    sources: tuple[str, ...]
+    alpha: float
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, eq=False)
+class Smoothed(Mapping[str, SmoothedLayer]):
+    """What smoothing did: a mapping from a layer's node name to what became of what it reads.
+
+    Attributes:
+        layers: this mapping.
+        left: by node name why another layer reads what it read before.
+    """
+
+    layers: dict[str, SmoothedLayer] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> SmoothedLayer:
+        return self.layers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __str__(self) -> str:
+        """What was done, in a sentence."""
+        if not self.layers:
+            return "No layer reads smoother values" + (f": {next(reversed(self.left.values()))}." if self.left else ".")
+        gains = [layer.after - layer.before for layer in self.layers.values() if math.isfinite(layer.after)]
+        gain = f", {sum(gains) / len(gains):.1f} dB nearer to float in the mean" if gains else ""
+        return f"{len(self)} layers read smoother values{gain}; {len(self.left)} left as they are."
+
+
+@dataclass(frozen=True)
+class Smooth:
+    """Moves outliers of activations into weights; see `apply`.
+
+    Attributes:
+        alpha: how much of the outliers moves, from 0 (ranges of weights alone are evened out) to 1; None to search it
+            for each group of layers, which is left alone where no alpha gains.
+        samples: batches are taken until they hold so many samples.
+        per_channel: whether weights will have a scale for each output channel, or one for all.
+        stage: which graph it is for.
+
+    Raises:
+        ConfigError: `alpha` is no number from 0 to 1.
+    """
+
+    alpha: float | None = None
+    samples: int = 128
+    per_channel: bool = True
+    stage: ClassVar[str] = "float"
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.alpha, int | float) and not isinstance(self.alpha, bool)
+        if self.alpha is not None and not (is_number and 0 <= self.alpha <= 1):
+            raise ConfigError(f"Smooth takes an alpha from 0 to 1, found {self.alpha!r}; leave it out to search it.")
+
+    @torch.inference_mode(False)
+    def apply(
+        self, model: fx.GraphModule, loader: Iterable[Any], *, inputs: Callable[[Any], Any] | None = None
+    ) -> Smoothed:
+        """Gives layers, norms and multiplications other parameters, with which the graph computes the same.
+
+        Nothing of the model is changed if an error is raised.
+
+        Args:
+            model: an exported float graph, of `torch.export.export(...).module()`; its parameters are replaced.
+            loader: batches as for `calibrate`; activations that a later operator reads are in memory for all of them.
+            inputs: picks the model's inputs out of a batch, as for `calibrate`.
+
+        Raises:
+            ModelError: `model` is no exported graph module, is prepared already, or a scaled number leaves its type.
+            CalibrationError: there is no batch, one does not fit the model, or a layer is given NaN or infinity.
+        """
+        graph = require_float_graph(model, "Smooth")
+        batches = batches_of(graph, loader, self.samples, inputs, least=1, step="Smooth")
+        with torch.no_grad():
+            channels = channels_of(graph)
+            scales = Scales(graph, groups_of(channels))
+            found = Smoothed(left=dict(channels.left))
+            before = level(scales, batches, per_channel=self.per_channel)
+            for index, seen in _seen(graph, batches, scales.groups):
+                self._smooth(scales, index, seen, found)
+            after = level(scales, batches, per_channel=self.per_channel)
+            if self.alpha is None and not after > before + LEAST_GAIN:
+                reason = f"the outputs keep {before:.1f} dB in 8 bits, and {after:.1f} with scales that gain by layer"
+                return Smoothed({}, found.left | dict.fromkeys(found.layers, reason))
+            scales.keep()
+        return found
+
+    def _smooth(self, scales: Scales, index: int, seen: list["_Seen"], found: Smoothed) -> None:
+        group, before = scales.groups[index], 0.0
+        weights = [scales.folded(one.reader.layer).float() for one in seen]
+        tried = {alpha: _scale(group, seen, weights, alpha) for alpha in self._alphas()}
+        nothing = torch.ones(1 + group.count, dtype=torch.float64)
+        before = _error(seen, weights, nothing, per_channel=self.per_channel)
+        errors = {alpha: _error(seen, weights, scale, per_channel=self.per_channel) for alpha, scale in tried.items()}
+        alpha = min(errors, key=errors.__getitem__)
+        names = [one.reader.layer.node.name for one in seen]
+        levels = [-10 * math.log10(error) if error > 0 else math.inf for error in (before, errors[alpha])]
+        if self.alpha is None and not errors[alpha] < before * 10 ** (-LEAST_GAIN / 10):
+            reason = f"no alpha brings its results from {levels[0]:.1f} dB nearer to float"
+            found.left.update(dict.fromkeys(names, reason))
+            return
+        scales.multiply(index, tried[alpha])
+        sources = tuple(source.node.name for source in group.sources)
+        found.layers.update(dict.fromkeys(names, SmoothedLayer(sources, alpha, *levels)))
+
+    def _alphas(self) -> tuple[float, ...]:
+        return _ALPHAS if self.alpha is None else (self.alpha,)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a layer reads on all batches.
+
+    Attributes:
+        reader: the layer.
+        least: the least value of each channel, or 0, [channels].
+        most: the greatest, or 0.
+        sample: some of it, float32.
+        axis: of the channels.
+    """
+
+    reader: Reader
+    least: Tensor
+    most: Tensor
+    sample: Tensor
+    axis: int
+
+    def rounded(self, by_channel: Tensor) -> Tensor:
+        """Returns the sample divided by scales, rounded to 8 bits of the range on all batches."""
+        low, high = (end / by_channel for end in (self.least, self.most))
+        shape = [-1 if at == self.axis else 1 for at in range(self.sample.dim())]
+        return round_to(self.sample / by_channel.reshape(shape), (high.max() - low.min()) / STEPS)
+
+    def result(self, value: Tensor, weight: Tensor) -> Tensor:
+        """Returns what the layer makes of a value, without its bias."""
+        layer = self.reader.layer
+        if layer.spatial == 0:
+            return linear(value, weight)
+        given = {name: found for name, found in operands(layer.node).items() if not isinstance(found, fx.Node)}
+        target: Any = layer.node.target
+        result: Tensor = target(**{**given, "input": value, "weight": weight, "bias": None})
+        return result
+
+
+def _seen(
+    model: fx.GraphModule, batches: list[tuple[Any, ...]], groups: list[Group]
+) -> Iterator[tuple[int, list[_Seen]]]:
+    """Yields each group with what its layers read, once all of them have read it."""
+    runs = [BatchRun(model, batch) for batch in batches]
+    places = {reader.layer.node: (index, reader) for index, group in enumerate(groups) for reader in group.readers}
+    found: dict[int, list[_Seen]] = {}
+    for node in node_by_node(runs, {node.name for node in places}):
+        index, reader = places[node]
+        found.setdefault(index, []).append(_read(reader, [run.env[reader.layer.input] for run in runs]))
+        if len(found[index]) == len(groups[index].readers):
+            yield index, found.pop(index)
+
+
+def _read(reader: Reader, values: list[Tensor]) -> _Seen:
+    spatial = reader.layer.spatial
+    rows = [value.float().reshape(-1, value.shape[-1]) if spatial == 0 else value.float() for value in values]
+    axis = rows[0].dim() - spatial - 1
+    others = [dim for dim in range(rows[0].dim()) if dim != axis]
+    least, most = (torch.stack([end(value, others) for value in rows]) for end in (torch.amin, torch.amax))
+    if not bool((torch.isfinite(least) & torch.isfinite(most)).all()):
+        raise CalibrationError(
+            f"Smooth found NaN or infinity in what {describe(reader.layer.node)} reads; take the batch out that makes "
+            "them."
+        )
+    sample = _some(rows, _SAMPLES if spatial else _ROWS) if axis else rows[0]
+    return _Seen(reader, least.amin(0).clamp(max=0), most.amax(0).clamp(min=0), sample, axis)
+
+
+def _some(rows: list[Tensor], count: int) -> Tensor:
+    """Returns so many rows of all batches, evenly spread over them, or of those with images of the first's size."""
+    every = torch.cat([each for each in rows if each.shape[1:] == rows[0].shape[1:]])
+    return every[torch.linspace(0, len(every) - 1, min(count, len(every)), device=every.device).long()]
+
+
+def _scale(group: Group, seen: list[_Seen], weights: list[Tensor], alpha: float) -> Tensor:
+    """Returns the scales of a group, [1 + count], around 1 in the mean; 1 for channels of zeros."""
+    values = group.largest((one.reader, torch.maximum(-one.least, one.most).cpu()) for one in seen)
+    pairs = zip(seen, weights, strict=True)
+    read = group.largest((one.reader, column_ranges(one.reader, weight).cpu()) for one, weight in pairs)
+    is_live = (values > 0) & (read > 0) & torch.isfinite(read)
+    is_live[0] = False
+    logs = torch.where(is_live, alpha * values.log2() - (1 - alpha) * read.log2(), 0.0)
+    mean = logs.sum() / is_live.sum().clamp(min=1)
+    return torch.where(is_live, torch.exp2(logs - mean), 1.0)
+
+
+def _error(seen: list[_Seen], weights: list[Tensor], scale: Tensor, *, per_channel: bool) -> float:
+    """Returns the error of the layers' results in 8 bits, as a share of their energy, in the mean over layers."""
+    shares = []
+    for one, weight in zip(seen, weights, strict=True):
+        by_channel = scale[one.reader.channels].to(weight)
+        wanted = one.result(one.sample, weight)
+        scaled = weight * columns(one.reader, by_channel, weight)
+        rounded = one.result(one.rounded(by_channel), _rounded(scaled, per_channel=per_channel))
+        shares.append(float((rounded - wanted).square().sum() / wanted.square().sum().clamp(min=1e-30)))
+    return sum(shares) / len(shares)
+
+
+def _rounded(weight: Tensor, *, per_channel: bool) -> Tensor:
+    rows = weight.abs().flatten(1).amax(1)
+    rows = rows if per_channel else rows.amax().expand_as(rows)
+    return round_to(weight, rows.reshape(-1, *[1] * (weight.dim() - 1)) / STEPS_OF_WEIGHTS)

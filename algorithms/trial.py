@@ -1,0 +1,93 @@
+"""What scales are worth to a whole model: its outputs with every layer in 8 bits, against those of float.
+
+Before: an exported float graph, batches and scales. After: decibels; the graph is only read. Layer by layer scales may
+gain while the model loses, because outputs of a layer do not count alike for what comes behind it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from quantplug.algorithms.layers import Layer, layer_of
+from quantplug.algorithms.scaling import Scales
+from quantplug.core.calibration.node_by_node import BatchRun
+from quantplug.core.graph.facts import is_constant
+from quantplug.core.peers.torch_names import pytree
+from quantplug.core.specs.levels import sqnr
+
+
+def level(scales: Scales, batches: list[tuple[Any, ...]], *, per_channel: bool) -> float:
+    """Returns decibels of a model's outputs under scales, with what layers read and their weights in 8 bits.
+
+    Args:
+        scales: the scales, of the model to try.
+        batches: the inputs.
+        per_channel: whether each output channel of a weight has a scale, or the whole weight one.
+    """
+    parameters = _parameters(scales, per_channel=per_channel)
+    found = [_outputs(_RoundedRun(scales.model, batch, parameters)) for batch in batches]
+    wanted = [_outputs(BatchRun(scales.model, batch)) for batch in batches]
+    return sqnr(torch.cat(found), torch.cat(wanted)) if any(map(len, wanted)) else float("inf")
+
+
+def _outputs(run: BatchRun) -> Tensor:
+    """Returns all numbers of floating point that a run yields."""
+    for node in run.graph.nodes:
+        run.env[node] = run.run_node(node)
+        for used in run.user_to_last_uses.get(node, []):
+            del run.env[used]
+    leaves = pytree.tree_leaves(run.env[next(reversed(run.graph.nodes))])
+    floats = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return torch.cat([leaf.double().flatten() for leaf in floats]) if floats else torch.zeros(0)
+
+
+# Of 8 bits: of a range, and of a weight around 0 to either side.
+STEPS, STEPS_OF_WEIGHTS = 255, 127
+
+
+def _parameters(scales: Scales, *, per_channel: bool) -> dict[fx.Node, Tensor]:
+    """Returns the parameters that have scales, and the weights of all layers in 8 bits."""
+    found = {node: scales.value(node) for node in scales.parameters}
+    for layer in filter(None, map(layer_of, scales.model.graph.nodes)):
+        if is_constant(layer.weight):
+            found[layer.weight] = _weight(scales, layer, per_channel=per_channel)
+    return {node: value.to(scales.original(node).dtype) for node, value in found.items()}
+
+
+def _weight(scales: Scales, layer: Layer, *, per_channel: bool) -> Tensor:
+    weight, folded = scales.value(layer.weight), scales.folded(layer)
+    rows, own = (each.flatten(1).abs().amax(1) for each in (folded, weight))
+    # Rows that a batch norm makes larger have smaller steps before it.
+    step = own if per_channel else own * (rows.max() / rows)
+    step = step.nan_to_num(0.0, 0.0).reshape(-1, *[1] * (weight.dim() - 1)) / STEPS_OF_WEIGHTS
+    return round_to(weight, step)
+
+
+class _RoundedRun(BatchRun):
+    """Runs a model on other parameters, with what its layers read rounded to 8 bits."""
+
+    def __init__(self, model: fx.GraphModule, batch: tuple[Any, ...], parameters: dict[fx.Node, Tensor]) -> None:
+        super().__init__(model, batch)
+        self._parameters = parameters
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs a node, a layer on rounded numbers."""
+        if n in self._parameters:
+            return self._parameters[n]
+        layer = layer_of(n)
+        return super().run_node(n) if layer is None else self._result(layer)
+
+    def _result(self, layer: Layer) -> Any:
+        value = self.env[layer.input]
+        low, high = value.amin().clamp(max=0), value.amax().clamp(min=0)
+        self.env[layer.input] = round_to(value, (high - low) / STEPS)
+        try:
+            return super().run_node(layer.node)
+        finally:
+            self.env[layer.input] = value
+
+
+def round_to(value: Tensor, step: Tensor) -> Tensor:
+    """Returns the nearest multiples of a step; a step of 0 leaves a value as it is."""
+    return torch.where(step > 0, torch.round(value / step) * step, value)
