@@ -6,11 +6,9 @@ much larger weight than the others, so that one scale for a whole weight fits al
 Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction", arXiv:1906.04721, section 4.1:
 s = sqrt(r1 r2) / r2 for the ranges r1 of a channel's rows and r2 of its columns (equation 11), repeated over chains of
 layers until nothing changes. Where a batch norm stands behind a layer the range is that of the folded weight. Biases
-are not absorbed (section 4.2): behind a relu that changes the function. Instead no channel is scaled so that its bias
-and three deviations of its batch norm reach further than those of the channel that reached furthest before.
+are not absorbed (section 4.2): behind a relu that changes the function.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -21,15 +19,12 @@ from torch import Tensor, fx
 from quantplug.algorithms.channels import Source, channels_of
 from quantplug.algorithms.layers import Layer, layer_of
 from quantplug.algorithms.scaling import Group, Scales, column_ranges, groups_of, is_batch_norm, require_float_graph
-from quantplug.algorithms.trial import level
-from quantplug.core.calibration.bias_correction import LEAST_GAIN
+from quantplug.algorithms.trial import is_gain, told, trials
 from quantplug.core.calibration.node_by_node import batches_of
 from quantplug.core.graph.facts import operands
 
 # Chains of layers need a few rounds to even out; a change below this is no gain.
 _ROUNDS, _LEAST_CHANGE = 20, 0.01
-# Of how many deviations behind a batch norm values come, as in section 4.2 of the paper.
-_DEVIATIONS = 3
 
 
 @dataclass(frozen=True)
@@ -81,13 +76,13 @@ class Equalize:
     """Evens out the ranges of weights, channel by channel, over layers that follow each other; see `apply`.
 
     Attributes:
-        per_channel: whether weights will have a scale for each output channel; equalization is meant for those that
-            have one for all, and batches tell whether it gains.
+        per_channel: whether batches tell what is gained for weights that have a scale for each output channel, or for
+            those with one for all; None for both, of which none may lose.
         samples: batches that tell are taken until they hold so many samples.
         stage: which graph it is for.
     """
 
-    per_channel: bool = False
+    per_channel: bool | None = None
     samples: int = 128
     stage: ClassVar[str] = "float"
 
@@ -114,21 +109,19 @@ class Equalize:
             CalibrationError: a loader is given and has no batch, or one does not fit the model.
         """
         graph = require_float_graph(model, "Equalize")
-        batches = None
+        batches = []
         if loader is not None:
             batches = batches_of(graph, loader, self.samples, inputs, least=1, step="Equalize")
         with torch.no_grad():
             channels = channels_of(graph)
             groups, left = _with_ranges(groups_of(channels))
             scales = Scales(graph, groups)
-            before = None if batches is None else level(scales, batches, per_channel=self.per_channel)
+            before = trials(scales, batches, self.per_channel)
             _even_out(scales)
             found, left = _layers(scales), channels.left | left
-            if batches is not None and before is not None:
-                after = level(scales, batches, per_channel=self.per_channel)
-                if not after > before + LEAST_GAIN:
-                    reason = f"the outputs keep {before:.1f} dB in 8 bits, and {after:.1f} if layers are equalized"
-                    return Equalized({}, left | dict.fromkeys(found, reason))
+            after = trials(scales, batches, self.per_channel)
+            if batches and not is_gain(before, after):
+                return Equalized({}, left | dict.fromkeys(found, told(before, after)))
             scales.keep()
         return Equalized(found, left)
 
@@ -153,24 +146,22 @@ def _weighted(source: Source) -> Layer | None:
 
 
 def _even_out(scales: Scales) -> None:
-    reaches = [float(_reach(scales, group).max()) for group in scales.groups]
     for _ in range(_ROUNDS):
         changes = [0.0]
-        for index, (group, reach) in enumerate(zip(scales.groups, reaches, strict=True)):
+        for index, group in enumerate(scales.groups):
             before = scales.by_group[index]
-            scales.multiply(index, _step(scales, group, reach))
+            scales.multiply(index, _step(scales, group))
             changes.append(float((scales.by_group[index] / before).log().abs().max()))
         if max(changes) < _LEAST_CHANGE:
             return
 
 
-def _step(scales: Scales, group: Group, reach: float) -> Tensor:
+def _step(scales: Scales, group: Group) -> Tensor:
     """Returns by what to multiply the scales of a group now, [1 + count]."""
     rows = group.largest((source, _row_ranges(scales, source)) for source in group.sources)
     read = group.largest((reader, column_ranges(reader, scales.folded(reader.layer))) for reader in group.readers)
     step = (rows / read).sqrt()
-    step = torch.where((rows > 0) & (read > 0) & torch.isfinite(step), step, 1.0)
-    return torch.maximum(step, _reach(scales, group) / reach) if reach > 0 and math.isfinite(reach) else step
+    return torch.where((rows > 0) & (read > 0) & torch.isfinite(step), step, 1.0)
 
 
 def _row_ranges(scales: Scales, source: Source) -> Tensor:
@@ -179,21 +170,6 @@ def _row_ranges(scales: Scales, source: Source) -> Tensor:
     assert layer is not None
     rows, slope = scales.value(layer.weight).abs().flatten(1).amax(1), scales.slope(source.node)
     return rows if slope is None else rows * slope.abs()
-
-
-def _reach(scales: Scales, group: Group) -> Tensor:
-    """Returns how far channels reach, as far as a bias and a batch norm tell, [1 + count]."""
-    return group.largest(
-        (source, numbers) for source in group.sources if (numbers := _reach_of(scales, source)) is not None
-    )
-
-
-def _reach_of(scales: Scales, source: Source) -> Tensor | None:
-    values = [scales.value(parameter).abs() for parameter in source.parameters]
-    if is_batch_norm(source.node):
-        weight, *bias = values
-        return sum(bias, _DEVIATIONS * weight)
-    return values[1] if len(values) > 1 else None
 
 
 def _layers(scales: Scales) -> dict[str, EqualizedLayer]:

@@ -10,7 +10,9 @@ from typing import Any, ClassVar, Protocol, TypeGuard, runtime_checkable
 
 from torch import fx
 
+from quantplug.algorithms.equalize import Equalize
 from quantplug.algorithms.gptq import GPTQ
+from quantplug.algorithms.smooth import Smooth
 from quantplug.core.calibration.bias_correction import SAMPLES, BiasCorrection, correct_biases
 from quantplug.core.errors import ConfigError
 
@@ -68,7 +70,7 @@ class CorrectBiases:
 
 RECIPES: dict[str, tuple[Algorithm, ...]] = {
     "fast": (CorrectBiases(),),
-    "accurate": (GPTQ(), CorrectBiases()),
+    "accurate": (Equalize(), Smooth(), GPTQ(), CorrectBiases()),
 }
 
 
@@ -108,3 +110,16 @@ def _is_recipe(given: Any) -> TypeGuard[Sequence[Algorithm]]:
     return isinstance(given, Sequence) and all(
         isinstance(part, Algorithm) and not isinstance(part, type) and part.stage in STAGES for part in given
     )
+
+
+def apply(
+    algorithms: Sequence[Algorithm], graph: fx.GraphModule, loader: Any, inputs: Callable[[Any], Any] | None
+) -> list[object]:
+    """Applies algorithms to the graph of their stage, in order, and returns what each did."""
+    return [each.apply(graph, loader, inputs=inputs) for each in algorithms]
+
+
+def by_stage(algorithms: Sequence[Algorithm]) -> tuple[list[Algorithm], list[Algorithm]]:
+    """Returns the algorithms for the float graph, and those for the calibrated one."""
+    floats = [each for each in algorithms if each.stage == "float"]
+    return floats, list(algorithms[len(floats) :])

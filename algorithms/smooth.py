@@ -9,7 +9,8 @@ arXiv:2211.10438, section 4: s_j = max|X_j|^alpha / max|W_j|^(1 - alpha) for eac
 4). Scales go into the parameters of norms, layers and multiplications before them; no multiplication is inserted. alpha
 is searched for each group of layers with common scales, as for a layer in AWQ (Lin et al., arXiv:2306.00978, section
 3.2), by the error of the layers' results where what they read is rounded to 8 bits by one scale and their weights to 8
-bits by one scale for each output channel, or for all. What gains for layers has to gain for the outputs of the model.
+bits by one scale for each output channel, or for all. What gains for layers has to gain for the outputs of the model
+too, on every other batch, which is held back.
 """
 
 import math
@@ -23,7 +24,7 @@ from torch.nn.functional import linear
 
 from quantplug.algorithms.channels import Reader, channels_of
 from quantplug.algorithms.scaling import Group, Scales, column_ranges, columns, groups_of, require_float_graph
-from quantplug.algorithms.trial import STEPS, STEPS_OF_WEIGHTS, level, round_to
+from quantplug.algorithms.trial import STEPS, STEPS_OF_WEIGHTS, is_gain, round_to, told, trials
 from quantplug.core.calibration.bias_correction import LEAST_GAIN
 from quantplug.core.calibration.node_by_node import BatchRun, batches_of, node_by_node
 from quantplug.core.errors import CalibrationError, ConfigError
@@ -89,7 +90,8 @@ class Smooth:
         alpha: how much of the outliers moves, from 0 (ranges of weights alone are evened out) to 1; None to search it
             for each group of layers, which is left alone where no alpha gains.
         samples: batches are taken until they hold so many samples.
-        per_channel: whether weights will have a scale for each output channel, or one for all.
+        per_channel: whether weights will have a scale for each output channel, or one for all; None for either, of
+            which none may lose.
         stage: which graph it is for.
 
     Raises:
@@ -98,7 +100,7 @@ class Smooth:
 
     alpha: float | None = None
     samples: int = 128
-    per_channel: bool = True
+    per_channel: bool | None = None
     stage: ClassVar[str] = "float"
 
     def __post_init__(self) -> None:
@@ -129,23 +131,26 @@ class Smooth:
             channels = channels_of(graph)
             scales = Scales(graph, groups_of(channels))
             found = Smoothed(left=dict(channels.left))
-            before = level(scales, batches, per_channel=self.per_channel)
-            for index, seen in _seen(graph, batches, scales.groups):
+            held_back = batches[1::2] or batches
+            before = trials(scales, held_back, self.per_channel)
+            for index, seen in _seen(graph, batches[::2], scales.groups):
                 self._smooth(scales, index, seen, found)
-            after = level(scales, batches, per_channel=self.per_channel)
-            if self.alpha is None and not after > before + LEAST_GAIN:
-                reason = f"the outputs keep {before:.1f} dB in 8 bits, and {after:.1f} with scales that gain by layer"
-                return Smoothed({}, found.left | dict.fromkeys(found.layers, reason))
+            after = trials(scales, held_back, self.per_channel)
+            if self.alpha is None and not is_gain(before, after):
+                return Smoothed({}, found.left | dict.fromkeys(found.layers, told(before, after)))
             scales.keep()
         return found
 
     def _smooth(self, scales: Scales, index: int, seen: list["_Seen"], found: Smoothed) -> None:
-        group, before = scales.groups[index], 0.0
+        group = scales.groups[index]
         weights = [scales.folded(one.reader.layer).float() for one in seen]
         tried = {alpha: _scale(group, seen, weights, alpha) for alpha in self._alphas()}
         nothing = torch.ones(1 + group.count, dtype=torch.float64)
-        before = _error(seen, weights, nothing, per_channel=self.per_channel)
-        errors = {alpha: _error(seen, weights, scale, per_channel=self.per_channel) for alpha, scale in tried.items()}
+        before = _error(seen, weights, nothing, per_channel=self.per_channel is not False)
+        errors = {
+            alpha: _error(seen, weights, scale, per_channel=self.per_channel is not False)
+            for alpha, scale in tried.items()
+        }
         alpha = min(errors, key=errors.__getitem__)
         names = [one.reader.layer.node.name for one in seen]
         levels = [-10 * math.log10(error) if error > 0 else math.inf for error in (before, errors[alpha])]

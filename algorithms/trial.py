@@ -4,6 +4,8 @@ Before: an exported float graph, batches and scales. After: decibels; the graph 
 gain while the model loses, because outputs of a layer do not count alike for what comes behind it.
 """
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,14 +13,59 @@ from torch import Tensor, fx
 
 from quantplug.algorithms.layers import Layer, layer_of
 from quantplug.algorithms.scaling import Scales
+from quantplug.core.calibration.bias_correction import LEAST_GAIN, is_no_chance
 from quantplug.core.calibration.node_by_node import BatchRun
 from quantplug.core.graph.facts import is_constant
 from quantplug.core.peers.torch_names import pytree
-from quantplug.core.specs.levels import sqnr
+
+# Decibels that may be lost in a trial where another one gains.
+_LEAST_LOSS = 0.1
 
 
-def level(scales: Scales, batches: list[tuple[Any, ...]], *, per_channel: bool) -> float:
-    """Returns decibels of a model's outputs under scales, with what layers read and their weights in 8 bits.
+@dataclass(frozen=True)
+class Tried:
+    """A model's outputs with every layer in 8 bits.
+
+    Attributes:
+        errors: squared error of each sample's outputs, [samples].
+        energy: of the float outputs of all samples.
+    """
+
+    errors: Tensor
+    energy: float
+
+    @property
+    def decibels(self) -> float:
+        """How near the outputs are to float."""
+        error = float(self.errors.sum())
+        return 10 * math.log10(self.energy / error) if error > 0 and self.energy > 0 else math.inf
+
+    def is_better_than(self, other: "Tried") -> bool:
+        """Tells whether the outputs are nearer to float, by more than chance."""
+        return self.decibels > other.decibels + LEAST_GAIN and is_no_chance(other.errors - self.errors)
+
+
+def trials(scales: Scales, batches: list[tuple[Any, ...]], per_channel: bool | None) -> list[Tried]:
+    """Returns trials of weights that have a scale for each output channel, or one for all, or for None of both."""
+    kinds = (True, False) if per_channel is None else (per_channel,)
+    return [_trial(scales, batches, per_channel=kind) for kind in kinds]
+
+
+def is_gain(before: list[Tried], after: list[Tried]) -> bool:
+    """Tells whether a trial gains and none loses."""
+    pairs = list(zip(before, after, strict=True))
+    gains = any(now.is_better_than(then) for then, now in pairs)
+    return gains and all(now.decibels > then.decibels - _LEAST_LOSS for then, now in pairs)
+
+
+def told(before: list[Tried], after: list[Tried]) -> str:
+    """Returns in words what trials keep."""
+    then, now = (" and ".join(f"{each.decibels:.1f}" for each in tried) for tried in (before, after))
+    return f"the outputs keep {then} dB in 8 bits, and {now} with scales"
+
+
+def _trial(scales: Scales, batches: list[tuple[Any, ...]], *, per_channel: bool) -> Tried:
+    """Returns a model's outputs under scales, with what layers read and their weights in 8 bits.
 
     Args:
         scales: the scales, of the model to try.
@@ -26,20 +73,25 @@ def level(scales: Scales, batches: list[tuple[Any, ...]], *, per_channel: bool) 
         per_channel: whether each output channel of a weight has a scale, or the whole weight one.
     """
     parameters = _parameters(scales, per_channel=per_channel)
-    found = [_outputs(_RoundedRun(scales.model, batch, parameters)) for batch in batches]
-    wanted = [_outputs(BatchRun(scales.model, batch)) for batch in batches]
-    return sqnr(torch.cat(found), torch.cat(wanted)) if any(map(len, wanted)) else float("inf")
+    errors, energy = [torch.zeros(0)], 0.0
+    for batch in batches:
+        wanted = _outputs(BatchRun(scales.model, batch))
+        found = _outputs(_RoundedRun(scales.model, batch, parameters))
+        errors.append((found - wanted).square().sum(1))
+        energy += float(wanted.square().sum())
+    return Tried(torch.cat(errors), energy)
 
 
 def _outputs(run: BatchRun) -> Tensor:
-    """Returns all numbers of floating point that a run yields."""
+    """Returns all numbers of floating point that a run yields, [samples, numbers]."""
     for node in run.graph.nodes:
         run.env[node] = run.run_node(node)
         for used in run.user_to_last_uses.get(node, []):
             del run.env[used]
     leaves = pytree.tree_leaves(run.env[next(reversed(run.graph.nodes))])
-    floats = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return torch.cat([leaf.double().flatten() for leaf in floats]) if floats else torch.zeros(0)
+    floats = [leaf.double() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    samples = len(floats[0]) if floats and floats[0].dim() and len({len(each) for each in floats}) == 1 else 1
+    return torch.cat([each.reshape(samples, -1) for each in floats], 1) if floats else torch.zeros(1, 0)
 
 
 # Of 8 bits: of a range, and of a weight around 0 to either side.

@@ -1,6 +1,7 @@
 """What a sentence encoder and a language model keep when they are quantized: graphs, programs, and peers' graphs.
 
     python benchmarks/language.py --data PATH [--models minilm smollm2] [--backends xnnpack x86]
+        [--recipe accurate --samples 64]
 
 PATH is a folder with a `language.py` that has `load(name) -> nn.Module`, `sentences(part) -> [ids]`,
 `spearman(encode)`, `chunks(part) -> [ids]` and `perplexity(run)`. Printed are the signal to quantization noise of the
@@ -34,6 +35,8 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 from vision import torchvision_models
 
 import quantplug
+from quantplug.algorithms.recipe import apply, by_stage, recipe_of
+from quantplug.core.graph.working_copy import working_copy
 
 CONFIGS = {
     "xnnpack": ("int8", "int8_dynamic", "int4_dynamic_groups"),
@@ -60,23 +63,24 @@ class Job:
     score: Callable[[Run], float]
 
 
-def minilm(folder: Any) -> Job:
+def minilm(folder: Any, samples: int = 128) -> Job:
     """Returns the sentence encoder, one sentence of any length at a time."""
-    model, calibration = folder.load("minilm"), folder.sentences("calibration")[:128]
+    model, calibration = folder.load("minilm"), folder.sentences("calibration")[:samples]
     length = torch.export.Dim("length", min=3, max=128)
     exported = torch.export.export(model, (calibration[0],), dynamic_shapes=({1: length},)).module()
     return Job(model, exported, (calibration[0],), calibration, folder.sentences("eval")[:200], folder.spearman)
 
 
-def smollm2(folder: Any) -> Job:
+def smollm2(folder: Any, samples: int = 8) -> Job:
     """Returns the language model on pieces of 128 tokens."""
     torchvision_models()  # transformers imports torchvision, which needs its operators
-    model, calibration, test = folder.load("smollm2"), folder.chunks("calibration")[:8], folder.chunks("eval")[:16]
+    model, test = folder.load("smollm2"), folder.chunks("eval")[:16]
+    calibration = folder.chunks("calibration")[:samples]
     exported = torch.export.export(model, (test[0],)).module()
     return Job(model, exported, (test[0],), calibration, test, folder.perplexity)
 
 
-MODELS = {"minilm": minilm, "smollm2": smollm2}
+MODELS: dict[str, Callable[..., Job]] = {"minilm": minilm, "smollm2": smollm2}
 
 
 def first(run: Run) -> Callable[[Tensor], Tensor]:
@@ -114,21 +118,37 @@ def peer(job: Job, backend: str) -> fx.GraphModule:
     return graph
 
 
-def add_rows(table: Table, job: Job, backend: str, configs: Sequence[str], lowers: bool) -> None:
-    """Adds a row for each of a backend's configs, and its peer's."""
-    expected = outputs(job.model, job.test)
+def quantized(job: Job, quantizer: quantplug.BackendQuantizer, recipe: str | None) -> fx.GraphModule:
+    """Returns the reference graph of a quantizer of ours, with what a recipe does; it prints how long that took."""
+    floats, others = by_stage(recipe_of(recipe or ()))
+    graph, begin = working_copy(job.exported), time.perf_counter()
+    done = apply(floats, graph, job.calibration, None)
+    prepared = quantplug.prepare_pt2e(graph, quantizer)
+    quantplug.calibrate(prepared, job.calibration, progress=False)
+    done += apply(others, prepared, job.calibration, None)
+    Console(stderr=True, width=160).print(*done, f"{time.perf_counter() - begin:.0f} s")
+    return quantplug.convert_pt2e(prepared)
+
+
+def add_peer(table: Table, job: Job, backend: str) -> None:
+    """Adds a row of the backend's quantizer in torchao or ExecuTorch."""
     try:
         graph = peer(job, backend)
-        cells = [decibels(expected, outputs(graph, job.test)), f"{job.score(first(graph)):.2f}"]
+        cells = [decibels(outputs(job.model, job.test), outputs(graph, job.test)), f"{job.score(first(graph)):.2f}"]
     except Exception as error:  # a peer may fail in any way, which is a result
         cells = [f"fails: {type(error).__name__}"]
     table.add_row(backend, "peer's int8", *cells)
     Console(stderr=True, width=160).print(backend, "peer's int8", *cells)
+
+
+def add_rows(
+    table: Table, job: Job, backend: str, configs: Sequence[str], lowers: bool, recipe: str | None = None
+) -> None:
+    """Adds a row for each of a backend's configs."""
+    expected = outputs(job.model, job.test)
     for config in configs:
         quantizer = quantplug.get_quantizer(backend).set_global(config)
-        prepared = quantplug.prepare_pt2e(job.exported, quantizer)
-        quantplug.calibrate(prepared, job.calibration, progress=False)
-        graph = quantplug.convert_pt2e(prepared)
+        graph = quantized(job, quantizer, recipe)
         found = outputs(graph, job.test)
         cells = [decibels(expected, found), f"{job.score(first(graph)):.2f}"]
         if lowers:
@@ -153,17 +173,22 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--backends", nargs="*", default=list(CONFIGS), choices=list(CONFIGS))
     parser.add_argument("--configs", nargs="*", help="of the backends, instead of those of the docs' tables")
+    parser.add_argument("--recipe", help="what is applied before and after calibration, such as accurate")
+    parser.add_argument("--samples", type=int, help="how many sentences or pieces calibrate")
+    parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--no-lowering", action="store_true", help="the graphs only")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     folder = module_of(arguments.data, "language")
     for name in arguments.models:
-        job = MODELS[name](folder)
+        job = MODELS[name](folder, **({"samples": arguments.samples} if arguments.samples else {}))
         table = Table(*COLUMNS, title=f"{name}: float's score {job.score(first(job.model)):.2f}")
         for backend in arguments.backends:
             configs = CONFIGS[backend] if arguments.configs is None else arguments.configs
-            add_rows(table, job, backend, configs, not arguments.no_lowering)
+            if not arguments.no_peers:
+                add_peer(table, job, backend)
+            add_rows(table, job, backend, configs, not arguments.no_lowering, arguments.recipe)
         Console(width=160).print(table)
 
 

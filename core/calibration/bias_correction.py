@@ -225,12 +225,20 @@ def _level(outputs: _Outputs, wanted: _Outputs) -> float:
 
 
 def _confirmed(before: _Outputs, after: _Outputs, wanted: _Outputs) -> bool:
-    """Tells whether a smaller error is no chance of the samples (one-sided t-test, 95 %); one sample tells nothing."""
+    """Tells whether a smaller error is no chance of the samples."""
     errors = [
         torch.cat([(rows - floats).square().sum(1) for rows, floats in zip(found, wanted, strict=True)])
         for found in (before, after)
     ]
-    gains = errors[0] - errors[1]
+    return is_no_chance(errors[0] - errors[1])
+
+
+def is_no_chance(gains: Tensor) -> bool:
+    """Tells whether samples gain, and not by chance (one-sided t-test, 95 %); one sample tells nothing.
+
+    Args:
+        gains: by sample, [samples].
+    """
     if len(gains) < 2:
         return True
     # Student's quantile, to within 7 % from three samples on.

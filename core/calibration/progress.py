@@ -18,22 +18,24 @@ def batch_total(loader: Any, limit: int | None) -> int | None:
 
 
 @contextmanager
-def progress_bar(shown: bool, total: int | None) -> Iterator[Callable[[], None]]:
+def progress_bar(
+    shown: bool, total: int | None, step: str = "calibrate", unit: str = "batches"
+) -> Iterator[Callable[[], None]]:
     """Shows a bar with count, rate and remaining time on the error stream; silent where that is no terminal.
 
     Yields:
-        What is to be called after each batch.
+        What is to be called after each unit.
     """
     console = Console(stderr=True)
     if not (shown and console.is_terminal):
         yield lambda: None
         return
-    text = (TextColumn("calibrate"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
+    text = (TextColumn(step), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
     with Progress(*text, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task("calibrate", total=total, rate="")
+        task = bar.add_task(step, total=total, rate="")
 
         def advance() -> None:
             speed = bar.tasks[0].speed
-            bar.update(task, advance=1, rate=f"{speed:.1f} batches/s" if speed else "")
+            bar.update(task, advance=1, rate=f"{speed:.1f} {unit}/s" if speed else "")
 
         yield advance

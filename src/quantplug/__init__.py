@@ -24,7 +24,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchao.quantization.pt2e.quantizer import QuantizationConfig as QuantizationConfig
 
+    from quantplug.algorithms.equalize import Equalize as Equalize
     from quantplug.algorithms.gptq import GPTQ as GPTQ
+    from quantplug.algorithms.recipe import CorrectBiases as CorrectBiases
+    from quantplug.algorithms.sensitivity import sensitivity as sensitivity
+    from quantplug.algorithms.smooth import Smooth as Smooth
     from quantplug.annotators.presets import get_symmetric_quantization_config as get_symmetric_quantization_config
     from quantplug.annotators.qspecs import get_bias_qspec as get_bias_qspec
     from quantplug.annotators.qspecs import get_input_act_qspec as get_input_act_qspec
@@ -83,6 +87,7 @@ if TYPE_CHECKING:
     from quantplug.quantizers.x86 import X86Quantizer as X86Quantizer
     from quantplug.quantizers.x86_config import get_x86_quantization_config as get_x86_quantization_config
     from quantplug.quantizers.xnnpack import XNNPACKQuantizer as XNNPACKQuantizer
+    from quantplug.tuning import tune as tune
 
     OPENVINO_INTEGER_PRODUCTS: tuple[_Annotator, ...]
     XNNPACK_INTEGER_STATES: tuple[_Annotator, ...]
@@ -101,8 +106,10 @@ _HOME = {
     "ComposableQuantizer": "quantplug.quantizers.composition.composable",
     "ConfigError": "quantplug.core.errors",
     "ConvertError": "quantplug.core.errors",
+    "CorrectBiases": "quantplug.algorithms.recipe",
     "CortexMQuantizer": "quantplug.quantizers.cortex_m",
     "EmbeddingQuantizer": "quantplug.quantizers.embedding",
+    "Equalize": "quantplug.algorithms.equalize",
     "GPTQ": "quantplug.algorithms.gptq",
     "LoweringError": "quantplug.core.errors",
     "ModelError": "quantplug.core.errors",
@@ -115,6 +122,7 @@ _HOME = {
     "QuantplugError": "quantplug.core.errors",
     "Region": "quantplug.quantizers.composition.region",
     "Report": "quantplug.core.report.explain",
+    "Smooth": "quantplug.algorithms.smooth",
     "TensorRTQuantizer": "quantplug.quantizers.tensorrt",
     "X86Program": "quantplug.lowering.x86",
     "X86Quantizer": "quantplug.quantizers.x86",
@@ -152,7 +160,9 @@ _HOME = {
     "quantize": "quantplug.flow",
     "quantized_inputs": "quantplug.core.qdq.integer_io",
     "register_for_plans": "quantplug.core.specs.written",
+    "sensitivity": "quantplug.algorithms.sensitivity",
     "sqnr": "quantplug.core.specs.levels",
+    "tune": "quantplug.tuning",
     "union": "quantplug.quantizers.framework.derived",
 }
 __all__ = list(_HOME)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantizer
 
-from quantplug.algorithms.recipe import Algorithm, CorrectBiases, recipe_of
+from quantplug.algorithms.recipe import Algorithm, CorrectBiases, apply, by_stage, recipe_of
 from quantplug.core.calibration.bias_correction import SAMPLES
 from quantplug.core.calibration.calibrate import calibrate
 from quantplug.core.calibration.observer_places import observer_places
@@ -137,16 +137,16 @@ def quantize(
     if algorithms:
         _require_batches(calibration)
     exported = export(model, args, dynamic_shapes, kwargs)
-    first = [each for each in algorithms if each.stage == "float"]
-    exported = working_copy(exported) if first else exported
-    applied = _applied(first, exported, calibration, inputs)
+    floats, others = by_stage(algorithms)
+    exported = working_copy(exported) if floats else exported
+    applied = apply(floats, exported, calibration, inputs)
     prepared = prepare_pt2e(exported, chosen)
     _require_quantized(explain(prepared), target.name)
     if calibration is None:
         _require_no_data(_waits_for_data(prepared), target.name)
     elif _waits_for_data(prepared):
         calibrate(prepared, calibration, limit=limit, progress=progress, inputs=inputs)
-    applied += _applied(algorithms[len(first) :], prepared, calibration, inputs)
+    applied += apply(others, prepared, calibration, inputs)
     if not isinstance(recipe, str):
         _tell_of_nothing(applied)
     reference = convert_pt2e(prepared)
@@ -162,13 +162,6 @@ def _with_biases(algorithms: tuple[Algorithm, ...], correct: bool | int) -> tupl
     if not correct or any(isinstance(each, CorrectBiases) for each in algorithms):
         return algorithms
     return (*algorithms, CorrectBiases(SAMPLES if correct is True else correct))
-
-
-def _applied(
-    algorithms: Sequence[Algorithm], graph: fx.GraphModule, data: Any, inputs: Callable[[Any], Any] | None
-) -> list[object]:
-    """Applies algorithms in order and returns what each did."""
-    return [each.apply(graph, data, inputs=inputs) for each in algorithms]
 
 
 def _tell_of_nothing(applied: Sequence[object]) -> None:

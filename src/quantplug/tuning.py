@@ -25,17 +25,19 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, fx, nn
 
-from quantplug.algorithms.gptq import GPTQ
+from quantplug.algorithms.recipe import Algorithm, apply, by_stage, recipe_of
 from quantplug.algorithms.search import Levels, Outcome, search
 from quantplug.algorithms.sensitivity import sensitivity
 from quantplug.core.annotation.plan import Plan, plan_of
 from quantplug.core.calibration.batches import BatchReader, digest, picked
 from quantplug.core.calibration.calibrate import calibrate
 from quantplug.core.calibration.observer_places import observer_places
+from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.errors import ArtefactError, ConfigError, first_line
 from quantplug.core.files.typed import typed
 from quantplug.core.files.whole import require_writable, write_content
 from quantplug.core.graph.multiplications import multiplications
+from quantplug.core.graph.working_copy import working_copy
 from quantplug.core.observers.from_specs import needs_data
 from quantplug.core.peers.torch_names import pytree
 from quantplug.core.pt2e.convert import convert_pt2e
@@ -85,7 +87,7 @@ class Job:
         cost: "multiplications" or "size".
         dynamic_shapes: as for `torch.export.export`.
         inputs: picks the model's inputs out of a batch.
-        recipe: algorithms for the calibrated model.
+        recipe: algorithms that are applied to it.
     """
 
     model: nn.Module
@@ -97,7 +99,7 @@ class Job:
     cost: str = "multiplications"
     dynamic_shapes: Any = None
     inputs: Callable[[Any], Any] | None = None
-    recipe: Sequence[GPTQ] = ()
+    recipe: Sequence[Algorithm] = ()
 
 
 def run_trial(job: Job, scopes: Sequence[Scope]) -> Trial:
@@ -208,8 +210,9 @@ def tune(
     log: str | Path | None = None,
     dynamic_shapes: Any = None,
     inputs: Callable[[Any], Any] | None = None,
-    recipe: Sequence[GPTQ] = (),
+    recipe: str | Sequence[Algorithm] = (),
     trials: int = 64,
+    progress: bool = True,
 ) -> Tuned:
     """Searches for each module's config, so that the model keeps its metric at the least cost.
 
@@ -230,8 +233,9 @@ def tune(
             is for one model, data and metric.
         dynamic_shapes: as for `torch.export.export`.
         inputs: picks the model's inputs out of a batch.
-        recipe: algorithms that are applied to each calibrated model.
+        recipe: algorithms that are applied in each trial, or the name of some, as for `quantize`.
         trials: how many are made at most.
+        progress: whether a bar shows them.
 
     Returns:
         The cheapest that keeps the metric; where none does the one with the highest, which a warning says too.
@@ -246,12 +250,21 @@ def tune(
     _require_options(metric, drop, at_least, evaluate, cost, trials)
     exported = export(model, example_inputs, dynamic_shapes)
     data = list(calibration)
-    job = Job(exported, example_inputs, data, metric, backend, evaluate, cost, dynamic_shapes, inputs, recipe)
+    job = Job(
+        exported, example_inputs, data, metric, backend, evaluate, cost, dynamic_shapes, inputs, recipe_of(recipe)
+    )
     made = _Trials(job, names, None if log is None else Path(log))
     base = made.base()
     least = base - drop if at_least is None else at_least
     ranked = _ranked(job, names[0])
-    found = search(len(ranked), len(names), lambda levels: made.outcome(ranked, levels), least, trials)
+    with progress_bar(progress, trials, "tune", "trials") as advance:
+
+        def measured(levels: Levels) -> Outcome:
+            outcome = made.outcome(ranked, levels)
+            advance()
+            return outcome
+
+        found = search(len(ranked), len(names), measured, least, trials)
     scopes = made.scopes(ranked, found.best)
     if not found.is_met:
         reached = found.tried[found.best].metric
@@ -305,11 +318,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _calibrated(job: Job, exported: fx.GraphModule, quantizer: BackendQuantizer) -> fx.GraphModule:
+    floats, others = by_stage(job.recipe)
+    exported = working_copy(exported) if floats else exported
+    apply(floats, exported, job.calibration, job.inputs)
     prepared = prepare_pt2e(exported, quantizer)
     if any(needs_data(place.observer) and not place.of_constants for place in observer_places(prepared)):
         calibrate(prepared, job.calibration, progress=False, inputs=job.inputs)
-    for algorithm in job.recipe:
-        algorithm.apply(prepared, job.calibration, inputs=job.inputs)
+    apply(others, prepared, job.calibration, job.inputs)
     return prepared
 
 
