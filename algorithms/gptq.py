@@ -23,7 +23,7 @@ from torch.nn.functional import one_hot
 from torchao.quantization.pt2e import FixedQParamsObserver
 
 from quantplug.algorithms.frozen import freeze, is_frozen
-from quantplug.algorithms.rounding import Passing, Tried, descended, errors_of, factors_of, refitted
+from quantplug.algorithms.rounding import Passing, Tried, descended, errors_of, factors_of, refitted, target_of
 from quantplug.algorithms.weights import Grid, Layer, Weight, weights_of
 from quantplug.core.calibration.node_by_node import BatchRun, batches_of, node_by_node
 from quantplug.core.calibration.observer_places import require_observers
@@ -137,12 +137,12 @@ class GPTQ:
     def _rounded(
         self, model: fx.GraphModule, batches: list[tuple[Any, ...]], weights: list[Weight]
     ) -> Iterator["_Rounded"]:
-        runs = [BatchRun(model, batch) for batch in batches]
+        runs, floats = ([BatchRun(model, batch) for batch in batches] for _ in range(2))
         by_layer = {layer.node: (weight, layer) for weight in weights for layer in weight.layers}
-        hessians, last = _Hessians(), max(by_layer, default=None)
-        for node in node_by_node(runs, {node.name for node in by_layer}):
+        sums, last = _Sums(), max(by_layer, default=None)
+        for node in node_by_node([*runs, *floats], {node.name for node in by_layer}):
             weight, layer = by_layer[node]
-            total = hessians.added(weight, layer, runs)
+            total = sums.added(weight, layer, list(zip(runs, floats, strict=True)))
             if layer is not weight.layers[-1]:
                 continue
             one = self._round(weight, total)
@@ -153,9 +153,10 @@ class GPTQ:
                 run.env[layer.observed] = one.value
                 run.env[node] = run.run_node(node)
 
-    def _round(self, weight: Weight, hessian: Tensor) -> "_Rounded":
-        matrix = weight.layers[0].matrix(weight.value)
-        passing = Passing.of(hessian, self.damping)
+    def _round(self, weight: Weight, sums: Tensor) -> "_Rounded":
+        (hessians, crosses), given = sums.unbind(1), weight.layers[0].matrix(weight.value)
+        hessian, passing = hessians.sum(0), Passing.of(hessians.sum(0), self.damping)
+        matrix = target_of(given, hessians, crosses - hessians, self.damping)
 
         def tried(values: Tensor, grid: Grid) -> Tried:
             return Tried(values, grid.scale, errors_of(matrix - values, hessian))
@@ -193,15 +194,19 @@ class _Rounded:
     quality: RoundedLayer
 
 
-class _Hessians:
+class _Sums:
     """Sums of products of what layers read; layers that read the same tensor share them."""
 
     def __init__(self) -> None:
         self._totals: dict[int, Tensor] = {}
         self._last: tuple[Any, Tensor] | None = None
 
-    def added(self, weight: Weight, layer: Layer, runs: list[BatchRun]) -> Tensor:
-        """Returns the sum over what the weight's layers up to this one read, [groups, columns, columns]."""
+    def added(self, weight: Weight, layer: Layer, runs: list[tuple[BatchRun, BatchRun]]) -> Tensor:
+        """Returns sums over what the weight's layers up to this one read, [2, 2, groups, columns, columns].
+
+        Of every other batch, and of the rest: what they read behind rounded layers with itself, and what they read in
+        the float model with it.
+        """
         own = self._of(layer, weight.value.shape, runs)
         before = self._totals.pop(id(weight), None)
         total = own if before is None else before + own
@@ -209,7 +214,7 @@ class _Hessians:
             self._totals[id(weight)] = total
         return total
 
-    def _of(self, layer: Layer, shape: torch.Size, runs: list[BatchRun]) -> Tensor:
+    def _of(self, layer: Layer, shape: torch.Size, runs: list[tuple[BatchRun, BatchRun]]) -> Tensor:
         given = operands(layer.node)
         source = given["input"]
         key = (
@@ -218,8 +223,9 @@ class _Hessians:
             *(str(given.get(name)) for name in ("stride", "padding", "dilation", "groups")),
         )
         if self._last is None or self._last[0] != key:
-            total = sum(_products(layer, run.env[source], shape) for run in runs)
-            if not isinstance(total, Tensor) or not bool(torch.isfinite(total).all()):
+            products = [_products(layer, run.env[source], other.env[source], shape) for run, other in runs]
+            total = torch.stack([sum(products[half::2], torch.zeros_like(products[0])) for half in range(2)])
+            if not bool(torch.isfinite(total).all()):
                 raise CalibrationError(
                     f"GPTQ found NaN or infinity in what {describe(layer.node)} reads; take the batch out that makes "
                     "them, or leave the layer float."
@@ -228,13 +234,17 @@ class _Hessians:
         return self._last[1]
 
 
-def _products(layer: Layer, value: Tensor, shape: torch.Size) -> Tensor:
-    """Returns the sums of products of the inputs that one output reads, float32 [groups, columns, columns]."""
+def _products(layer: Layer, value: Tensor, wanted: Tensor, shape: torch.Size) -> Tensor:
+    """Returns sums of products of the inputs that one output reads, float32 [2, groups, columns, columns]."""
+    columns, others = (_columns(layer, each.float(), shape) for each in (value, wanted))
+    return torch.stack([columns @ columns.transpose(1, 2), others @ columns.transpose(1, 2)])
+
+
+def _columns(layer: Layer, value: Tensor, shape: torch.Size) -> Tensor:
+    """Returns what a layer multiplies its weight by, [groups, columns, outputs]."""
     if operator_name(layer.node) == "aten::linear":
-        rows = value.reshape(-1, value.shape[-1]).float()
-        return (rows.T @ rows)[None]
-    columns = _patches(layer, value.float(), shape)
-    return columns @ columns.transpose(1, 2)
+        return value.reshape(1, -1, value.shape[-1]).transpose(1, 2)
+    return _patches(layer, value, shape)
 
 
 def _patches(layer: Layer, value: Tensor, shape: torch.Size) -> Tensor:

@@ -8,6 +8,9 @@ columns multiply, [groups, columns, columns] (the Hessian of the squared error).
   and scales that stay where they were when columns are reordered.
 - `descended`: cyclic coordinate descent, each integer chosen anew given all others: Behdin et al., "QuantEase:
   Optimization-based Quantization for Language Models", arXiv:2309.01885, algorithm 1.
+- `target_of`: what rounding before a layer changed, as far as the layer can make up for it: Li et al., "GPTAQ:
+  Efficient Finetuning-Free Quantization for Asymmetric Calibration", arXiv:2504.02692; here by the solution of the
+  regression, and so much of it as held-back samples confirm.
 - `factors_of`: scales searched with errors weighted by the inputs' energy, the diagonal of the Hessian.
 - `refitted`: given the integers the result is linear in the scales, so that the best are a least squares solution.
 """
@@ -51,10 +54,8 @@ class Passing:
             hessian: float32 [groups, columns, columns].
             damping: what is added to its diagonal, as a share of its mean.
         """
-        damped = hessian.double()
+        damped = _damped(hessian, damping)
         diagonal = damped.diagonal(dim1=1, dim2=2)
-        mean = diagonal.mean(1, keepdim=True)
-        diagonal += torch.where(mean > 0, damping * mean, 1.0)
         order = diagonal.argsort(descending=True)
         turned = damped.gather(1, order[:, :, None].expand_as(damped)).gather(2, order[:, None].expand_as(damped))
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(turned))
@@ -80,6 +81,42 @@ class Passing:
                 part[:, :, column:] -= errors[:, :, column, None] * share[:, None, column, column:]
             rest[:, :, end:] -= errors @ self.shares[:, start:end, end:]
         return torch.empty_like(matrix).scatter_(2, columns, rounded)
+
+
+def _damped(hessian: Tensor, damping: float) -> Tensor:
+    """Returns a Hessian in float64 with a diagonal that makes it positive definite."""
+    damped = hessian.double()
+    diagonal = damped.diagonal(dim1=1, dim2=2)
+    mean = diagonal.mean(1, keepdim=True)
+    diagonal += torch.where(mean > 0, damping * mean, 1.0)
+    return damped
+
+
+def target_of(matrix: Tensor, hessians: Tensor, changes: Tensor, damping: float) -> Tensor:
+    """Returns the float weight whose results on what is read now are nearest to those of a weight on what was read.
+
+    What other roundings changed before a layer is regressed on what it reads now. Of the step that this asks for so
+    much is taken as suits each half of the samples where the other half found it: of few samples it is mostly chance.
+
+    Args:
+        matrix: that weight, float32 [groups, rows, columns].
+        hessians: of two halves of the samples, [2, groups, columns, columns].
+        changes: of the same, sums of products of what was read, less what is read now, with what is read now.
+        damping: what is added to a Hessian's diagonal, as a share of its mean.
+    """
+    if not bool(changes.any()):
+        return matrix
+    slopes = [matrix @ change for change in changes]
+    steps = [_step(slope, hessian, damping) for slope, hessian in zip(slopes, hessians, strict=True)]
+    gained = sum(float((step * slope).sum()) for step, slope in zip(steps, slopes[::-1], strict=True))
+    spent = sum(float(errors_of(step, hessian).sum()) for step, hessian in zip(steps, hessians.flip(0), strict=True))
+    share = min(max(gained / spent, 0.0), 1.0) if spent > 0 else 0.0
+    return matrix + share * _step(slopes[0] + slopes[1], hessians.sum(0), damping)
+
+
+def _step(slope: Tensor, hessian: Tensor, damping: float) -> Tensor:
+    factor = torch.linalg.cholesky(_damped(hessian, damping))
+    return torch.cholesky_solve(slope.double().transpose(1, 2), factor).transpose(1, 2).float()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import settled
 from torch import nn
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
@@ -19,7 +20,9 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 )
 
 import quantplug
+from quantplug.algorithms import gptq
 from quantplug.algorithms.gptq import GPTQ
+from quantplug.algorithms.rounding import target_of
 from quantplug.core.errors import CalibrationError, ConfigError, ModelError
 from quantplug.core.graph.facts import attribute, observer_of
 from quantplug.core.observers import observer
@@ -148,6 +151,44 @@ def test_scales_and_integers_fitted_to_each_other_keep_more_than_gptq_alone(conf
         weights = weights_in(quantplug.convert_pt2e(prepared))
         levels.append(sqnr(fresh @ weights["linear"].T, fresh @ model[0].weight.T))
     assert levels[1] > levels[0] + 0.15
+
+
+@pytest.mark.filterwarnings("ignore:Backend 'x86' stores weights in 8 bits")
+def test_a_layer_makes_up_for_what_rounding_changed_before_it(monkeypatch):
+    """On inputs that nothing was rounded on; without it each layer keeps to a float weight that reads other numbers."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
+    data, fresh = [correlated(16, 8, 9, 9, seed=seed) for seed in range(8)], correlated(16, 8, 9, 9, seed=50)
+    model = settled(nn.Sequential(*layers), torch.cat(data))
+    exported, levels = torch.export.export(model, (data[0],)).module(), []
+    for makes_up in (False, True):
+        if not makes_up:
+            monkeypatch.setattr(gptq, "target_of", lambda matrix, *_: matrix)
+        prepared = quantplug.prepare_pt2e(
+            exported, quantplug.get_quantizer("x86").set_global(low_bits("minmax", per_channel=True, bits=3))
+        )
+        quantplug.calibrate(prepared, data, progress=False)
+        GPTQ().apply(prepared, data)
+        levels.append(sqnr(quantplug.convert_pt2e(prepared)(fresh), model(fresh)))
+        monkeypatch.undo()
+    assert levels[1] > levels[0] + 0.5
+
+
+@pytest.mark.parametrize("samples", [8, 32, 128])
+def test_chance_is_not_made_up_for(samples):
+    """What changed has nothing to do with what is read now: no step helps, though of few samples one seems to."""
+    columns, errors = 24, torch.zeros(2)
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        now, change, matrix = (
+            torch.randn(*shape, generator=generator)
+            for shape in ((2, samples, columns), (2, samples, columns), (1, 4, columns))
+        )
+        target = target_of(matrix, (now.mT @ now)[:, None], (change.mT @ now)[:, None], 0.01)
+        fresh, changed = torch.randn(2, 500, columns, generator=generator)
+        wanted = (fresh + changed) @ matrix[0].T
+        errors += torch.stack([(fresh @ weight[0].T - wanted).square().mean() for weight in (matrix, target)])
+    assert errors[1] < errors[0] * 1.05
 
 
 @settings(max_examples=12, deadline=None)
