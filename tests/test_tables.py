@@ -24,7 +24,20 @@ from quantplug.core.specs.levels import sqnr
 ROOT = Path(__file__).parent.parent
 # First headers of tables that name no models, and of "observer" and "weights", whose figures are of calibration alone.
 WITHOUT_MODELS = {
-    *("operator", "operators", "kernel", "config", "rewrite", "option", "name", "setter", "family", "check", "engine"),
+    *(
+        "what",
+        "operator",
+        "operators",
+        "kernel",
+        "config",
+        "rewrite",
+        "option",
+        "name",
+        "setter",
+        "family",
+        "check",
+        "engine",
+    ),
     *("observer", "weights", "File", "id", "word", "our word"),
 }
 BACKENDS = {"XNNPACK": "xnnpack", "x86": "x86"}
