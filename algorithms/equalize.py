@@ -115,6 +115,8 @@ class Equalize:
         with torch.no_grad():
             channels = channels_of(graph)
             groups, left = _with_ranges(groups_of(channels))
+            if not groups:
+                return Equalized({}, channels.left | left)
             scales = Scales(graph, groups)
             before = trials(scales, batches, self.per_channel)
             _even_out(scales)

@@ -129,8 +129,9 @@ class Smooth:
         batches = batches_of(graph, loader, self.samples, inputs, least=1, step="Smooth")
         with torch.no_grad():
             channels = channels_of(graph)
-            scales = Scales(graph, groups_of(channels))
-            found = Smoothed(left=dict(channels.left))
+            scales, found = Scales(graph, groups_of(channels)), Smoothed(left=dict(channels.left))
+            if not scales.groups:
+                return found
             held_back = batches[1::2] or batches
             before = trials(scales, held_back, self.per_channel)
             for index, seen in _seen(graph, batches[::2], scales.groups):

@@ -46,9 +46,23 @@ class Tried:
 
 
 def trials(scales: Scales, batches: list[tuple[Any, ...]], per_channel: bool | None) -> list[Tried]:
-    """Returns trials of weights that have a scale for each output channel, or one for all, or for None of both."""
+    """Returns a model's outputs under scales, with what layers read and their weights in 8 bits.
+
+    Args:
+        scales: the scales, of the model to try.
+        batches: the inputs.
+        per_channel: whether each output channel of a weight has a scale, or the whole weight one; None for a trial of
+            each.
+    """
     kinds = (True, False) if per_channel is None else (per_channel,)
-    return [_trial(scales, batches, per_channel=kind) for kind in kinds]
+    parameters = [_parameters(scales, per_channel=kind) for kind in kinds]
+    errors, energy = [[torch.zeros(0)] for _ in kinds], 0.0
+    for batch in batches:
+        wanted = _outputs(BatchRun(scales.model, batch))
+        energy += float(wanted.square().sum())
+        for found, given in zip(errors, parameters, strict=True):
+            found.append((_outputs(_RoundedRun(scales.model, batch, given)) - wanted).square().sum(1))
+    return [Tried(torch.cat(found), energy) for found in errors]
 
 
 def is_gain(before: list[Tried], after: list[Tried]) -> bool:
@@ -62,24 +76,6 @@ def told(before: list[Tried], after: list[Tried]) -> str:
     """Returns in words what trials keep."""
     then, now = (" and ".join(f"{each.decibels:.1f}" for each in tried) for tried in (before, after))
     return f"the outputs keep {then} dB in 8 bits, and {now} with scales"
-
-
-def _trial(scales: Scales, batches: list[tuple[Any, ...]], *, per_channel: bool) -> Tried:
-    """Returns a model's outputs under scales, with what layers read and their weights in 8 bits.
-
-    Args:
-        scales: the scales, of the model to try.
-        batches: the inputs.
-        per_channel: whether each output channel of a weight has a scale, or the whole weight one.
-    """
-    parameters = _parameters(scales, per_channel=per_channel)
-    errors, energy = [torch.zeros(0)], 0.0
-    for batch in batches:
-        wanted = _outputs(BatchRun(scales.model, batch))
-        found = _outputs(_RoundedRun(scales.model, batch, parameters))
-        errors.append((found - wanted).square().sum(1))
-        energy += float(wanted.square().sum())
-    return Tried(torch.cat(errors), energy)
 
 
 def _outputs(run: BatchRun) -> Tensor:

@@ -38,7 +38,7 @@ WITHOUT_MODELS = {
         "check",
         "engine",
     ),
-    *("observer", "weights", "File", "id", "word", "our word"),
+    *("what", "observer", "weights", "File", "id", "word", "our word"),
 }
 BACKENDS = {"XNNPACK": "xnnpack", "x86": "x86"}
 
