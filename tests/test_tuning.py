@@ -195,6 +195,29 @@ def test_a_budget_out_of_reach_gives_the_best_and_says_so():
     assert "does not keep 1000" in str(tuned)
 
 
+def test_a_metric_that_is_infinite_of_the_float_model_needs_a_number_that_is_asked_for():
+    """As decibels against the float model are."""
+
+    def metric(run):
+        return float(sqnr(torch.cat([run(x) for x in FRESH]), torch.cat([MODEL(x) for x in FRESH])))
+
+    found = tune(MODEL, (DATA[0],), DATA, metric, backend="x86", at_least=10)
+    assert found.is_met
+    assert "float inf" in str(found)
+    assert json.loads(found.to_json())["best"]["metric"] >= 10
+    with pytest.raises(ConfigError, match="infinite, from which nothing can drop; pass at_least="):
+        tune(MODEL, (DATA[0],), DATA, metric, backend="x86")
+
+
+@pytest.mark.parametrize("recipe", ["accurate", [quantplug.Smooth(alpha=0.5)]])
+def test_recipes_are_applied_in_each_trial_to_the_graph_that_they_are_for(recipe):
+    plain, better = (
+        tune(MODEL, (DATA[0],), DATA, Agreement(), backend="x86", candidates=["int8"], drop=200, recipe=given)
+        for given in ((), recipe)
+    )
+    assert better.best.metric > plain.best.metric + 1
+
+
 def test_bad_input_is_a_sentence(tmp_path):
     example = (DATA[0],)
     wrong: tuple[tuple[dict[str, Any], str], ...] = (

@@ -8,6 +8,7 @@ is that of `sensitivity`, the strategy that of `quantplug.algorithms.search`.
 import json
 import math
 import re
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -180,13 +181,13 @@ class Tuned:
         for heading, justify in (("metric", "right"), ("cost", "right"), ("scopes", "left")):
             table.add_column(heading, justify=justify, overflow="fold")  # type: ignore[arg-type]
         for trial in self.pareto():
-            table.add_row(f"{trial.metric:.6g}", f"{trial.cost:.4g}", escape(_text(trial.scopes)))
+            table.add_row(_number(trial.metric), f"{trial.cost:.4g}", escape(_text(trial.scopes)))
         out = StringIO()
         Console(file=out, width=160, no_color=True).print(table)
         verb = "keeps" if self.is_met else "does not keep"
         return (
-            f"{out.getvalue()}{_text(self.scopes)} {verb} {self.least:.6g}: {self.best.metric:.6g} at cost "
-            f"{self.best.cost:.4g}, float {self.base:.6g}; {len(self.trials)} trials."
+            f"{out.getvalue()}{_text(self.scopes)} {verb} {self.least:.6g}: {_number(self.best.metric)} at cost "
+            f"{self.best.cost:.4g}, float {_number(self.base)}; {len(self.trials)} trials."
         )
 
     def to_json(self) -> str:
@@ -255,6 +256,8 @@ def tune(
     )
     made = _Trials(job, names, None if log is None else Path(log))
     base = made.base()
+    if base == sys.float_info.max and at_least is None:
+        raise ConfigError("The metric of the float model is infinite, from which nothing can drop; pass at_least=.")
     least = base - drop if at_least is None else at_least
     ranked = _ranked(job, names[0])
     with progress_bar(progress, trials, "tune", "trials") as advance:
@@ -342,10 +345,11 @@ def _ranked(job: Job, cheapest: str | None) -> tuple[str, ...]:
 def _measured(job: Job, exported: fx.GraphModule, run: Callable[..., Any]) -> float:
     found: Any = _decibels(job, exported, run) if job.metric is None else job.metric(run)
     number = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
-    infinite = job.metric is None and number == math.inf
-    if not infinite and (isinstance(number, bool) or not _is_number(number)):
+    if number == math.inf:  # nothing is lost, as of float against itself; JSON has no infinity
+        return sys.float_info.max
+    if isinstance(number, bool) or not _is_number(number):
         raise ConfigError(f"The metric returned {found!r}; let it return one finite number, the higher the better.")
-    return 200.0 if infinite else float(number)  # beyond what float32 can lose
+    return float(number)
 
 
 def _decibels(job: Job, exported: fx.GraphModule, run: Callable[..., Any]) -> float:
@@ -504,6 +508,10 @@ def _inherited(path: str, chosen: Mapping[str, str | None], otherwise: str | Non
         if path in chosen:
             return chosen[path]
     return otherwise
+
+
+def _number(metric: float) -> str:
+    return "inf" if metric == sys.float_info.max else f"{metric:.6g}"
 
 
 def _text(scopes: Sequence[Scope]) -> str:
