@@ -9,8 +9,8 @@ layers until nothing changes. Where a batch norm stands behind a layer the range
 are not absorbed (section 4.2): behind a relu that changes the function.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from quantplug.algorithms.channels import Source, channels_of
 from quantplug.algorithms.layers import Layer, layer_of
+from quantplug.algorithms.results import ByLayer
 from quantplug.algorithms.scaling import Group, Scales, column_ranges, groups_of, is_batch_norm, require_float_graph
 from quantplug.algorithms.trial import is_gain, told, trials
 from quantplug.core.calibration.node_by_node import batches_of
@@ -43,25 +44,13 @@ class EqualizedLayer:
 
 
 @dataclass(frozen=True, eq=False)
-class Equalized(Mapping[str, EqualizedLayer]):
+class Equalized(ByLayer[EqualizedLayer]):
     """What equalization did: a mapping from a layer's node name to the scales of what it reads.
 
     Attributes:
         layers: this mapping.
         left: by node name why the columns of another layer's weight keep their scale.
     """
-
-    layers: dict[str, EqualizedLayer] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
-
-    def __getitem__(self, name: str) -> EqualizedLayer:
-        return self.layers[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.layers)
-
-    def __len__(self) -> int:
-        return len(self.layers)
 
     def __str__(self) -> str:
         """What was done, in a sentence."""

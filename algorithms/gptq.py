@@ -13,8 +13,8 @@ whole Hessian. `rounding.py` has the arithmetic.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -23,13 +23,15 @@ from torch.nn.functional import one_hot
 from torchao.quantization.pt2e import FixedQParamsObserver
 
 from quantplug.algorithms.frozen import freeze, is_frozen
+from quantplug.algorithms.results import ByLayer
 from quantplug.algorithms.rounding import Passing, Tried, descended, errors_of, factors_of, refitted, target_of
 from quantplug.algorithms.weights import Grid, Layer, Weight, weights_of
 from quantplug.core.calibration.node_by_node import BatchRun, batches_of, node_by_node
 from quantplug.core.calibration.observer_places import require_observers
 from quantplug.core.errors import CalibrationError, ConfigError
-from quantplug.core.graph.editing import new_parameter
+from quantplug.core.graph.editing import new_parameter, replace_parameter
 from quantplug.core.graph.facts import describe, operands, operator_name
+from quantplug.core.specs.levels import decibels
 
 # How much less an error has to be for another round of it to be worth while.
 _WORTH = 1e-3
@@ -49,25 +51,13 @@ class RoundedLayer:
 
 
 @dataclass(frozen=True, eq=False)
-class RoundedWeights(Mapping[str, RoundedLayer]):
+class RoundedWeights(ByLayer[RoundedLayer]):
     """What rounding did: a mapping from each layer's node name to how near its result is.
 
     Attributes:
         layers: this mapping.
         left: by node name why another layer with a quantized weight keeps it as it is.
     """
-
-    layers: dict[str, RoundedLayer] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
-
-    def __getitem__(self, name: str) -> RoundedLayer:
-        return self.layers[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.layers)
-
-    def __len__(self) -> int:
-        return len(self.layers)
 
     def __str__(self) -> str:
         """What was done, in a sentence."""
@@ -155,7 +145,8 @@ class GPTQ:
 
     def _round(self, weight: Weight, sums: Tensor) -> "_Rounded":
         (hessians, crosses), given = sums.unbind(1), weight.layers[0].matrix(weight.value)
-        hessian, passing = hessians.sum(0), Passing.of(hessians.sum(0), self.damping)
+        hessian = hessians.sum(0)
+        passing = Passing.of(hessian, self.damping)
         matrix = target_of(given, hessians, crosses - hessians, self.damping)
 
         def tried(values: Tensor, grid: Grid) -> Tried:
@@ -174,7 +165,7 @@ class GPTQ:
             if best.errors.sum() >= (1 - _WORTH) * before.errors.sum():
                 break
         energy = float(errors_of(matrix, hessian).sum())
-        quality = RoundedLayer(*(_decibels(energy, float(each.errors.sum())) for each in (nearest, best)))
+        quality = RoundedLayer(*(decibels(energy, float(each.errors.sum())) for each in (nearest, best)))
         return _Rounded(weight, best.values.reshape(weight.value.shape).to(weight.value.dtype), best.scale, quality)
 
     def _grids(self, weight: Weight, matrix: Tensor, hessian: Tensor) -> Iterator[Grid]:
@@ -263,10 +254,6 @@ def _patches(layer: Layer, value: Tensor, shape: torch.Size) -> Tensor:
     return picked.movedim(1, 0).reshape(layer.groups, int(shape[1]) * places, -1)  # type: ignore[no-any-return]
 
 
-def _decibels(energy: float, error: float) -> float:
-    return 10 * math.log10(energy / error) if energy > 0 and error > 0 else math.inf
-
-
 def _is_given(observer: nn.Module) -> bool:
     """Tells whether an observer's scale is not its own to choose."""
     scheme: Any = getattr(observer, "scheme", None)
@@ -282,9 +269,6 @@ def _keep(model: fx.GraphModule, one: _Rounded) -> None:
         for layer in layers:
             layer.observed.replace_input_with(layer.constant, own)
     else:
-        value = nn.Parameter(one.value, requires_grad=one.weight.value.requires_grad)
-        for path in one.weight.paths:
-            owner, _, leaf = path.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, value)
+        replace_parameter(model, one.weight.paths, one.value)
     for layer in layers:
         freeze(layer.observer, one.scale, one.weight.grid.zero_point)

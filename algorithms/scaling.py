@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from quantplug.algorithms.channels import Channels, Reader, Source
 from quantplug.algorithms.layers import Layer
 from quantplug.core.errors import ModelError
+from quantplug.core.graph.editing import replace_parameter
 from quantplug.core.graph.facts import (
     attribute,
     constant_value,
@@ -152,11 +153,7 @@ class Scales:
         for path, held in self.model.named_parameters(remove_duplicate=False):
             paths[id(held)].append(path)
         for parameter, value in changed.items():
-            old = attribute(self.model, str(parameter.target))
-            new = nn.Parameter(value, requires_grad=old.requires_grad)
-            for path in paths[id(old)]:
-                owner, _, leaf = path.rpartition(".")
-                setattr(self.model.get_submodule(owner), leaf, new)
+            replace_parameter(self.model, paths[id(attribute(self.model, str(parameter.target)))], value)
 
     def _fitting(self, parameter: fx.Node) -> Tensor:
         original = self.original(parameter)

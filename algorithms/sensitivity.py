@@ -34,6 +34,7 @@ from quantplug.core.errors import ArtefactError, CalibrationError, ModelError, f
 from quantplug.core.files.typed import typed
 from quantplug.core.files.whole import write_whole
 from quantplug.core.graph.facts import describe, module_path
+from quantplug.core.specs.levels import decibels as decibels_of
 
 SAMPLES = 64
 # Batches side by side: activations of so many are in memory, and weights are rounded once for them.
@@ -63,7 +64,7 @@ class OperatorNoise:
     @property
     def decibels(self) -> float:
         """The output's signal-to-quantization-noise ratio in decibels; infinite where nothing is lost."""
-        return _decibels(self.noise)
+        return decibels_of(1, self.noise)
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Sensitivity:
     @property
     def decibels(self) -> float:
         """The output's signal-to-quantization-noise ratio with all operators quantized, in decibels."""
-        return _decibels(self.noise)
+        return decibels_of(1, self.noise)
 
     def row(self, node: str) -> OperatorNoise:
         """Returns the row of a node by its name; KeyError if it has none."""
@@ -237,7 +238,3 @@ def _energy(value: Tensor) -> float:
 
 def _error(found: Outputs, wanted: Outputs) -> float:
     return sum(_energy(one.double() - other.double()) for one, other in zip(found, wanted, strict=True))
-
-
-def _decibels(noise: float) -> float:
-    return -10 * math.log10(noise) if noise > 0 else math.inf

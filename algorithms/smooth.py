@@ -14,8 +14,8 @@ too, on every other batch, which is held back.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -23,12 +23,14 @@ from torch import Tensor, fx
 from torch.nn.functional import linear
 
 from quantplug.algorithms.channels import Reader, channels_of
+from quantplug.algorithms.results import ByLayer
 from quantplug.algorithms.scaling import Group, Scales, column_ranges, columns, groups_of, require_float_graph
 from quantplug.algorithms.trial import STEPS, STEPS_OF_WEIGHTS, is_gain, round_to, told, trials
 from quantplug.core.calibration.bias_correction import LEAST_GAIN
 from quantplug.core.calibration.node_by_node import BatchRun, batches_of, node_by_node
 from quantplug.core.errors import CalibrationError, ConfigError
 from quantplug.core.graph.facts import describe, operands
+from quantplug.core.specs.levels import decibels
 
 _ALPHAS = tuple(step / 10 for step in range(11))
 # How much of what a layer reads its error is judged by: rows of a linear layer, samples of a convolution.
@@ -53,25 +55,13 @@ class SmoothedLayer:
 
 
 @dataclass(frozen=True, eq=False)
-class Smoothed(Mapping[str, SmoothedLayer]):
+class Smoothed(ByLayer[SmoothedLayer]):
     """What smoothing did: a mapping from a layer's node name to what became of what it reads.
 
     Attributes:
         layers: this mapping.
         left: by node name why another layer reads what it read before.
     """
-
-    layers: dict[str, SmoothedLayer] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
-
-    def __getitem__(self, name: str) -> SmoothedLayer:
-        return self.layers[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.layers)
-
-    def __len__(self) -> int:
-        return len(self.layers)
 
     def __str__(self) -> str:
         """What was done, in a sentence."""
@@ -154,7 +144,7 @@ class Smooth:
         }
         alpha = min(errors, key=errors.__getitem__)
         names = [one.reader.layer.node.name for one in seen]
-        levels = [-10 * math.log10(error) if error > 0 else math.inf for error in (before, errors[alpha])]
+        levels = [decibels(1, error) for error in (before, errors[alpha])]
         if self.alpha is None and not errors[alpha] < before * 10 ** (-LEAST_GAIN / 10):
             reason = f"no alpha brings its results from {levels[0]:.1f} dB nearer to float"
             found.left.update(dict.fromkeys(names, reason))

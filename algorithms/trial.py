@@ -4,7 +4,6 @@ Before: an exported float graph, batches and scales. After: decibels; the graph 
 gain while the model loses, because outputs of a layer do not count alike for what comes behind it.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from quantplug.core.calibration.bias_correction import LEAST_GAIN, is_no_chance
 from quantplug.core.calibration.node_by_node import BatchRun
 from quantplug.core.graph.facts import is_constant
 from quantplug.core.peers.torch_names import pytree
+from quantplug.core.specs.levels import decibels
 
 # Decibels that may be lost in a trial where another one gains.
 _LEAST_LOSS = 0.1
@@ -37,8 +37,7 @@ class Tried:
     @property
     def decibels(self) -> float:
         """How near the outputs are to float."""
-        error = float(self.errors.sum())
-        return 10 * math.log10(self.energy / error) if error > 0 and self.energy > 0 else math.inf
+        return decibels(self.energy, float(self.errors.sum()))
 
     def is_better_than(self, other: "Tried") -> bool:
         """Tells whether the outputs are nearer to float, by more than chance."""

@@ -23,10 +23,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from quantplug.core.calibration.node_by_node import BatchRun, batches_of, node_by_node
 from quantplug.core.calibration.observer_places import channel_axis, require_observers
+from quantplug.core.graph.editing import replace_parameter
 from quantplug.core.graph.facts import attribute, is_observer, operands, tensor_value
 from quantplug.core.graph.operators import operator_overloads
 from quantplug.core.observers.from_specs import is_derived
@@ -265,6 +266,4 @@ def _along_channels(change: Tensor, value: Tensor, axis: int) -> Tensor:
 def _add(model: fx.GraphModule, name: str, change: Tensor) -> None:
     """Replaces a bias: the tensor itself may be the caller's."""
     before = attribute(model, name)
-    owner, _, leaf = name.rpartition(".")
-    after = nn.Parameter((before + change).to(before.dtype).detach(), requires_grad=before.requires_grad)
-    setattr(model.get_submodule(owner), leaf, after)
+    replace_parameter(model, [name], (before + change).to(before.dtype))

@@ -64,6 +64,15 @@ def new_parameter(model: fx.GraphModule, origin: fx.Node, suffix: str, value: Te
     return node
 
 
+def replace_parameter(model: nn.Module, names: Iterable[str], value: Tensor) -> None:
+    """Puts a parameter of its own in the place of one under all its names: the tensor itself may be the caller's."""
+    first, *others = names
+    parameter = nn.Parameter(value.detach(), requires_grad=attribute(model, first).requires_grad)
+    for name in (first, *others):
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, parameter)
+
+
 def as_recorded(value: Tensor, beside: Tensor | None) -> Tensor:
     """Returns a tensor as export records one: fake, of the mode of another that is recorded, where that is fake."""
     mode = getattr(beside, "fake_mode", None)

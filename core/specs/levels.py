@@ -5,6 +5,7 @@ reason in words why the kernel is not at its declared level.
 """
 
 import enum
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -134,6 +135,11 @@ def _form_objection(found: Tensor, expected: Tensor) -> str | None:
     if found.dtype != expected.dtype:
         return f"The output is {found.dtype}, the reference is {expected.dtype}."
     return None
+
+
+def decibels(signal: float, noise: float) -> float:
+    """Returns 10 log10(signal / noise) of two energies; infinite where one of them is none."""
+    return 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else math.inf
 
 
 def sqnr(found: Tensor, expected: Tensor) -> float:

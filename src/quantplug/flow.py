@@ -143,8 +143,8 @@ def quantize(
     prepared = prepare_pt2e(exported, chosen)
     _require_quantized(explain(prepared), target.name)
     if calibration is None:
-        _require_no_data(_waits_for_data(prepared), target.name)
-    elif _waits_for_data(prepared):
+        _require_no_data(waits_for_data(prepared), target.name)
+    elif waits_for_data(prepared):
         calibrate(prepared, calibration, limit=limit, progress=progress, inputs=inputs)
     applied += apply(others, prepared, calibration, inputs)
     if not isinstance(recipe, str):
@@ -189,7 +189,8 @@ def _require_no_data(waits: bool, backend: str) -> None:
         )
 
 
-def _waits_for_data(prepared: fx.GraphModule) -> bool:
+def waits_for_data(prepared: fx.GraphModule) -> bool:
+    """Tells whether observers of activations need calibration data."""
     return any(needs_data(place.observer) and not place.of_constants for place in observer_places(prepared))
 
 

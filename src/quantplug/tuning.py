@@ -32,20 +32,18 @@ from quantplug.algorithms.sensitivity import sensitivity
 from quantplug.core.annotation.plan import Plan, plan_of
 from quantplug.core.calibration.batches import BatchReader, digest, picked
 from quantplug.core.calibration.calibrate import calibrate
-from quantplug.core.calibration.observer_places import observer_places
 from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.errors import ArtefactError, ConfigError, first_line
 from quantplug.core.files.typed import typed
 from quantplug.core.files.whole import require_writable, write_content
 from quantplug.core.graph.multiplications import multiplications
 from quantplug.core.graph.working_copy import working_copy
-from quantplug.core.observers.from_specs import needs_data
 from quantplug.core.peers.torch_names import pytree
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e
 from quantplug.core.report.explain import explain
 from quantplug.core.specs.levels import sqnr
-from quantplug.flow import export
+from quantplug.flow import export, waits_for_data
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.framework.registry import get_quantizer
 
@@ -325,7 +323,7 @@ def _calibrated(job: Job, exported: fx.GraphModule, quantizer: BackendQuantizer)
     exported = working_copy(exported) if floats else exported
     apply(floats, exported, job.calibration, job.inputs)
     prepared = prepare_pt2e(exported, quantizer)
-    if any(needs_data(place.observer) and not place.of_constants for place in observer_places(prepared)):
+    if waits_for_data(prepared):
         calibrate(prepared, job.calibration, progress=False, inputs=job.inputs)
     apply(others, prepared, job.calibration, job.inputs)
     return prepared

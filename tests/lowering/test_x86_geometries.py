@@ -88,11 +88,8 @@ def test_a_residual_sum_of_one_column():
     assert all(sqnr(reference(x), program(x)) > 55 for x in calls)
 
 
-def test_open_sizes_that_may_be_one_column_wide():
-    """torch leaves a result of one column open where the module has no convolution that it traced otherwise."""
-    model = nn.Sequential(layer(4, 8, (3, 4), stride=(1, 4), groups=4), nn.ReLU())
-    sizes = ({2: torch.export.Dim("height", min=4, max=64), 3: torch.export.Dim("width", min=8, max=64)},)
-    calls = [torch.randn(1, 4, 16, width) for width in (16, 8, 21)]
+def opened(model, sizes, calls):
+    """Returns the q/dq graph of a model of open sizes, calibrated on all calls, and its program."""
     quantizer = quantplug.get_quantizer("x86")
     prepared = quantplug.prepare_pt2e(
         torch.export.export(model.eval(), (calls[0],), dynamic_shapes=sizes).module(), quantizer
@@ -101,6 +98,15 @@ def test_open_sizes_that_may_be_one_column_wide():
         prepared(x)
     reference = quantplug.convert_pt2e(prepared)
     program = quantizer.backend.lower(reference, (calls[0],), dynamic_shapes=sizes)
+    return reference, program
+
+
+def test_open_sizes_that_may_be_one_column_wide():
+    """torch leaves a result of one column open where the module has no convolution that it traced otherwise."""
+    model = nn.Sequential(layer(4, 8, (3, 4), stride=(1, 4), groups=4), nn.ReLU())
+    sizes = ({2: torch.export.Dim("height", min=4, max=64), 3: torch.export.Dim("width", min=8, max=64)},)
+    calls = [torch.randn(1, 4, 16, width) for width in (16, 8, 21)]
+    reference, program = opened(model, sizes, calls)
     assert all(sqnr(reference(x), program(x)) > 55 for x in calls)
 
 
@@ -131,14 +137,7 @@ def test_pixels_are_taken_first_of_open_sizes(compiled):
     model = nn.Sequential(layer(24, 8, (3, 3), padding=1), nn.ReLU(), layer(8, 16, (1, 1), stride=2), nn.ReLU())
     sizes = ({0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC},)
     calls = [torch.randn(*size) for size in ((2, 24, 9, 12), (1, 24, 4, 5), (3, 24, 7, 20))]
-    quantizer = quantplug.get_quantizer("x86")
-    prepared = quantplug.prepare_pt2e(
-        torch.export.export(model.eval(), (calls[0],), dynamic_shapes=sizes).module(), quantizer
-    )
-    for x in calls:
-        prepared(x)
-    reference = quantplug.convert_pt2e(prepared)
-    program = quantizer.backend.lower(reference, (calls[0],), dynamic_shapes=sizes)
+    reference, program = opened(model, sizes, calls)
     assert isinstance(program, X86Program)
     run = program.compile() if compiled else program
     assert all(sqnr(reference(x), run(x)) > 55 for x in calls)
