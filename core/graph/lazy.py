@@ -6,6 +6,8 @@ for a new compilation, as passes do, and none is made: compiling takes longer th
 """
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import fx
@@ -59,3 +61,14 @@ class LazyGraphModule(fx.GraphModule):
     def _compile(self) -> None:
         if not self._is_compiled:
             super().recompile()
+
+
+@contextmanager
+def compiled_once(model: fx.GraphModule) -> Iterator[None]:
+    """Lets a graph module compile its graph once, behind all passes that ask for it here; none of them may run it."""
+    vars(model)["recompile"] = lambda: None
+    try:
+        yield
+    finally:
+        del vars(model)["recompile"]
+        model.recompile()

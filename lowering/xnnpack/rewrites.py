@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from quantplug.core.graph.lazy import compiled_once
 from quantplug.lowering.rewrites.activations import (
     clamp_is_activation,
     elu_is_plain,
@@ -122,6 +123,7 @@ def rewrite_for_xnnpack(model: fx.GraphModule) -> fx.GraphModule:
     Args:
         model: an exported graph module; it is changed in place and returned.
     """
-    for rewrite in ALL:
-        model = rewrite(model)
+    with compiled_once(model):
+        for rewrite in ALL:
+            rewrite(model)
     return model

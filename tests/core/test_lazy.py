@@ -11,6 +11,7 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
     get_default_x86_inductor_quantization_config,
 )
 
+from quantplug import XNNPACKQuantizer
 from quantplug.core.graph.lazy import LazyGraphModule
 from quantplug.core.graph.working_copy import working_copy
 from quantplug.core.pt2e.convert import convert_pt2e
@@ -160,3 +161,16 @@ def test_a_list_of_ten_thousand_tensors_is_compiled_once(compilations):
         model.recompile()
     assert torch.equal(model(torch.zeros(1)), -torch.arange(10_000.0))
     assert compilations == [model]
+
+
+def test_a_quantizers_rewrites_compile_a_caller_s_graph_once(compilations):
+    """XNNPACK's are thirty; torchao's prepare hands them a graph module that compiles at once."""
+    model = torch.export.export(nn.Sequential(nn.Linear(3, 2), nn.SiLU(), nn.Hardsigmoid()), (X,)).module()
+    expected = model(X)
+    compilations.clear()
+    rewritten = XNNPACKQuantizer().transform_for_annotation(model)
+    assert [part for part in compilations if part is rewritten] == [rewritten]
+    assert torch.ops.aten.silu.default not in {node.target for node in rewritten.graph.nodes}
+    torch.testing.assert_close(rewritten(X), expected)
+    rewritten.recompile()
+    assert len(compilations) == 2
