@@ -9,7 +9,7 @@ layers until nothing changes. Where a batch norm stands behind a layer the range
 are not absorbed (section 4.2): behind a relu that changes the function.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -98,22 +98,25 @@ class Equalize:
             CalibrationError: a loader is given and has no batch, or one does not fit the model.
         """
         graph = require_float_graph(model, "Equalize")
-        batches = []
-        if loader is not None:
-            batches = batches_of(graph, loader, self.samples, inputs, least=1, step="Equalize")
-        with torch.no_grad():
-            channels = channels_of(graph)
-            groups, left = _with_ranges(groups_of(channels))
-            if not groups:
-                return Equalized({}, channels.left | left)
-            scales = Scales(graph, groups)
-            before = trials(scales, batches, self.per_channel)
-            _even_out(scales)
-            found, left = _layers(scales), channels.left | left
-            after = trials(scales, batches, self.per_channel)
-            if batches and not is_gain(before, after):
-                return Equalized({}, left | dict.fromkeys(found, told(before, after)))
-            scales.keep()
+        if loader is None:
+            with torch.no_grad():
+                return self._equalized(graph, ())
+        with batches_of(graph, loader, self.samples, inputs, least=1, step="Equalize") as batches, torch.no_grad():
+            return self._equalized(graph, batches)
+
+    def _equalized(self, graph: fx.GraphModule, batches: Sequence[tuple[Any, ...]]) -> Equalized:
+        channels = channels_of(graph)
+        groups, left = _with_ranges(groups_of(channels))
+        if not groups:
+            return Equalized({}, channels.left | left)
+        scales = Scales(graph, groups)
+        before = trials(scales, batches, self.per_channel)
+        _even_out(scales)
+        found, left = _layers(scales), channels.left | left
+        after = trials(scales, batches, self.per_channel)
+        if batches and not is_gain(before, after):
+            return Equalized({}, left | dict.fromkeys(found, told(before, after)))
+        scales.keep()
         return Equalized(found, left)
 
 
