@@ -22,6 +22,7 @@ from quantplug.algorithms.results import ByLayer
 from quantplug.algorithms.scaling import Group, Scales, column_ranges, groups_of, is_batch_norm, require_float_graph
 from quantplug.algorithms.trial import is_gain, told, trials
 from quantplug.core.calibration.node_by_node import batches_of
+from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.graph.facts import operands
 
 # Chains of layers need a few rounds to even out; a change below this is no gain.
@@ -110,10 +111,11 @@ class Equalize:
         if not groups:
             return Equalized({}, channels.left | left)
         scales = Scales(graph, groups)
-        before = trials(scales, batches, self.per_channel)
-        _even_out(scales)
+        with progress_bar(shown=bool(batches), total=2 * len(batches), step="Equalize") as advance:
+            before = trials(scales, batches, self.per_channel, advance)
+            _even_out(scales)
+            after = trials(scales, batches, self.per_channel, advance)
         found, left = _layers(scales), channels.left | left
-        after = trials(scales, batches, self.per_channel)
         if batches and not is_gain(before, after):
             return Equalized({}, left | dict.fromkeys(found, told(before, after)))
         scales.keep()

@@ -29,6 +29,7 @@ from quantplug.algorithms.scaling import Group, Scales, column_ranges, columns, 
 from quantplug.algorithms.trial import STEPS, STEPS_OF_WEIGHTS, is_gain, round_to, told, trials
 from quantplug.core.calibration.bias_correction import LEAST_GAIN
 from quantplug.core.calibration.node_by_node import Batches, BatchRun, SideBySide, batches_of
+from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.errors import CalibrationError, ConfigError
 from quantplug.core.graph.facts import describe, operands
 from quantplug.core.specs.levels import decibels
@@ -126,10 +127,13 @@ class Smooth:
         if not scales.groups:
             return found
         held_back = batches[1::2] or batches
-        before = trials(scales, held_back, self.per_channel)
-        for index, seen in _seen(graph, batches[::2], scales.groups):
-            self._smooth(scales, index, seen, found)
-        after = trials(scales, held_back, self.per_channel)
+        total = 2 * len(held_back) + len(scales.groups)
+        with progress_bar(shown=True, total=total, step="Smooth", unit="batches or groups of layers") as advance:
+            before = trials(scales, held_back, self.per_channel, advance)
+            for index, seen in _seen(graph, batches[::2], scales.groups):
+                self._smooth(scales, index, seen, found)
+                advance()
+            after = trials(scales, held_back, self.per_channel, advance)
         if self.alpha is None and not is_gain(before, after):
             return Smoothed({}, found.left | dict.fromkeys(found.layers, told(before, after)))
         scales.keep()

@@ -4,7 +4,7 @@ Before: an exported float graph, batches and scales. After: decibels; the graph 
 gain while the model loses, because outputs of a layer do not count alike for what comes behind it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,9 @@ class Tried:
         return self.decibels > other.decibels + LEAST_GAIN and is_no_chance(other.errors - self.errors)
 
 
-def trials(scales: Scales, batches: Iterable[tuple[Any, ...]], per_channel: bool | None) -> list[Tried]:
+def trials(
+    scales: Scales, batches: Iterable[tuple[Any, ...]], per_channel: bool | None, advance: Callable[[], None]
+) -> list[Tried]:
     """Returns a model's outputs under scales, with what layers read and their weights in 8 bits.
 
     Args:
@@ -53,6 +55,7 @@ def trials(scales: Scales, batches: Iterable[tuple[Any, ...]], per_channel: bool
         batches: the inputs.
         per_channel: whether each output channel of a weight has a scale, or the whole weight one; None for a trial of
             each.
+        advance: is called after each batch.
     """
     kinds = (True, False) if per_channel is None else (per_channel,)
     parameters = [_parameters(scales, per_channel=kind) for kind in kinds]
@@ -62,6 +65,7 @@ def trials(scales: Scales, batches: Iterable[tuple[Any, ...]], per_channel: bool
         energy += float(wanted.square().sum())
         for found, given in zip(errors, parameters, strict=True):
             found.append((_outputs(_RoundedRun(scales.model, batch, given)) - wanted).square().sum(1))
+        advance()
     return [Tried(torch.cat(found), energy) for found in errors]
 
 

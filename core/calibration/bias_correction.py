@@ -27,6 +27,7 @@ from torch import Tensor, fx
 
 from quantplug.core.calibration.node_by_node import Batches, BatchRun, SideBySide, batches_of
 from quantplug.core.calibration.observer_places import channel_axis, require_observers
+from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.graph.editing import replace_parameter
 from quantplug.core.graph.facts import attribute, is_observer, operands, tensor_value
 from quantplug.core.graph.operators import operator_overloads
@@ -105,10 +106,15 @@ def correct_biases(
 
 def _corrected(model: fx.GraphModule, biases: Mapping[str, str], batches: Batches) -> BiasCorrection:
     sums, names, quantized = _sums(model, biases), list(biases), convert_pt2e(model)
-    expected = _means(model, batches[::2], {sums.get(name, name): name for name in names})
-    wanted = batches[1::2].runs(partial(BatchRun, model))
-    changes = [_changes(quantized, batches[::2], names[start:], sums, expected) for start in _starts(len(names))]
-    tried = [_tried(quantized, batches[1::2], wanted, each) for each in changes]
+    wanted, starts = batches[1::2].runs(partial(BatchRun, model)), _starts(len(names))
+    changes, tried = [], []
+    with progress_bar(shown=True, total=1 + len(starts), step="correct biases", unit="passes") as advance:
+        expected = _means(model, batches[::2], {sums.get(name, name): name for name in names})
+        for start in starts:
+            advance()
+            changes.append(_changes(quantized, batches[::2], names[start:], sums, expected))
+            tried.append(_tried(quantized, batches[1::2], wanted, changes[-1]))
+        advance()
     best = max(range(len(tried)), key=lambda place: tried[place].decibels)
     before, after = tried[0], tried[best]
     if not (after.decibels > before.decibels + LEAST_GAIN and is_no_chance(before.errors - after.errors)):
