@@ -9,7 +9,7 @@ layers until nothing changes. Where a batch norm stands behind a layer the range
 are not absorbed (section 4.2): behind a relu that changes the function.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ from quantplug.algorithms.results import ByLayer
 from quantplug.algorithms.scaling import Group, Scales, column_ranges, groups_of, is_batch_norm, require_float_graph
 from quantplug.algorithms.trial import is_gain, told, trials
 from quantplug.core.calibration.node_by_node import batches_of
+from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.graph.facts import operands
 
 # Chains of layers need a few rounds to even out; a change below this is no gain.
@@ -98,22 +99,26 @@ class Equalize:
             CalibrationError: a loader is given and has no batch, or one does not fit the model.
         """
         graph = require_float_graph(model, "Equalize")
-        batches = []
-        if loader is not None:
-            batches = batches_of(graph, loader, self.samples, inputs, least=1, step="Equalize")
-        with torch.no_grad():
-            channels = channels_of(graph)
-            groups, left = _with_ranges(groups_of(channels))
-            if not groups:
-                return Equalized({}, channels.left | left)
-            scales = Scales(graph, groups)
-            before = trials(scales, batches, self.per_channel)
+        if loader is None:
+            with torch.no_grad():
+                return self._equalized(graph, ())
+        with batches_of(graph, loader, self.samples, inputs, least=1, step="Equalize") as batches, torch.no_grad():
+            return self._equalized(graph, batches)
+
+    def _equalized(self, graph: fx.GraphModule, batches: Sequence[tuple[Any, ...]]) -> Equalized:
+        channels = channels_of(graph)
+        groups, left = _with_ranges(groups_of(channels))
+        if not groups:
+            return Equalized({}, channels.left | left)
+        scales = Scales(graph, groups)
+        with progress_bar(shown=bool(batches), total=2 * len(batches), step="Equalize") as advance:
+            before = trials(scales, batches, self.per_channel, advance)
             _even_out(scales)
-            found, left = _layers(scales), channels.left | left
-            after = trials(scales, batches, self.per_channel)
-            if batches and not is_gain(before, after):
-                return Equalized({}, left | dict.fromkeys(found, told(before, after)))
-            scales.keep()
+            after = trials(scales, batches, self.per_channel, advance)
+        found, left = _layers(scales), channels.left | left
+        if batches and not is_gain(before, after):
+            return Equalized({}, left | dict.fromkeys(found, told(before, after)))
+        scales.keep()
         return Equalized(found, left)
 
 

@@ -15,22 +15,31 @@ whole Hessian. `rounding.py` has the arithmetic.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.functional import one_hot
 from torchao.quantization.pt2e import FixedQParamsObserver
 
 from quantplug.algorithms.frozen import freeze, is_frozen
+from quantplug.algorithms.pieces import Piece, pieces_of
+from quantplug.algorithms.pieces import joined as joined_pieces
+from quantplug.algorithms.products import Sums
 from quantplug.algorithms.results import ByLayer
+from quantplug.algorithms.rounded import Log, Rounded
 from quantplug.algorithms.rounding import Passing, Tried, descended, errors_of, factors_of, refitted, target_of
-from quantplug.algorithms.weights import Grid, Layer, Weight, weights_of
-from quantplug.core.calibration.node_by_node import BatchRun, batches_of, node_by_node
+from quantplug.algorithms.weights import Grid, Weight, weights_of
+from quantplug.core.calibration.batches import digest
+from quantplug.core.calibration.node_by_node import Batches, BatchRun, batches_of
 from quantplug.core.calibration.observer_places import require_observers
-from quantplug.core.errors import CalibrationError, ConfigError
+from quantplug.core.calibration.processes import Alone, Exchange, joined, telling
+from quantplug.core.calibration.progress import progress_bar
+from quantplug.core.errors import ConfigError
+from quantplug.core.files.whole import require_writable
 from quantplug.core.graph.editing import new_parameter, replace_parameter
-from quantplug.core.graph.facts import describe, operands, operator_name
+from quantplug.core.peers.torch_names import pytree
 from quantplug.core.specs.levels import decibels
 
 # How much less an error has to be for another round of it to be worth while.
@@ -77,6 +86,9 @@ class GPTQ:
         damping: what is added to the Hessian's diagonal, as a share of its mean.
         scales: whether the scales of weights are searched too.
         sweeps: how often, at most, scales and integers are fitted to each other afterwards; 0 for GPTQ alone.
+        checkpoint: file to keep the rounded weights in, from which a run that was killed goes on with the same bits.
+            Removed when all are rounded.
+        resume: takes up an existing checkpoint; model, batches and options must be the same.
         stage: which graph it is for.
 
     Raises:
@@ -87,6 +99,8 @@ class GPTQ:
     damping: float = 0.01
     scales: bool = True
     sweeps: int = 3
+    checkpoint: str | Path | None = None
+    resume: bool = True
     stage: ClassVar[str] = "calibrated"
 
     def __post_init__(self) -> None:
@@ -102,156 +116,131 @@ class GPTQ:
         """Moves weights onto values that their integers stand for; convert stores just these integers.
 
         The observers of these weights keep their scales from now on. Nothing of the model is changed if an error is
-        raised.
+        raised. In a process of an initialized `torch.distributed` job each rank reads its own shard, all share the
+        work, and all end with the same model: that of one process which reads the first batch of each rank, then the
+        second of each, and so on.
 
         Args:
             prepared: a calibrated model, of any quantizer, from our prepare or torchao's.
-            loader: batches as for `calibrate`; activations that a later layer reads are in memory for all of them.
+            loader: batches as for `calibrate`.
             inputs: picks the model's inputs out of a batch, as for `calibrate`.
 
         Raises:
             ModelError: `prepared` is not a prepared graph module, or is prepared for training.
-            CalibrationError: there is no batch, one does not fit the model, or a layer is given NaN or infinity.
+            CalibrationError: there is no batch, one does not fit the model, a layer is given NaN or infinity, another
+                process failed, or the checkpoint is of another model, data or options.
+            ArtefactError: the checkpoint cannot be read or written.
         """
         model = require_observers(prepared, "GPTQ")
-        batches = batches_of(model, loader, self.samples, inputs, least=1, step="GPTQ")
-        with torch.no_grad():
+        with torch.no_grad(), batches_of(model, loader, self.samples, inputs, least=1, step="GPTQ") as batches:
             weights, left = weights_of(model)
-            found = list(self._rounded(model, batches, weights))
+            with joined() as ranks, telling(ranks):
+                log = self._log(model, weights, batches, ranks)
+                found = self._all_rounded(model, batches, weights, ranks, log)
+                ranks.gather(None)  # what fails after this fails on all
             for one in found:
                 _keep(model, one)
             model.recompile()
-        layers = {layer.node.name: one.quality for one in found for layer in one.weight.layers}
-        return RoundedWeights(layers, left)
+            log.remove()
+        return RoundedWeights({layer.node.name: _quality(one) for one in found for layer in one.weight.layers}, left)
+
+    def _log(self, model: fx.GraphModule, weights: list[Weight], batches: Batches, ranks: Exchange | Alone) -> Log:
+        """Returns what an earlier run has rounded; the file is the first rank's."""
+        if self.checkpoint is None:
+            return Log(None, [], {})
+        path = Path(self.checkpoint) if ranks.rank == 0 else None
+        fingerprint = _fingerprint(self, model, weights, batches)
+        if path is not None:
+            require_writable(path)
+        return Log.taken_up(path, fingerprint, weights, ranks, resume=self.resume)
+
+    def _all_rounded(
+        self, model: fx.GraphModule, batches: Batches, weights: list[Weight], ranks: Exchange | Alone, log: Log
+    ) -> list[Rounded]:
+        found = []
+        with progress_bar(shown=True, total=len(weights), step="GPTQ", unit="weights") as advance:
+            for one in self._rounded(model, batches[ranks.rank :: ranks.size], weights, ranks, log):
+                found.append(one)
+                log.add(one)
+                advance()
+        return found
 
     def _rounded(
-        self, model: fx.GraphModule, batches: list[tuple[Any, ...]], weights: list[Weight]
-    ) -> Iterator["_Rounded"]:
-        runs, floats = ([BatchRun(model, batch) for batch in batches] for _ in range(2))
+        self, model: fx.GraphModule, batches: Batches, weights: list[Weight], ranks: Exchange | Alone, log: Log
+    ) -> Iterator[Rounded]:
+        runs, floats = (batches.runs(partial(BatchRun, model)) for _ in range(2))
         by_layer = {layer.node: (weight, layer) for weight in weights for layer in weight.layers}
-        sums, last = _Sums(), max(by_layer, default=None)
-        for node in node_by_node([*runs, *floats], {node.name for node in by_layer}):
+        sums = Sums(runs, floats, ranks)
+        for node, _ in zip(runs.stops(by_layer), floats.stops(by_layer), strict=True):
             weight, layer = by_layer[node]
-            total = sums.added(weight, layer, list(zip(runs, floats, strict=True)))
+            one = log.found(weight)
+            total = None if one is not None else sums.added(weight, layer)
             if layer is not weight.layers[-1]:
                 continue
-            one = self._round(weight, total)
+            if total is not None:
+                one = self._round(weight, total, ranks)
+            assert one is not None
             yield one
-            if node is last:
-                return  # a language model's last tensor is its largest
-            for run in runs:
-                run.env[layer.observed] = one.value
-                run.env[node] = run.run_node(node)
+            runs.replace(layer.observed, one.value)
 
-    def _round(self, weight: Weight, sums: Tensor) -> "_Rounded":
+    def _round(self, weight: Weight, sums: Tensor, ranks: Exchange | Alone) -> Rounded:
         (hessians, crosses), given = sums.unbind(1), weight.layers[0].matrix(weight.value)
         hessian = hessians.sum(0)
-        passing = Passing.of(hessian, self.damping)
         matrix = target_of(given, hessians, crosses - hessians, self.damping)
+        pieces = pieces_of(Piece(matrix, hessian, Passing.of(hessian, self.damping), weight.grid))
+        searches = self._searches_scales(weight)
+        own = {
+            place: self._nearest_and_best(pieces[place], searches=searches)
+            for place in range(ranks.rank, len(pieces), ranks.size)
+        }
+        every = {place: tried for some in ranks.gather(own) for place, tried in some.items()}
+        nearest, best = (
+            joined_pieces([every[place][which] for place in range(len(pieces))], len(matrix)) for which in range(2)
+        )
+        energy = float(errors_of(matrix, hessian).sum())
+        quality = tuple(decibels(energy, float(each.errors.sum())) for each in (nearest, best))
+        return Rounded(weight, best.values.reshape(weight.value.shape).to(weight.value.dtype), best.scale, *quality)
+
+    def _nearest_and_best(self, piece: Piece, *, searches: bool) -> tuple[Tried, Tried]:
+        matrix, passing, by_row = piece.matrix, piece.passing, piece.grid.by_row
 
         def tried(values: Tensor, grid: Grid) -> Tried:
-            return Tried(values, grid.scale, errors_of(matrix - values, hessian))
+            return Tried(values, grid.scale, errors_of(matrix - values, piece.hessian))
 
-        best = nearest = tried(weight.grid.nearest(matrix), weight.grid)
-        for grid in self._grids(weight, matrix, hessian):
-            if grid is not weight.grid:
-                best = best.or_better(tried(grid.nearest(matrix), grid), by_row=grid.by_row)
-            best = best.or_better(tried(passing.rounded(matrix, grid), grid), by_row=grid.by_row)
+        best = nearest = tried(piece.grid.nearest(matrix), piece.grid)
+        best = best.or_better(tried(passing.rounded(matrix, piece.grid), piece.grid), by_row=by_row)
+        if searches:
+            grid = piece.grid.scaled(factors_of(piece.grid, matrix, piece.hessian))
+            for values in (grid.nearest(matrix), passing.rounded(matrix, grid)):
+                best = best.or_better(tried(values, grid), by_row=by_row)
         for _ in range(self.sweeps):
-            before, grid, values = best, replace(weight.grid, scale=best.scale), best.values
-            if self._searches_scales(weight):
+            before, grid, values = best, replace(piece.grid, scale=best.scale), best.values
+            if searches:
                 grid, values = refitted(matrix, values, grid, passing.damped)
-            best = best.or_better(tried(descended(matrix, values, grid, passing.damped), grid), by_row=grid.by_row)
+            best = best.or_better(tried(descended(matrix, values, grid, passing.damped), grid), by_row=by_row)
             if best.errors.sum() >= (1 - _WORTH) * before.errors.sum():
                 break
-        energy = float(errors_of(matrix, hessian).sum())
-        quality = RoundedLayer(*(decibels(energy, float(each.errors.sum())) for each in (nearest, best)))
-        return _Rounded(weight, best.values.reshape(weight.value.shape).to(weight.value.dtype), best.scale, quality)
-
-    def _grids(self, weight: Weight, matrix: Tensor, hessian: Tensor) -> Iterator[Grid]:
-        yield weight.grid
-        if self._searches_scales(weight):
-            yield weight.grid.scaled(factors_of(weight.grid, matrix, hessian))
+        return nearest, best
 
     def _searches_scales(self, weight: Weight) -> bool:
         return self.scales and weight.is_alone and not any(_is_given(layer.observer) for layer in weight.layers)
 
 
-@dataclass(frozen=True)
-class _Rounded:
-    weight: Weight
-    value: Tensor
-    scale: Tensor
-    quality: RoundedLayer
+def _quality(one: Rounded) -> RoundedLayer:
+    return RoundedLayer(one.before, one.after)
 
 
-class _Sums:
-    """Sums of products of what layers read; layers that read the same tensor share them."""
-
-    def __init__(self) -> None:
-        self._totals: dict[int, Tensor] = {}
-        self._last: tuple[Any, Tensor] | None = None
-
-    def added(self, weight: Weight, layer: Layer, runs: list[tuple[BatchRun, BatchRun]]) -> Tensor:
-        """Returns sums over what the weight's layers up to this one read, [2, 2, groups, columns, columns].
-
-        Of every other batch, and of the rest: what they read behind rounded layers with itself, and what they read in
-        the float model with it.
-        """
-        own = self._of(layer, weight.value.shape, runs)
-        before = self._totals.pop(id(weight), None)
-        total = own if before is None else before + own
-        if layer is not weight.layers[-1]:
-            self._totals[id(weight)] = total
-        return total
-
-    def _of(self, layer: Layer, shape: torch.Size, runs: list[tuple[BatchRun, BatchRun]]) -> Tensor:
-        given = operands(layer.node)
-        source = given["input"]
-        key = (
-            source,
-            tuple(shape[1:]),
-            *(str(given.get(name)) for name in ("stride", "padding", "dilation", "groups")),
-        )
-        if self._last is None or self._last[0] != key:
-            products = [_products(layer, run.env[source], other.env[source], shape) for run, other in runs]
-            total = torch.stack([sum(products[half::2], torch.zeros_like(products[0])) for half in range(2)])
-            if not bool(torch.isfinite(total).all()):
-                raise CalibrationError(
-                    f"GPTQ found NaN or infinity in what {describe(layer.node)} reads; take the batch out that makes "
-                    "them, or leave the layer float."
-                )
-            self._last = (key, total)
-        return self._last[1]
-
-
-def _products(layer: Layer, value: Tensor, wanted: Tensor, shape: torch.Size) -> Tensor:
-    """Returns sums of products of the inputs that one output reads, float32 [2, groups, columns, columns]."""
-    columns, others = (_columns(layer, each.float(), shape) for each in (value, wanted))
-    return torch.stack([columns @ columns.transpose(1, 2), others @ columns.transpose(1, 2)])
-
-
-def _columns(layer: Layer, value: Tensor, shape: torch.Size) -> Tensor:
-    """Returns what a layer multiplies its weight by, [groups, columns, outputs]."""
-    if operator_name(layer.node) == "aten::linear":
-        return value.reshape(1, -1, value.shape[-1]).transpose(1, 2)
-    return _patches(layer, value, shape)
-
-
-def _patches(layer: Layer, value: Tensor, shape: torch.Size) -> Tensor:
-    """Returns what a convolution multiplies its weight by, [groups, columns, outputs].
-
-    It is the convolution itself that picks them, with one weight of 1 for each: so every padding is its own.
-    """
-    places = math.prod(shape[2:])
-    channels = int(shape[1]) * layer.groups
-    picks = (
-        one_hot(torch.arange(places)).to(value).reshape(places, 1, *shape[2:]).repeat(channels, *[1] * (len(shape) - 1))
-    )
-    given = {name: found for name, found in operands(layer.node).items() if not isinstance(found, fx.Node)}
-    target: Any = layer.node.target
-    picked = target(**{**given, "input": value, "weight": picks, "bias": None, "groups": channels})
-    return picked.movedim(1, 0).reshape(layer.groups, int(shape[1]) * places, -1)  # type: ignore[no-any-return]
+def _fingerprint(options: GPTQ, model: fx.GraphModule, weights: list[Weight], batches: Batches) -> list[str]:
+    """Returns what tells runs apart that would round otherwise."""
+    grids = [number for weight in weights for number in (weight.grid.scale, weight.grid.zero_point)]
+    data = (leaf for batch in batches for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+    return [
+        f"options {replace(options, checkpoint=None, resume=True)}",
+        f"operators {[f'{node.name} {node.target}' for node in model.graph.nodes if node.op == 'call_function']}",
+        f"numbers {digest((*model.parameters(), *model.buffers()))}",
+        f"scales {digest(grids)}",
+        f"batches {digest(data)}",
+    ]
 
 
 def _is_given(observer: nn.Module) -> bool:
@@ -261,7 +250,7 @@ def _is_given(observer: nn.Module) -> bool:
     return is_frozen(observer) or isinstance(observer, FixedQParamsObserver) or bool(powers)
 
 
-def _keep(model: fx.GraphModule, one: _Rounded) -> None:
+def _keep(model: fx.GraphModule, one: Rounded) -> None:
     """Puts a rounded weight into the model; the tensor that it had may be the caller's, or read in float."""
     layers = one.weight.layers
     if one.weight.is_read_in_float:

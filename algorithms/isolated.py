@@ -63,14 +63,13 @@ class _Run(BatchRun):
     def __init__(self, graph: QuantizedGraph, batch: tuple[Any, ...], active: Collection[fx.Node] = ()) -> None:
         super().__init__(graph.model, batch)
         self._pairs, self._active = graph.pairs, active
-        self._given = dict(zip(graph.model.graph.find_nodes(op="placeholder"), batch, strict=True))
         self._quantizes = set(graph.pairs.values())
         self._writes = any(written_argument(node) is not None for node in graph.model.graph.nodes)
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs a node; a quantize node keeps what it is given for the dequantize nodes that read it."""
-        if n in self._given:
-            return self._given[n]
+        if n.op == "placeholder":
+            return self.env.get(n)
         if n in self._quantizes:
             return self.fetch_args_kwargs_from_env(n)
         if n not in self._pairs:

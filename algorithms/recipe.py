@@ -14,6 +14,7 @@ from quantplug.algorithms.equalize import Equalize
 from quantplug.algorithms.gptq import GPTQ
 from quantplug.algorithms.smooth import Smooth
 from quantplug.core.calibration.bias_correction import SAMPLES, BiasCorrection, correct_biases
+from quantplug.core.calibration.progress import bars
 from quantplug.core.errors import ConfigError
 
 # The graphs that algorithms are for, in the order in which a model becomes them.
@@ -113,10 +114,16 @@ def _is_recipe(given: Any) -> TypeGuard[Sequence[Algorithm]]:
 
 
 def apply(
-    algorithms: Sequence[Algorithm], graph: fx.GraphModule, loader: Any, inputs: Callable[[Any], Any] | None
+    algorithms: Sequence[Algorithm],
+    graph: fx.GraphModule,
+    loader: Any,
+    inputs: Callable[[Any], Any] | None,
+    *,
+    progress: bool,
 ) -> list[object]:
-    """Applies algorithms to the graph of their stage, in order, and returns what each did."""
-    return [each.apply(graph, loader, inputs=inputs) for each in algorithms]
+    """Applies algorithms to the graph of their stage, in order, and returns what each did; `progress` shows bars."""
+    with bars(shown=progress):
+        return [each.apply(graph, loader, inputs=inputs) for each in algorithms]
 
 
 def by_stage(algorithms: Sequence[Algorithm]) -> tuple[list[Algorithm], list[Algorithm]]:

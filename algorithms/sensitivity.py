@@ -181,12 +181,11 @@ def sensitivity(
             finite or all zero.
     """
     model = require_observers(prepared, "sensitivity")
-    batches = batches_of(model, loader, samples, inputs, least=1, step="sensitivity")
-    graph = quantized_graph(model)
-    together, signal, alone = 0.0, 0.0, dict.fromkeys(graph.operators, 0.0)
-    with torch.no_grad():
+    with batches_of(model, loader, samples, inputs, least=1, step="sensitivity") as batches, torch.no_grad():
+        graph = quantized_graph(model)
+        together, signal, alone = 0.0, 0.0, dict.fromkeys(graph.operators, 0.0)
         for start in range(0, len(batches), _TOGETHER):
-            group = batches[start : start + _TOGETHER]
+            group = list(batches[start : start + _TOGETHER])
             wanted = _finite_outputs(graph, group, start)
             signal += sum(map(_energy, wanted))
             together += _error(outputs(graph, group, graph.pairs), wanted)

@@ -16,6 +16,7 @@ too, on every other batch, which is held back.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +28,8 @@ from quantplug.algorithms.results import ByLayer
 from quantplug.algorithms.scaling import Group, Scales, column_ranges, columns, groups_of, require_float_graph
 from quantplug.algorithms.trial import STEPS, STEPS_OF_WEIGHTS, is_gain, round_to, told, trials
 from quantplug.core.calibration.bias_correction import LEAST_GAIN
-from quantplug.core.calibration.node_by_node import BatchRun, batches_of, node_by_node
+from quantplug.core.calibration.node_by_node import Batches, BatchRun, SideBySide, batches_of
+from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.errors import CalibrationError, ConfigError
 from quantplug.core.graph.facts import describe, operands
 from quantplug.core.specs.levels import decibels
@@ -116,20 +118,25 @@ class Smooth:
             CalibrationError: there is no batch, one does not fit the model, or a layer is given NaN or infinity.
         """
         graph = require_float_graph(model, "Smooth")
-        batches = batches_of(graph, loader, self.samples, inputs, least=1, step="Smooth")
-        with torch.no_grad():
-            channels = channels_of(graph)
-            scales, found = Scales(graph, groups_of(channels)), Smoothed(left=dict(channels.left))
-            if not scales.groups:
-                return found
-            held_back = batches[1::2] or batches
-            before = trials(scales, held_back, self.per_channel)
+        with batches_of(graph, loader, self.samples, inputs, least=1, step="Smooth") as batches, torch.no_grad():
+            return self._smoothed(graph, batches)
+
+    def _smoothed(self, graph: fx.GraphModule, batches: Batches) -> Smoothed:
+        channels = channels_of(graph)
+        scales, found = Scales(graph, groups_of(channels)), Smoothed(left=dict(channels.left))
+        if not scales.groups:
+            return found
+        held_back = batches[1::2] or batches
+        total = 2 * len(held_back) + len(scales.groups)
+        with progress_bar(shown=True, total=total, step="Smooth", unit="batches or groups of layers") as advance:
+            before = trials(scales, held_back, self.per_channel, advance)
             for index, seen in _seen(graph, batches[::2], scales.groups):
                 self._smooth(scales, index, seen, found)
-            after = trials(scales, held_back, self.per_channel)
-            if self.alpha is None and not is_gain(before, after):
-                return Smoothed({}, found.left | dict.fromkeys(found.layers, told(before, after)))
-            scales.keep()
+                advance()
+            after = trials(scales, held_back, self.per_channel, advance)
+        if self.alpha is None and not is_gain(before, after):
+            return Smoothed({}, found.left | dict.fromkeys(found.layers, told(before, after)))
+        scales.keep()
         return found
 
     def _smooth(self, scales: Scales, index: int, seen: list["_Seen"], found: Smoothed) -> None:
@@ -192,39 +199,68 @@ class _Seen:
         return result
 
 
-def _seen(
-    model: fx.GraphModule, batches: list[tuple[Any, ...]], groups: list[Group]
-) -> Iterator[tuple[int, list[_Seen]]]:
+def _seen(model: fx.GraphModule, batches: Batches, groups: list[Group]) -> Iterator[tuple[int, list[_Seen]]]:
     """Yields each group with what its layers read, once all of them have read it."""
-    runs = [BatchRun(model, batch) for batch in batches]
+    runs = batches.runs(partial(BatchRun, model))
     places = {reader.layer.node: (index, reader) for index, group in enumerate(groups) for reader in group.readers}
     found: dict[int, list[_Seen]] = {}
-    for node in node_by_node(runs, {node.name for node in places}):
+    for node in runs.stops(places):
         index, reader = places[node]
-        found.setdefault(index, []).append(_read(reader, [run.env[reader.layer.input] for run in runs]))
+        found.setdefault(index, []).append(_read(reader, runs))
         if len(found[index]) == len(groups[index].readers):
             yield index, found.pop(index)
 
 
-def _read(reader: Reader, values: list[Tensor]) -> _Seen:
-    spatial = reader.layer.spatial
-    rows = [value.float().reshape(-1, value.shape[-1]) if spatial == 0 else value.float() for value in values]
-    axis = rows[0].dim() - spatial - 1
-    others = [dim for dim in range(rows[0].dim()) if dim != axis]
-    least, most = (torch.stack([end(value, others) for value in rows]) for end in (torch.amin, torch.amax))
+def _read(reader: Reader, runs: SideBySide) -> _Seen:
+    values = [_Ends.of(reader, _rows(reader, run)) for run in runs.visits()]
+    least, most = (torch.stack([getattr(each, end) for each in values]) for end in ("least", "most"))
     if not bool((torch.isfinite(least) & torch.isfinite(most)).all()):
         raise CalibrationError(
             f"Smooth found NaN or infinity in what {describe(reader.layer.node)} reads; take the batch out that makes "
             "them."
         )
-    sample = _some(rows, _SAMPLES if spatial else _ROWS) if axis else rows[0]
-    return _Seen(reader, least.amin(0).clamp(max=0), most.amax(0).clamp(min=0), sample, axis)
+    sample = _some(reader, runs, [each.shape for each in values])
+    return _Seen(reader, least.amin(0).clamp(max=0), most.amax(0).clamp(min=0), sample, _axis(reader, values[0].shape))
 
 
-def _some(rows: list[Tensor], count: int) -> Tensor:
-    """Returns so many rows of all batches, evenly spread over them, or of those with images of the first's size."""
-    every = torch.cat([each for each in rows if each.shape[1:] == rows[0].shape[1:]])
-    return every[torch.linspace(0, len(every) - 1, min(count, len(every)), device=every.device).long()]
+@dataclass(frozen=True)
+class _Ends:
+    """The ends of what a layer reads of one batch, [channels], and its shape."""
+
+    least: Tensor
+    most: Tensor
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, reader: Reader, rows: Tensor) -> "_Ends":
+        others = [dim for dim in range(rows.dim()) if dim != _axis(reader, rows.shape)]
+        return cls(rows.amin(others), rows.amax(others), rows.shape)
+
+
+def _rows(reader: Reader, run: BatchRun) -> Tensor:
+    value = run.env[reader.layer.input].float()
+    return value if reader.layer.spatial else value.reshape(-1, value.shape[-1])
+
+
+def _axis(reader: Reader, shape: torch.Size) -> int:
+    return len(shape) - reader.layer.spatial - 1
+
+
+def _some(reader: Reader, runs: SideBySide, shapes: list[torch.Size]) -> Tensor:
+    """Returns rows of all batches, evenly spread over them, or of those with images of the first's size."""
+    if not _axis(reader, shapes[0]):
+        every = [_rows(reader, run) for run in runs.visits()]
+        return every[0]
+    counts = [shape[0] if shape[1:] == shapes[0][1:] else 0 for shape in shapes]
+    most = _SAMPLES if reader.layer.spatial else _ROWS
+    chosen, found, start = torch.linspace(0, sum(counts) - 1, min(most, sum(counts))).long(), [], 0
+    for run, count in zip(runs.visits(), counts, strict=True):
+        own = chosen[(chosen >= start) & (chosen < start + count)] - start
+        if len(own):
+            rows = _rows(reader, run)
+            found.append(rows[own.to(rows.device)])
+        start += count
+    return torch.cat(found)
 
 
 def _scale(group: Group, seen: list[_Seen], weights: list[Tensor], alpha: float) -> Tensor:

@@ -4,6 +4,7 @@ Before: an exported float graph, batches and scales. After: decibels; the graph 
 gain while the model loses, because outputs of a layer do not count alike for what comes behind it.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,9 @@ class Tried:
         return self.decibels > other.decibels + LEAST_GAIN and is_no_chance(other.errors - self.errors)
 
 
-def trials(scales: Scales, batches: list[tuple[Any, ...]], per_channel: bool | None) -> list[Tried]:
+def trials(
+    scales: Scales, batches: Iterable[tuple[Any, ...]], per_channel: bool | None, advance: Callable[[], None]
+) -> list[Tried]:
     """Returns a model's outputs under scales, with what layers read and their weights in 8 bits.
 
     Args:
@@ -52,6 +55,7 @@ def trials(scales: Scales, batches: list[tuple[Any, ...]], per_channel: bool | N
         batches: the inputs.
         per_channel: whether each output channel of a weight has a scale, or the whole weight one; None for a trial of
             each.
+        advance: is called after each batch.
     """
     kinds = (True, False) if per_channel is None else (per_channel,)
     parameters = [_parameters(scales, per_channel=kind) for kind in kinds]
@@ -61,6 +65,7 @@ def trials(scales: Scales, batches: list[tuple[Any, ...]], per_channel: bool | N
         energy += float(wanted.square().sum())
         for found, given in zip(errors, parameters, strict=True):
             found.append((_outputs(_RoundedRun(scales.model, batch, given)) - wanted).square().sum(1))
+        advance()
     return [Tried(torch.cat(found), energy) for found in errors]
 
 
@@ -79,11 +84,7 @@ def told(before: list[Tried], after: list[Tried]) -> str:
 
 def _outputs(run: BatchRun) -> Tensor:
     """Returns all numbers of floating point that a run yields, [samples, numbers]."""
-    for node in run.graph.nodes:
-        run.env[node] = run.run_node(node)
-        for used in run.user_to_last_uses.get(node, []):
-            del run.env[used]
-    leaves = pytree.tree_leaves(run.env[next(reversed(run.graph.nodes))])
+    leaves = pytree.tree_leaves(run.result())
     floats = [leaf.double() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     samples = len(floats[0]) if floats and floats[0].dim() and len({len(each) for each in floats}) == 1 else 1
     return torch.cat([each.reshape(samples, -1) for each in floats], 1) if floats else torch.zeros(1, 0)

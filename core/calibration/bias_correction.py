@@ -3,8 +3,7 @@
 Rounding weights to few bits shifts the mean of each output channel, and following layers add the shifts
 up. Adding the difference of the means to the biases takes the shift away (Nagel et al., "Data-Free
 Quantization Through Weight Equalization and Bias Correction", arXiv:1906.04721, section 4.2). A layer is
-compared while all layers before it are corrected already, in one pass over the graph: all batches go
-through a node before any goes on to the next.
+compared while all layers before it are corrected already, in one pass over the graph.
 
 A layer whose result goes into a residual sum is compared at the sum. Compared by itself it leaves the shift that the
 other operand brings, which every block hands on to the next: a ResNet32 of 8 bits then lost 1.8 dB on the very batches
@@ -18,22 +17,24 @@ their samples differ: three samples confirm a loss of half a decibel as readily 
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.calibration.node_by_node import BatchRun, batches_of, node_by_node
+from quantplug.core.calibration.node_by_node import Batches, BatchRun, SideBySide, batches_of
 from quantplug.core.calibration.observer_places import channel_axis, require_observers
+from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.graph.editing import replace_parameter
 from quantplug.core.graph.facts import attribute, is_observer, operands, tensor_value
 from quantplug.core.graph.operators import operator_overloads
 from quantplug.core.observers.from_specs import is_derived
 from quantplug.core.peers.torch_names import pytree
 from quantplug.core.pt2e.convert import convert_pt2e
-from quantplug.core.specs.levels import sqnr
+from quantplug.core.specs.levels import decibels
 
 # A gain below this may be chance: moving the end of one range by a few percent changes as much.
 LEAST_GAIN = 0.2
@@ -87,7 +88,7 @@ def correct_biases(
 
     Args:
         prepared: a model that `calibrate` has run; its biases are replaced.
-        loader: batches as for `calibrate`; their activations are in memory together.
+        loader: batches as for `calibrate`.
         samples: batches are taken until they hold so many samples, but two at least; every other one is held back.
         inputs: picks the model's inputs out of a batch, as for `calibrate`.
 
@@ -97,25 +98,31 @@ def correct_biases(
             or `samples` is no positive number.
     """
     model = require_observers(prepared, "correct_biases")
-    batches = batches_of(
-        model, loader, samples, inputs, least=2, step="Bias correction, which holds half of them back,"
-    )
-    biases = _own_biases(model)
-    if not biases:
-        return BiasCorrection()
-    sums = _sums(model, biases)
-    with torch.no_grad():
-        expected, wanted = _float_run(model, batches, {sums.get(name, name): name for name in biases})
-        quantized, names = convert_pt2e(model), list(biases)
-        tried = [_changes(quantized, batches[::2], names[start:], sums, expected) for start in _starts(len(names))]
-        outputs = [_changed(quantized, batches[1::2], changes) for changes in tried]
-    levels = [_level(found, wanted) for found in outputs]
-    best = max(range(len(tried)), key=levels.__getitem__)
-    if not (levels[best] > levels[0] + LEAST_GAIN and _confirmed(outputs[0], outputs[best], wanted)):
-        return BiasCorrection({}, levels[0], levels[0])
-    for name, change in tried[best].items():
+    step = "Bias correction, which holds half of them back,"
+    with batches_of(model, loader, samples, inputs, least=2, step=step) as batches, torch.no_grad():
+        biases = _own_biases(model)
+        return _corrected(model, biases, batches) if biases else BiasCorrection()
+
+
+def _corrected(model: fx.GraphModule, biases: Mapping[str, str], batches: Batches) -> BiasCorrection:
+    sums, names, quantized = _sums(model, biases), list(biases), convert_pt2e(model)
+    wanted, starts = batches[1::2].runs(partial(BatchRun, model)), _starts(len(names))
+    changes, tried = [], []
+    with progress_bar(shown=True, total=1 + len(starts), step="correct biases", unit="passes") as advance:
+        expected = _means(model, batches[::2], {sums.get(name, name): name for name in names})
+        for start in starts:
+            advance()
+            changes.append(_changes(quantized, batches[::2], names[start:], sums, expected))
+            tried.append(_tried(quantized, batches[1::2], wanted, changes[-1]))
+        advance()
+    best = max(range(len(tried)), key=lambda place: tried[place].decibels)
+    before, after = tried[0], tried[best]
+    if not (after.decibels > before.decibels + LEAST_GAIN and is_no_chance(before.errors - after.errors)):
+        return BiasCorrection({}, before.decibels, before.decibels)
+    for name, change in changes[best].items():
         _add(model, biases[name], change)
-    return BiasCorrection({n: float(c.abs().max()) for n, c in tried[best].items()}, levels[0], levels[best])
+    found = {name: float(change.abs().max()) for name, change in changes[best].items()}
+    return BiasCorrection(found, before.decibels, after.decibels)
 
 
 def _starts(count: int) -> list[int]:
@@ -160,55 +167,85 @@ def _sum(model: fx.GraphModule, layer: fx.Node) -> fx.Node | None:
     return None
 
 
-_Outputs = list[Tensor]
+def _means(model: fx.GraphModule, batches: Batches, places: Mapping[str, str]) -> dict[str, Tensor]:
+    """Returns the channels' means in the float model at {place: layer}."""
+    runs, axes = batches.runs(partial(BatchRun, model)), _axes(model, places)
+    return {node.name: _mean(runs, node, axes[node.name]) for node in _behind(runs, model, places)}
 
 
-def _float_run(
-    model: fx.GraphModule, batches: list[tuple[Any, ...]], places: Mapping[str, str]
-) -> tuple[dict[str, Tensor], _Outputs]:
-    """Returns the channels' means at {place: layer}, and the held-back batches' outputs."""
-    runs = [BatchRun(model, batch) for batch in batches]
-    axes = _axes(model, places)
-    expected = {
-        node.name: _mean([run.env[node] for run in runs[::2]], axes[node.name]) for node in node_by_node(runs, places)
-    }
-    return expected, _outputs(runs[1::2])
+def _behind(runs: SideBySide, model: fx.GraphModule, places: Collection[str]) -> Iterator[fx.Node]:
+    """Yields nodes by their names, each once all batches have run it."""
+    found = {node.next: node for node in model.graph.nodes if node.name in places}
+    for stop in runs.stops(found):
+        yield found[stop]
 
 
 def _changes(
     model: fx.GraphModule,
-    batches: list[tuple[Any, ...]],
+    batches: Batches,
     layers: Iterable[str],
     sums: Mapping[str, str],
     expected: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """Returns by layer the changes that give it, or the sum that it goes into, the expected means."""
-    runs, changes = [BatchRun(model, batch) for batch in batches], {}
     places = {sums.get(name, name): name for name in layers}
-    axes = _axes(model, places)
-    for node in node_by_node(runs, places):
+    runs, axes, changes = batches.runs(partial(BatchRun, model)), _axes(model, places), dict[str, Tensor]()
+    for node in _behind(runs, model, places):
         axis = axes[node.name]
-        change = expected[node.name] - _mean([run.env[node] for run in runs], axis)
+        change = expected[node.name] - _mean(runs, node, axis)
         changes[places[node.name]] = change
-        for run in runs:
+        for run in runs.visits():
             run.env[node] = run.env[node] + _along_channels(change, run.env[node], axis)
     return changes
 
 
-def _changed(model: fx.GraphModule, batches: list[tuple[Any, ...]], changes: Mapping[str, Tensor]) -> _Outputs:
-    """Returns a model's outputs with changed biases."""
-    runs, axes = [BatchRun(model, batch) for batch in batches], _axes(model, {name: name for name in changes})
-    for node in node_by_node(runs, changes):
-        for run in runs:
-            run.env[node] = run.env[node] + _along_channels(changes[node.name], run.env[node], axes[node.name])
-    return _outputs(runs)
+@dataclass(frozen=True)
+class _Tried:
+    """What a model with changed biases makes of held-back batches.
+
+    Attributes:
+        errors: squared error of each sample's outputs, [samples].
+        decibels: of all outputs; minus infinity where nothing can be compared: then no correction is kept.
+    """
+
+    errors: Tensor
+    decibels: float
 
 
-def _outputs(runs: list[BatchRun]) -> _Outputs:
-    """Returns of each run the outputs that have an error, tensors of floating point: a row for each sample."""
-    ends = [pytree.tree_leaves(run.env[next(reversed(run.graph.nodes))]) for run in runs]
-    kept = [[found for found in end if isinstance(found, Tensor) and found.is_floating_point()] for end in ends]
-    return [_side_by_side(tensors) for tensors in kept if tensors]
+def _tried(model: fx.GraphModule, batches: Batches, wanted: SideBySide, changes: Mapping[str, Tensor]) -> _Tried:
+    axes = _axes(model, {name: name for name in changes})
+    runs = batches.runs(lambda batch: _ChangedRun(model, batch, changes, axes))
+    errors, energy = [torch.zeros(0, dtype=torch.float64)], 0.0
+    for run, floats in zip(runs.visits(), wanted.visits(), strict=True):
+        found, rows = _outputs(run), _outputs(floats)
+        if found is not None and rows is not None:
+            errors.append((found - rows).square().sum(1).cpu())
+            energy += float(rows.square().sum())
+    every = torch.cat(errors)
+    return _Tried(every, decibels(energy, float(every.sum())) if len(every) else -math.inf)
+
+
+class _ChangedRun(BatchRun):
+    """Runs a model with changes added to results of layers, along their axes of channels."""
+
+    def __init__(
+        self, model: fx.GraphModule, batch: tuple[Any, ...], changes: Mapping[str, Tensor], axes: Mapping[str, int]
+    ) -> None:
+        super().__init__(model, batch)
+        self._changes, self._axes = changes, axes
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs a node, and adds what its layer is changed by."""
+        found = super().run_node(n)
+        change = self._changes.get(n.name)
+        return found if change is None else found + _along_channels(change, found, self._axes[n.name])
+
+
+def _outputs(run: BatchRun) -> Tensor | None:
+    """Returns the outputs of a run that have an error, tensors of floating point: a row for each sample."""
+    ends = pytree.tree_leaves(run.result())
+    kept = [found for found in ends if isinstance(found, Tensor) and found.is_floating_point()]
+    return _side_by_side(kept) if kept else None
 
 
 def _side_by_side(tensors: list[Tensor]) -> Tensor:
@@ -216,22 +253,6 @@ def _side_by_side(tensors: list[Tensor]) -> Tensor:
     sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
     rows = sizes.pop() if len(sizes) == 1 else 0
     return torch.cat([tensor.double().reshape(rows or 1, -1) for tensor in tensors], 1)
-
-
-def _level(outputs: _Outputs, wanted: _Outputs) -> float:
-    """Returns decibels, or minus infinity where nothing can be compared: then no correction is kept."""
-    if not wanted:
-        return -math.inf
-    return sqnr(*(torch.cat([rows.flatten() for rows in found]) for found in (outputs, wanted)))
-
-
-def _confirmed(before: _Outputs, after: _Outputs, wanted: _Outputs) -> bool:
-    """Tells whether a smaller error is no chance of the samples."""
-    errors = [
-        torch.cat([(rows - floats).square().sum(1) for rows, floats in zip(found, wanted, strict=True)])
-        for found in (before, after)
-    ]
-    return is_no_chance(errors[0] - errors[1])
 
 
 def is_no_chance(gains: Tensor) -> bool:
@@ -254,9 +275,13 @@ def _axes(model: fx.GraphModule, places: Mapping[str, str]) -> dict[str, int]:
     return {place: axis for place, axis in axes.items() if axis is not None}
 
 
-def _mean(values: list[Tensor], axis: int) -> Tensor:
-    channels = [value.double().movedim(axis, 0).flatten(1) for value in values]
-    return torch.cat(channels, 1).mean(1)
+def _mean(runs: SideBySide, node: fx.Node, axis: int) -> Tensor:
+    """Returns the means of a node's channels over all batches."""
+    total, count = torch.zeros(()), 0
+    for run in runs.visits():
+        channels = run.env[node].double().movedim(axis, 0).flatten(1)
+        total, count = total + channels.sum(1), count + channels.shape[1]
+    return total / count
 
 
 def _along_channels(change: Tensor, value: Tensor, axis: int) -> Tensor:

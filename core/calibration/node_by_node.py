@@ -1,66 +1,52 @@
-"""Batches side by side through a prepared graph: all of them go through a node before any goes on to the next.
+"""Batches side by side through a prepared graph: all of them go up to a node before any goes on.
 
-So what is changed at a node, a bias or a weight, is what every later node reads. Activations that some later node reads
-are in memory for all batches.
+So what is changed at a node, a bias or a weight, is what every later node reads. Each batch goes alone through what is
+between two such nodes; meanwhile the others wait with what later nodes read of them, in a file where it is large.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias, overload
 
-from torch import fx
+from torch import Tensor, fx
 
 from quantplug.core.calibration.batches import BatchReader, loader_iterator, picked, sample_count
+from quantplug.core.calibration.parking import Parked, Parking, memories
+from quantplug.core.calibration.processes import in_turns, joined, telling
 from quantplug.core.errors import CalibrationError
 from quantplug.core.graph.constants import written_buffers
-from quantplug.core.graph.facts import attribute, is_observer
+from quantplug.core.graph.facts import attribute, is_observer, is_written
+from quantplug.core.peers.torch_names import pytree
 
-
-def batches_of(
-    model: fx.GraphModule,
-    loader: Iterable[Any],
-    samples: int,
-    inputs: Callable[[Any], Any] | None,
-    *,
-    least: int,
-    step: str,
-) -> list[tuple[Any, ...]]:
-    """Returns batches as the graph's positional inputs, until they hold so many samples.
-
-    Args:
-        model: the prepared graph module.
-        loader: batches as for `calibrate`.
-        samples: of all batches together.
-        inputs: picks the model's inputs out of a batch, as for `calibrate`.
-        least: how many batches there have to be.
-        step: what takes them, in errors.
-
-    Raises:
-        CalibrationError: `samples` is no positive number, a batch does not fit the model, or there are too few.
-    """
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise CalibrationError(f"{step} takes a number of samples from 1 on, found {samples!r}; leave it out.")
-    reader, found, seen = BatchReader(model), list[tuple[Any, ...]](), 0
-    for index, batch in enumerate(loader_iterator(loader)):
-        named = reader.arguments(picked(batch, inputs), index)
-        found.append(tuple(named.values()))
-        seen += sample_count(named)
-        if seen >= samples and len(found) >= least:
-            break
-    if len(found) < least:
-        raise CalibrationError(
-            f"{step} takes {least} or more batches, and the loader yielded {len(found) or 'none'} (a generator can be "
-            "read only once); pass more."
-        )
-    return found
+Batch: TypeAlias = tuple[Any, ...]
+"""A model's inputs by position."""
 
 
 class BatchRun(fx.Interpreter):
-    """Runs a model without its observers; what it writes into buffers is its own."""
+    """Runs a model without its observers; what it writes into buffers and inputs is its own."""
 
-    def __init__(self, model: fx.GraphModule, batch: tuple[Any, ...]) -> None:
+    def __init__(self, model: fx.GraphModule, batch: Batch) -> None:
         super().__init__(model)
-        self.args_iter = iter(batch)
+        inputs = model.graph.find_nodes(op="placeholder")
+        self.env = {node: _own(node, value) for node, value in zip(inputs, batch, strict=True) if node.users}
         self.own = {name: attribute(model, name).clone() for name in written_buffers(model.graph)}
+        self._next: fx.Node = next(iter(model.graph.nodes))
+
+    def advance(self, stop: fx.Node | None = None) -> None:
+        """Runs the nodes up to one, None for all; what nobody reads any more is dropped."""
+        while self._next is not stop and self._next.op != "root":
+            node = self._next
+            if node.op != "placeholder":
+                self.env[node] = self.run_node(node)
+            for used in self.user_to_last_uses.get(node, []):
+                del self.env[used]
+            self._next = node.next
+
+    def result(self) -> Any:
+        """Runs what is left and returns what the model does."""
+        self.advance()
+        return self.env[next(reversed(self.graph.nodes))]
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Reads a buffer that the model writes from the run's own copy."""
@@ -73,13 +59,138 @@ class BatchRun(fx.Interpreter):
         return super().call_module(target, args, kwargs)
 
 
-def node_by_node(runs: list[BatchRun], wanted: Collection[str]) -> Iterator[fx.Node]:
-    """Runs all batches node by node and yields each wanted node once all have run it."""
-    for node in runs[0].graph.nodes:
-        for run in runs:
-            run.env[node] = run.run_node(node)
-        if node.name in wanted:
+def _own(node: fx.Node, value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and is_written(node) else value
+
+
+class SideBySide:
+    """Runs of batches, of which one at a time has its values in memory.
+
+    Args:
+        runs: of one model, none of which has begun.
+        parking: where the others wait.
+    """
+
+    def __init__(self, runs: Iterable[BatchRun], parking: Parking) -> None:
+        self._parking, self._held = parking, set[int]()
+        self._stop: fx.Node | None = None
+        self._is_there = False
+        self._runs = [(run, self._left(run)) for run in runs]
+
+    def stops(self, wanted: Collection[fx.Node]) -> Iterator[fx.Node]:
+        """Yields wanted nodes in graph order; visits until the next one find the runs in front of it."""
+        for node in sorted(wanted):
+            self._stop, self._is_there = node, False
             yield node
-        for run in runs:
-            for used in run.user_to_last_uses.get(node, []):
-                del run.env[used]
+        self._stop, self._is_there = None, False
+
+    def visits(self) -> Iterator[BatchRun]:
+        """Yields each run with its values in memory, in front of the node that was yielded last, or at its end."""
+        for place, (run, parked) in enumerate(self._runs):
+            env, run.own = parked.taken()
+            run.env = env | run.env
+            try:
+                run.advance(self._stop)
+                yield run
+            finally:
+                self._runs[place] = (run, self._left(run))
+        self._is_there = True
+
+    def replace(self, node: fx.Node, value: Tensor) -> None:
+        """Gives all runs another value of a node that the one reads in front of which they are."""
+        if not self._is_there:
+            deque(self.visits(), maxlen=0)
+        self._held |= memories([value])
+        for run, _ in self._runs:
+            run.env[node] = value
+
+    def _left(self, run: BatchRun) -> Parked:
+        if not self._held:
+            constants = (attribute(run.module, str(node.target)) for node in run.graph.find_nodes(op="get_attr"))
+            self._held = memories(each for each in constants if isinstance(each, Tensor)) | {0}
+        parked = self._parking.parked((run.env, run.own), self._held)
+        run.env, run.own = {}, {}
+        return parked
+
+
+class Batches(Sequence[Batch]):
+    """Batches that wait while nobody reads them."""
+
+    def __init__(self, parking: Parking, parked: Sequence[Parked]) -> None:
+        self._parking, self._parked = parking, parked
+
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "Batches": ...
+
+    def __getitem__(self, index: int | slice) -> "Batch | Batches":
+        if isinstance(index, slice):
+            return Batches(self._parking, self._parked[index])
+        found: Batch = self._parked[index].values()
+        return found
+
+    def __len__(self) -> int:
+        return len(self._parked)
+
+    def runs(self, start: Callable[[Batch], BatchRun]) -> SideBySide:
+        """Returns runs of all of them, each of which `start` makes of its batch."""
+        return SideBySide(map(start, self), self._parking)
+
+
+@contextmanager
+def batches_of(
+    model: fx.GraphModule,
+    loader: Iterable[Any],
+    samples: int,
+    inputs: Callable[[Any], Any] | None,
+    *,
+    least: int,
+    step: str,
+) -> Iterator[Batches]:
+    """Yields batches as the graph's positional inputs, until they hold so many samples.
+
+    In a job of several processes each reads its own shard, and all have the batches of all: the first of each process,
+    then the second of each, as one process has them that reads them in this order.
+
+    Args:
+        model: the prepared graph module.
+        loader: batches as for `calibrate`.
+        samples: of all batches together.
+        inputs: picks the model's inputs out of a batch, as for `calibrate`.
+        least: how many batches there have to be.
+        step: what takes them, in errors.
+
+    Raises:
+        CalibrationError: `samples` is no positive number, a batch does not fit the model, there are too few, or another
+            process failed.
+    """
+    with Parking() as parking:
+        found, seen = list[Parked](), 0
+        with joined() as ranks, telling(ranks):
+            if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+                raise CalibrationError(f"{step} takes a number of samples from 1 on, found {samples!r}; leave it out.")
+            for batch, count in in_turns(ranks, _read(model, loader, inputs, alone=ranks.size == 1)):
+                found.append(parking.parked(batch))
+                seen += count
+                if seen >= samples and len(found) >= least:
+                    break
+        if len(found) < least:
+            raise CalibrationError(
+                f"{step} takes {least} or more batches, and the loader yielded {len(found) or 'none'} (a generator can "
+                "be read only once); pass more."
+            )
+        yield Batches(parking, found)
+
+
+def _read(
+    model: fx.GraphModule, loader: Iterable[Any], inputs: Callable[[Any], Any] | None, *, alone: bool
+) -> Iterator[tuple[Batch, int]]:
+    """Yields batches, each with how many samples it holds."""
+    reader = BatchReader(model)
+    for index, batch in enumerate(loader_iterator(loader)):
+        named = reader.arguments(picked(batch, inputs), index)
+        found = tuple(named.values())
+        # A view of all data would be sent with all of it.
+        yield found if alone else pytree.tree_map_only(Tensor, Tensor.clone, found), sample_count(named)

@@ -104,6 +104,7 @@ def quantize(
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Samples of a batch; that of the export by default.")
     ] = None,
+    progress: Annotated[bool, typer.Option(help="Show bars with the time left, on a terminal.")] = True,
     report: ReportOption = None,
     trust: TrustOption = False,
 ) -> None:
@@ -127,7 +128,15 @@ def quantize(
     batches = load_batches(calibration, program, batch_size) if calibration else None
     biases = bias_samples or correct_bias
     artefact = quantize_model(
-        program, None, backend, batches, chosen, limit=limit, correct_bias=biases, recipe=recipe or ()
+        program,
+        None,
+        backend,
+        batches,
+        chosen,
+        limit=limit,
+        progress=progress,
+        correct_bias=biases,
+        recipe=recipe or (),
     )
     artefact.save(out)
     _write_report(artefact.report, report, model.name)

@@ -114,7 +114,7 @@ def quantize(
             pairs of images and labels.
         dynamic_shapes: as for `torch.export.export`: one entry for each parameter of `forward`, `*xs` being one.
         limit: at most so many calibration batches.
-        progress: whether calibration shows a bar.
+        progress: whether calibration and the algorithms show bars, with the time left, where there is a terminal.
         correct_bias: whether layers' biases undo the mean error of quantization (see `correct_biases`), or from how
             many samples; worth it below 8 bits and with per-tensor weights. A warning says where nothing is gained.
         recipe: algorithms in this order, such as `[GPTQ()]`, or the name of some: "fast" or "accurate".
@@ -139,14 +139,14 @@ def quantize(
     exported = export(model, args, dynamic_shapes, kwargs)
     floats, others = by_stage(algorithms)
     exported = working_copy(exported) if floats else exported
-    applied = apply(floats, exported, calibration, inputs)
+    applied = apply(floats, exported, calibration, inputs, progress=progress)
     prepared = prepare_pt2e(exported, chosen)
     _require_quantized(explain(prepared), target.name)
     if calibration is None:
         _require_no_data(waits_for_data(prepared), target.name)
     elif waits_for_data(prepared):
         calibrate(prepared, calibration, limit=limit, progress=progress, inputs=inputs)
-    applied += apply(others, prepared, calibration, inputs)
+    applied += apply(others, prepared, calibration, inputs, progress=progress)
     if not isinstance(recipe, str):
         _tell_of_nothing(applied)
     reference = convert_pt2e(prepared)

@@ -321,11 +321,11 @@ def _is_number(value: Any) -> bool:
 def _calibrated(job: Job, exported: fx.GraphModule, quantizer: BackendQuantizer) -> fx.GraphModule:
     floats, others = by_stage(job.recipe)
     exported = working_copy(exported) if floats else exported
-    apply(floats, exported, job.calibration, job.inputs)
+    apply(floats, exported, job.calibration, job.inputs, progress=False)
     prepared = prepare_pt2e(exported, quantizer)
     if waits_for_data(prepared):
         calibrate(prepared, job.calibration, progress=False, inputs=job.inputs)
-    apply(others, prepared, job.calibration, job.inputs)
+    apply(others, prepared, job.calibration, job.inputs, progress=False)
     return prepared
 
 

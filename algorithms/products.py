@@ -1,0 +1,104 @@
+"""What layers multiply their weights by, as sums of products over batches.
+
+Before: runs of batches, one behind rounded layers and one in float of each, that stand in front of a layer. After: the
+sums of products of the columns that its weight multiplies, the same bits however many processes share the batches:
+they are added batch by batch, in the order of the batches.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn.functional import one_hot
+
+from quantplug.algorithms.weights import Layer, Weight
+from quantplug.core.calibration.node_by_node import SideBySide
+from quantplug.core.calibration.processes import Alone, Exchange, in_turns
+from quantplug.core.errors import CalibrationError
+from quantplug.core.graph.facts import describe, operands, operator_name
+
+
+class Sums:
+    """Sums of products of what layers read; layers that read the same tensor share them.
+
+    Args:
+        runs: of this process's batches, behind rounded layers.
+        floats: the same in the float model.
+        ranks: who has the other batches, in turns.
+    """
+
+    def __init__(self, runs: SideBySide, floats: SideBySide, ranks: Exchange | Alone) -> None:
+        self._runs, self._floats, self._ranks = runs, floats, ranks
+        self._totals: dict[int, Tensor] = {}
+        self._last: tuple[Any, Tensor] | None = None
+
+    def added(self, weight: Weight, layer: Layer) -> Tensor:
+        """Returns sums over what the weight's layers up to this one read, [2, 2, groups, columns, columns].
+
+        Of every other batch, and of the rest: what they read behind rounded layers with itself, and what they read in
+        the float model with it.
+
+        Raises:
+            CalibrationError: the layer reads NaN or infinity.
+        """
+        own = self._of(layer, weight.value.shape)
+        before = self._totals.pop(id(weight), None)
+        total = own if before is None else before + own
+        if layer is not weight.layers[-1]:
+            self._totals[id(weight)] = total
+        return total
+
+    def _of(self, layer: Layer, shape: torch.Size) -> Tensor:
+        given = operands(layer.node)
+        places = (str(given.get(name)) for name in ("stride", "padding", "dilation", "groups"))
+        key = (given["input"], tuple(shape[1:]), *places)
+        if self._last is None or self._last[0] != key:
+            self._last = None  # before there are two of them
+            total = torch.stack(self._summed(layer, shape))
+            if not bool(torch.isfinite(total).all()):
+                raise CalibrationError(
+                    f"GPTQ found NaN or infinity in what {describe(layer.node)} reads; take the batch out that makes "
+                    "them, or leave the layer float."
+                )
+            self._last = (key, total)
+        return self._last[1]
+
+    def _summed(self, layer: Layer, shape: torch.Size) -> list[Tensor]:
+        """Returns the sums over every other batch of all processes, and over the rest."""
+        totals: list[Tensor] = []
+        for place, part in enumerate(in_turns(self._ranks, self._each(layer, shape))):
+            totals = totals or [torch.zeros_like(part) for _ in range(2)]
+            totals[place % 2] += part
+        return totals
+
+    def _each(self, layer: Layer, shape: torch.Size) -> Iterator[Tensor]:
+        """Yields sums of products of each batch, float32 [2, groups, columns, columns]."""
+        source = operands(layer.node)["input"]
+        for run, other in zip(self._runs.visits(), self._floats.visits(), strict=True):
+            columns, others = (_columns(layer, each.env[source].float(), shape) for each in (run, other))
+            yield torch.stack([columns @ columns.transpose(1, 2), others @ columns.transpose(1, 2)])
+
+
+def _columns(layer: Layer, value: Tensor, shape: torch.Size) -> Tensor:
+    """Returns what a layer multiplies its weight by, [groups, columns, outputs]."""
+    if operator_name(layer.node) == "aten::linear":
+        return value.reshape(1, -1, value.shape[-1]).transpose(1, 2)
+    return _patches(layer, value, shape)
+
+
+def _patches(layer: Layer, value: Tensor, shape: torch.Size) -> Tensor:
+    """Returns what a convolution multiplies its weight by, [groups, columns, outputs].
+
+    It is the convolution itself that picks them, with one weight of 1 for each: so every padding is its own.
+    """
+    places = math.prod(shape[2:])
+    channels = int(shape[1]) * layer.groups
+    picks = (
+        one_hot(torch.arange(places)).to(value).reshape(places, 1, *shape[2:]).repeat(channels, *[1] * (len(shape) - 1))
+    )
+    given = {name: found for name, found in operands(layer.node).items() if not isinstance(found, fx.Node)}
+    target: Any = layer.node.target
+    picked = target(**{**given, "input": value, "weight": picks, "bias": None, "groups": channels})
+    return picked.movedim(1, 0).reshape(layer.groups, int(shape[1]) * places, -1)  # type: ignore[no-any-return]
