@@ -12,6 +12,7 @@ pixels that a classifier reads as features are all found by the same means.
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -96,13 +97,10 @@ def channels_of(model: fx.GraphModule) -> Channels:
     Args:
         model: the graph module; it is only read. Open sizes count as in the example inputs.
     """
-    walk = _Walk(model)
-    for node in model.graph.nodes:
-        walk.take(node)
-    return walk.found()
+    return Walk(model).found()
 
 
-class _Walk:
+class Walk:
     """One walk over a graph, in its order."""
 
     def __init__(self, model: fx.GraphModule) -> None:
@@ -111,8 +109,11 @@ class _Walk:
         self._sources, self._readers, self._left = list[Source](), list[Reader](), dict[str, str]()
         self._computing = set(compute_nodes(model.graph))
         self._changed = changed_under_other_names(model.graph)
+        for node in model.graph.nodes:
+            self._take(node)
 
     def found(self) -> Channels:
+        """Returns the channels of the graph."""
         standing, reasons = self._numbering.settled()
         sources = [replace(each, channels=standing[each.channels]) for each in self._sources]
         readers = [replace(each, channels=standing[each.channels.clamp(min=0)]) for each in self._readers]
@@ -127,7 +128,7 @@ class _Walk:
             left,
         )
 
-    def take(self, node: fx.Node) -> None:
+    def _take(self, node: fx.Node) -> None:
         """Finds the numbers of a node's result; checks and sizes have none."""
         if isinstance(node.target, OpOverload) and node not in self._computing:
             return
@@ -140,10 +141,15 @@ class _Walk:
         layer = layer_of(node)
         if layer is not None:
             return self.layer(layer)
-        rule = _RULES.get(node.target)
+        rule = self.rule_of(node)
         if rule is not None:
-            return rule(self, node)
+            return rule(node)
         return self.stop(node)
+
+    def rule_of(self, node: fx.Node) -> Callable[[fx.Node], Value] | None:
+        """Returns what finds the numbers of an operator's result, None where all keep their scale."""
+        rule = _RULES.get(node.target)
+        return None if rule is None else partial(rule, self)
 
     def stop(self, node: fx.Node, reason: str | None = None) -> str:
         """Lets what a node reads keep its scale, and its result."""
@@ -174,13 +180,17 @@ class _Walk:
             return
         axis = value.dim() - layer.spatial - 1
         columns = merged(value, [dim for dim in range(value.dim()) if dim != axis])
-        reason = self._parameters.objection(layer.weight, layer.node, "weight")
+        reason = self.objection_to_reading(layer)
         if columns is None:
             reason = f"a channel that '{layer.node.name}' reads comes from several ones"
         if columns is None or reason is not None:
             self._left[layer.node.name] = self._kept([layer.input], str(reason))
             return
         self._readers.append(Reader(layer, columns.reshape(-1)))
+
+    def objection_to_reading(self, layer: Layer) -> str | None:
+        """Returns why a layer's weight takes nothing, None where it does."""
+        return self._parameters.objection(layer.weight, layer.node, "weight")
 
     def source(self, node: fx.Node, parameters: Iterable[Any], axis: int, sizes: tuple[int, ...]) -> Value:
         """What has a weight, and a bias or none, for each channel along an axis gives them any scale."""
@@ -362,7 +372,7 @@ class _Walk:
 
 
 _VIEWS = overloads_of(VIEWS)
-_Rule: TypeAlias = Callable[[_Walk, fx.Node], Value]
+_Rule: TypeAlias = Callable[[Walk, fx.Node], Value]
 _BY_KIND = {
     "placeholder": "'{0}' is an input of the model",
     "get_attr": "'{0}' is a constant",
@@ -374,25 +384,25 @@ _RESIZES = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "u
 _NORMS = ("batch_norm", "layer_norm", "group_norm", "rms_norm", "instance_norm")
 _DECOMPOSED_NORMS = ("_native_batch_norm_legit_no_training", "native_layer_norm", "native_group_norm")
 _RULES: dict[Any, _Rule] = {
-    operator.getitem: _Walk.item,
+    operator.getitem: Walk.item,
     **{
         overload: rule
         for rule, names in (
-            (_Walk.moved, (*MOVES, *REPEATS, *JOINS, "chunk", "split", "split_with_sizes", "unbind")),
-            (_Walk.same, (*IDENTITIES, *COPIES, "leaky_relu", "prelu", "abs", "neg")),
-            (_Walk.clamp, tuple(CLAMPS)),
-            (_Walk.cast, ("to", "_to_copy", "type_as")),
-            (_Walk.padded, PADS),
-            (_Walk.sum, ("add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor")),
-            (_Walk.product, ("mul.Tensor", "mul_.Tensor", "mul.Scalar", "mul_.Scalar")),
-            (_Walk.quotient, ("div.Tensor", "div_.Tensor", "div.Scalar", "div_.Scalar")),
-            (_Walk.matrices, ("matmul", "mm", "bmm")),
-            (_Walk.attention, ("scaled_dot_product_attention",)),
-            (_Walk.reduced, ("mean.dim", "sum.dim_IntList", "amax", "amin")),
-            (_Walk.pooled, (*MAXIMA, "max_pool2d_with_indices", "max_pool3d_with_indices", *_PIXELS, *_RESIZES)),
-            (_Walk.pooled, ("_adaptive_avg_pool2d", "_adaptive_avg_pool3d")),
-            (_Walk.norm, _NORMS),
-            (_Walk.norm_of_several, _DECOMPOSED_NORMS),
+            (Walk.moved, (*MOVES, *REPEATS, *JOINS, "chunk", "split", "split_with_sizes", "unbind")),
+            (Walk.same, (*IDENTITIES, *COPIES, "leaky_relu", "prelu", "abs", "neg")),
+            (Walk.clamp, tuple(CLAMPS)),
+            (Walk.cast, ("to", "_to_copy", "type_as")),
+            (Walk.padded, PADS),
+            (Walk.sum, ("add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor")),
+            (Walk.product, ("mul.Tensor", "mul_.Tensor", "mul.Scalar", "mul_.Scalar")),
+            (Walk.quotient, ("div.Tensor", "div_.Tensor", "div.Scalar", "div_.Scalar")),
+            (Walk.matrices, ("matmul", "mm", "bmm")),
+            (Walk.attention, ("scaled_dot_product_attention",)),
+            (Walk.reduced, ("mean.dim", "sum.dim_IntList", "amax", "amin")),
+            (Walk.pooled, (*MAXIMA, "max_pool2d_with_indices", "max_pool3d_with_indices", *_PIXELS, *_RESIZES)),
+            (Walk.pooled, ("_adaptive_avg_pool2d", "_adaptive_avg_pool3d")),
+            (Walk.norm, _NORMS),
+            (Walk.norm_of_several, _DECOMPOSED_NORMS),
         )
         for overload in overloads_of(names)
     },
