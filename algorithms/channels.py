@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -101,7 +101,13 @@ def channels_of(model: fx.GraphModule) -> Channels:
 
 
 class Walk:
-    """One walk over a graph, in its order."""
+    """One walk over a graph, in its order.
+
+    Attributes:
+        refusal: why an operator without a rule lets channels be, given its name and target.
+    """
+
+    refusal: ClassVar[str] = "'{0}' ({1}) keeps no scale of a channel"
 
     def __init__(self, model: fx.GraphModule) -> None:
         self._numbering, self._parameters = Numbering(), Readers(model)
@@ -153,7 +159,7 @@ class Walk:
 
     def stop(self, node: fx.Node, reason: str | None = None) -> str:
         """Lets what a node reads keep its scale, and its result."""
-        said = reason or _BY_KIND.get(node.op, "'{0}' ({1}) keeps no scale of a channel")
+        said = reason or _BY_KIND.get(node.op, self.refusal)
         return self._kept(node.all_input_nodes, said.format(node.name, operator_name(node) or node.target))
 
     def _kept(self, nodes: Iterable[fx.Node], reason: str, *values: Value) -> str:
@@ -383,15 +389,20 @@ _PIXELS = tuple(f"adaptive_avg_pool{n}d" for n in (1, 2, 3)) + tuple(f"avg_pool{
 _RESIZES = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_bilinear2d")
 _NORMS = ("batch_norm", "layer_norm", "group_norm", "rms_norm", "instance_norm")
 _DECOMPOSED_NORMS = ("_native_batch_norm_legit_no_training", "native_layer_norm", "native_group_norm")
-_RULES: dict[Any, _Rule] = {
+_MOVERS = (*MOVES, *REPEATS, *JOINS, "chunk", "split", "split_with_sizes", "unbind")
+MOVING: dict[Any, _Rule] = {
     operator.getitem: Walk.item,
+    **dict.fromkeys(overloads_of(_MOVERS), Walk.moved),
+    **dict.fromkeys(overloads_of(("to", "_to_copy", "type_as")), Walk.cast),
+}
+"""Rules of operators that only put elements elsewhere, or give them another type."""
+_RULES: dict[Any, _Rule] = {
+    **MOVING,
     **{
         overload: rule
         for rule, names in (
-            (Walk.moved, (*MOVES, *REPEATS, *JOINS, "chunk", "split", "split_with_sizes", "unbind")),
             (Walk.same, (*IDENTITIES, *COPIES, "leaky_relu", "prelu", "abs", "neg")),
             (Walk.clamp, tuple(CLAMPS)),
-            (Walk.cast, ("to", "_to_copy", "type_as")),
             (Walk.padded, PADS),
             (Walk.sum, ("add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor")),
             (Walk.product, ("mul.Tensor", "mul_.Tensor", "mul.Scalar", "mul_.Scalar")),

@@ -81,6 +81,11 @@ class Readers:
                 if isinstance(value, Tensor):
                     self._readers[_memory(value)].extend(node.users)
 
+    def of(self, constant: fx.Node) -> list[fx.Node]:
+        """Returns the operators that read a constant's memory, through a transpose of their own or not."""
+        value = attribute(self._model, str(constant.target))
+        return [_through_transpose(user) for user in self._readers[_memory(value)]] if isinstance(value, Tensor) else []
+
     def objection(self, constant: Any, reader: fx.Node, called: str) -> str | None:
         """Returns why a parameter that an operator reads cannot be replaced, None where it can.
 
@@ -94,7 +99,7 @@ class Readers:
         value = attribute(self._model, str(constant.target))
         if not isinstance(value, nn.Parameter) or not value.is_floating_point():
             return f"the {called} of '{reader.name}' is no parameter of floating point"
-        readers = [_through_transpose(user) for user in self._readers[_memory(value)]]
+        readers = self.of(constant)
         others = [found for found in readers if found is not reader]
         if others or len(readers) > 1:
             return f"'{(others or readers)[0].name}' reads the {called} of '{reader.name}' too"
