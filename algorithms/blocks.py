@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from quantplug.algorithms.channels import MOVING, Reader, Source, Walk
 from quantplug.algorithms.layers import Layer
-from quantplug.algorithms.numbering import Value, along, distinct, merged
+from quantplug.algorithms.numbering import Value, along, distinct
 from quantplug.core.graph.facts import is_held, likely_sizes, operands, operator_name
 from quantplug.core.graph.operators import COPIES, IDENTITIES, PADS, overloads_of
 from quantplug.core.graph.union_find import UnionFind
@@ -211,7 +211,7 @@ class _BlockWalk(Walk):
         given, value = operands(node), self._in_basis(node.args[0])
         sizes = likely_sizes(node.args[0])
         if value is None or len(given["normalized_shape"]) != 1:
-            return self.stop(node)
+            return self.stop(node, "'{0}' reads what the weight of another norm stands before")
         self._use(value, keeps_mean="layer_norm" in operator_name(node))
         return self._weighed(node, value, given.get("weight"), given.get("bias"), sizes)
 
@@ -222,13 +222,12 @@ class _BlockWalk(Walk):
     def _weighed(self, node: fx.Node, value: Tensor, weight: Any, bias: Any, sizes: tuple[int, ...]) -> Value:
         if weight is None and bias is None:
             return value
-        columns = merged(value, range(value.dim() - 1))
         pairs = [(each, called) for each, called in ((weight, "weight"), (bias, "bias")) if each is not None]
         reason = next(filter(None, (self._parameters.objection(each, node, called) for each, called in pairs)), None)
-        if columns is None or reason is not None or not self._weighed_by_norms.isdisjoint(distinct(value)):
-            return self.stop(node, reason or "'{0}' weighs several blocks")
-        written = self._numbering.fresh(columns.numel())
-        self._norms.append(Norm(node, weight, bias, torch.stack([columns.reshape(-1), written])))
+        if reason is not None or not self._weighed_by_norms.isdisjoint(distinct(value)):
+            return self.stop(node, reason)
+        written = self._numbering.fresh(value.shape[-1])
+        self._norms.append(Norm(node, weight, bias, torch.stack([self.along(value, -1).reshape(-1), written])))
         self._weighed_by_norms.update(written.tolist())
         self._biased.update(written.tolist() if bias is not None else ())
         return along(written, -1, sizes)
@@ -241,7 +240,8 @@ class _BlockWalk(Walk):
             if value is not None and not isinstance(self.of(other), Tensor) and _is_one_a_block(other):
                 self._use(value, keeps_mean=True)
                 return value.expand(likely_sizes(node))
-        return super().sum(node)
+        told = next((value for value in map(self.of, terms) if isinstance(value, str)), None)
+        return super().sum(node) if told is None else self.stop(node, told)
 
     def product(self, node: fx.Node) -> Value:
         """One factor for a block is the same in any basis; one for each channel is a weight, as of a norm."""

@@ -185,14 +185,22 @@ class Walk:
             self._left[layer.node.name] = str(value)
             return
         axis = value.dim() - layer.spatial - 1
-        columns = merged(value, [dim for dim in range(value.dim()) if dim != axis])
         reason = self.objection_to_reading(layer)
-        if columns is None:
-            reason = f"a channel that '{layer.node.name}' reads comes from several ones"
-        if columns is None or reason is not None:
-            self._left[layer.node.name] = self._kept([layer.input], str(reason))
+        if reason is not None:
+            self._left[layer.node.name] = self._kept([layer.input], reason)
             return
+        columns = self.along(value, axis)
         self._readers.append(Reader(layer, columns.reshape(-1)))
+
+    def along(self, value: Tensor, axis: int) -> Tensor:
+        """Returns the numbers of what stands along an axis; all that has one place there has one number from now on."""
+        others = [dim for dim in range(value.dim()) if dim != axis % value.dim()]
+        found = merged(value, others)
+        if found is not None:
+            return found
+        first = value.amax(others, keepdim=True)
+        self._numbering.join(value, first, "another channel in its place keeps its scale")
+        return first
 
     def objection_to_reading(self, layer: Layer) -> str | None:
         """Returns why a layer's weight takes nothing, None where it does."""

@@ -264,7 +264,9 @@ def _put(model: fx.GraphModule, changes: list[_Change]) -> None:
             continue
         if waiting[parameter.name] > 1:
             waiting[parameter.name] -= 1
-            user = reader if reader in parameter.users else next(user for user in parameter.users if reader in user.users)
+            user = (
+                reader if reader in parameter.users else next(user for user in parameter.users if reader in user.users)
+            )
             replace_inputs(user, {parameter: new_parameter(model, parameter, "rotated", change.value)})
             continue
         replace_parameter(model, paths[id(attribute(model, str(parameter.target)))], change.value)
