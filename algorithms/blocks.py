@@ -110,7 +110,7 @@ class _BlockWalk(Walk):
         """Returns what may be turned, and why another layer reads what it read."""
         self._settle_norms()
         channels = self.found()
-        standing, _ = self._numbering.settled()
+        standing, _ = self.numbering.settled()
         norms = [replace(each, channels=standing[each.channels]) for each in self._norms]
         uses = [replace(each, channels=standing[each.channels.clamp(min=0)]) for each in self._uses]
         left, found = dict(channels.left), list[Basis]()
@@ -124,18 +124,18 @@ class _BlockWalk(Walk):
 
     def _settle_norms(self) -> None:
         """Lets norms keep their basis that others than layers read, and what norms yield that keep it."""
-        standing, _ = self._numbering.settled()
+        standing, _ = self.numbering.settled()
         often = torch.bincount(standing, minlength=len(standing))
         for norm in self._norms:
             written = norm.channels[1]
             if not bool(((standing[written] == written) & (often[written] == 1)).all()):
                 reason = f"'{norm.node.name}' has a weight, and not only layers read what it yields"
-                self._numbering.keep(norm.channels, reason)
-        standing, reasons = self._numbering.settled()
+                self.numbering.keep(norm.channels, reason)
+        standing, reasons = self.numbering.settled()
         for norm in self._norms:
             told = [reasons[number] for number in norm.channels[0].tolist() if number in reasons]
             if not standing[norm.channels[0]].all():
-                self._numbering.keep(norm.channels, told[0] if told else "a channel of its block keeps its basis")
+                self.numbering.keep(norm.channels, told[0] if told else "a channel of its block keeps its basis")
 
     def objection_to_reading(self, layer: Layer) -> str | None:
         """Returns why a layer's columns cannot be turned, or take no bias of a norm, None where they do."""
@@ -152,7 +152,7 @@ class _BlockWalk(Walk):
         if layer.bias is None:
             can_have = "bias" in operands(layer.node)
             return None if can_have else f"'{layer.node.name}' has no bias to take that of a norm"
-        return self._parameters.objection(layer.bias, layer.node, "bias")
+        return self.parameters.objection(layer.bias, layer.node, "bias")
 
     def source(self, node: fx.Node, parameters: Iterable[Any], axis: int, sizes: tuple[int, ...]) -> Value:
         """What has a weight, and a bias or none, for each channel along an axis writes them in any basis."""
@@ -161,35 +161,35 @@ class _BlockWalk(Walk):
         reason = next(filter(None, (self._objection(each, node, called) for each, called in pairs)), None)
         if reason is not None or not sizes:
             return reason or f"the shape of '{node.name}' is not known"
-        channels = self._numbering.fresh(sizes[axis])
-        self._sources.append(Source(node, held, channels))
+        channels = self.numbering.fresh(sizes[axis])
+        self.sources.append(Source(node, held, channels))
         return along(channels, axis, sizes)
 
     def _objection(self, parameter: Any, reader: fx.Node, called: str) -> str | None:
         """As for scales; but an embedding's table that is the weight of layers too can become several."""
-        others = self._parameters.of(parameter) if is_held(parameter) else []
+        others = self.parameters.of(parameter) if is_held(parameter) else []
         names = [operator_name(other) for other in others]
         heads = sum(names.count(name) for name in ("aten::linear", "aten::mm"))
         if names.count("aten::embedding") == 1 and heads == len(names) - 1:
             return None
-        return self._parameters.objection(parameter, reader, called)
+        return self.parameters.objection(parameter, reader, called)
 
     def stop(self, node: fx.Node, reason: str | None = None) -> str:
         """As for scales; an operator that reads no channels says why there are none."""
         values = [self.of(read) for read in node.all_input_nodes if not is_held(read)]
         told = next((value for value in values if isinstance(value, str)), None)
         if told is not None and not any(isinstance(value, Tensor) for value in values):
-            self._kept(node.all_input_nodes, told)
+            self.kept(node.all_input_nodes, told)
             return told
         return super().stop(node, reason)
 
     def held(self, node: fx.Node) -> Value:
         """A parameter that an operator adds, such as positions, can be written in any basis."""
-        readers, sizes = self._parameters.of(node), likely_sizes(node)
-        if len(readers) != 1 or not sizes or self._parameters.objection(node, readers[0], "table") is not None:
+        readers, sizes = self.parameters.of(node), likely_sizes(node)
+        if len(readers) != 1 or not sizes or self.parameters.objection(node, readers[0], "table") is not None:
             return self.stop(node)
-        channels = self._numbering.fresh(sizes[-1])
-        self._sources.append(Source(node, (node,), channels))
+        channels = self.numbering.fresh(sizes[-1])
+        self.sources.append(Source(node, (node,), channels))
         return along(channels, -1, sizes)
 
     def embedding(self, node: fx.Node) -> Value:
@@ -223,10 +223,10 @@ class _BlockWalk(Walk):
         if weight is None and bias is None:
             return value
         pairs = [(each, called) for each, called in ((weight, "weight"), (bias, "bias")) if each is not None]
-        reason = next(filter(None, (self._parameters.objection(each, node, called) for each, called in pairs)), None)
+        reason = next(filter(None, (self.parameters.objection(each, node, called) for each, called in pairs)), None)
         if reason is not None or not self._weighed_by_norms.isdisjoint(distinct(value)):
             return self.stop(node, reason)
-        written = self._numbering.fresh(value.shape[-1])
+        written = self.numbering.fresh(value.shape[-1])
         self._norms.append(Norm(node, weight, bias, torch.stack([self.along(value, -1).reshape(-1), written])))
         self._weighed_by_norms.update(written.tolist())
         self._biased.update(written.tolist() if bias is not None else ())
@@ -267,7 +267,7 @@ class _BlockWalk(Walk):
     def _times(self, node: fx.Node, value: Tensor, factor: Any) -> Value:
         self._unbiased(value, node)
         if isinstance(factor, fx.Node):
-            self._kept([factor], f"'{node.name}' multiplies by it")
+            self.kept([factor], f"'{node.name}' multiplies by it")
             self._use(value)
         return value.expand(likely_sizes(node))
 
@@ -289,8 +289,8 @@ class _BlockWalk(Walk):
         self._use(value, keeps_mean=True)
         return f"'{node.name}' yields no channels"
 
-    def _weighing(self, node: fx.Node, weights: Any, values: fx.Node, repeats: int = 1) -> Value:
-        found, value = super()._weighing(node, weights, values, repeats), self.of(values)
+    def weighing(self, node: fx.Node, weights: Any, values: fx.Node, repeats: int = 1) -> Value:
+        found, value = super().weighing(node, weights, values, repeats), self.of(values)
         if isinstance(found, Tensor) and isinstance(value, Tensor):
             self._unbiased(value, node)
             self._use(value)
@@ -312,7 +312,7 @@ class _BlockWalk(Walk):
 
     def _unbiased(self, value: Value, node: fx.Node) -> None:
         if self._is_biased(value):
-            self._numbering.keep(value, f"'{node.name}' changes the bias of a norm")
+            self.numbering.keep(value, f"'{node.name}' changes the bias of a norm")
 
 
 def _is_one_a_block(factor: Any) -> bool:

@@ -104,15 +104,18 @@ class Walk:
     """One walk over a graph, in its order.
 
     Attributes:
+        numbering: the numbers of channels so far.
+        parameters: who reads which.
+        sources: what gives scales, so far.
         refusal: why an operator without a rule lets channels be, given its name and target.
     """
 
     refusal: ClassVar[str] = "'{0}' ({1}) keeps no scale of a channel"
 
     def __init__(self, model: fx.GraphModule) -> None:
-        self._numbering, self._parameters = Numbering(), Readers(model)
+        self.numbering, self.parameters = Numbering(), Readers(model)
         self._values: dict[fx.Node, Value] = {}
-        self._sources, self._readers, self._left = list[Source](), list[Reader](), dict[str, str]()
+        self.sources, self._readers, self._left = list[Source](), list[Reader](), dict[str, str]()
         self._computing = set(compute_nodes(model.graph))
         self._changed = changed_under_other_names(model.graph)
         for node in model.graph.nodes:
@@ -120,8 +123,8 @@ class Walk:
 
     def found(self) -> Channels:
         """Returns the channels of the graph."""
-        standing, reasons = self._numbering.settled()
-        sources = [replace(each, channels=standing[each.channels]) for each in self._sources]
+        standing, reasons = self.numbering.settled()
+        sources = [replace(each, channels=standing[each.channels]) for each in self.sources]
         readers = [replace(each, channels=standing[each.channels.clamp(min=0)]) for each in self._readers]
         left = dict(self._left)
         for before, after in zip(self._readers, readers, strict=True):
@@ -140,7 +143,7 @@ class Walk:
             return
         value = self._value(node)
         if node in self._changed:
-            value = self._kept([node], f"'{self._changed[node].name}' changes '{node.name}' in place", value)
+            value = self.kept([node], f"'{self._changed[node].name}' changes '{node.name}' in place", value)
         self._values[node] = value
 
     def _value(self, node: fx.Node) -> Value:
@@ -160,11 +163,12 @@ class Walk:
     def stop(self, node: fx.Node, reason: str | None = None) -> str:
         """Lets what a node reads keep its scale, and its result."""
         said = reason or _BY_KIND.get(node.op, self.refusal)
-        return self._kept(node.all_input_nodes, said.format(node.name, operator_name(node) or node.target))
+        return self.kept(node.all_input_nodes, said.format(node.name, operator_name(node) or node.target))
 
-    def _kept(self, nodes: Iterable[fx.Node], reason: str, *values: Value) -> str:
+    def kept(self, nodes: Iterable[fx.Node], reason: str, *values: Value) -> str:
+        """Notes why values, and those of nodes, keep their scale; returns the reason."""
         for value in (*values, *(self._values[node] for node in nodes if node in self._values)):
-            self._numbering.keep(value, reason)
+            self.numbering.keep(value, reason)
         return reason
 
     def of(self, operand: Any) -> Value:
@@ -187,7 +191,7 @@ class Walk:
         axis = value.dim() - layer.spatial - 1
         reason = self.objection_to_reading(layer)
         if reason is not None:
-            self._left[layer.node.name] = self._kept([layer.input], reason)
+            self._left[layer.node.name] = self.kept([layer.input], reason)
             return
         columns = self.along(value, axis)
         self._readers.append(Reader(layer, columns.reshape(-1)))
@@ -199,22 +203,22 @@ class Walk:
         if found is not None:
             return found
         first = value.amax(others, keepdim=True)
-        self._numbering.join(value, first, "another channel in its place keeps its scale")
+        self.numbering.join(value, first, "another channel in its place keeps its scale")
         return first
 
     def objection_to_reading(self, layer: Layer) -> str | None:
         """Returns why a layer's weight takes nothing, None where it does."""
-        return self._parameters.objection(layer.weight, layer.node, "weight")
+        return self.parameters.objection(layer.weight, layer.node, "weight")
 
     def source(self, node: fx.Node, parameters: Iterable[Any], axis: int, sizes: tuple[int, ...]) -> Value:
         """What has a weight, and a bias or none, for each channel along an axis gives them any scale."""
         weight, *biases = parameters
         held = (weight, *(bias for bias in biases if bias is not None))
-        reason = f"'{node.name}' has no weight" if weight is None else self._parameters.objections(held, node)
+        reason = f"'{node.name}' has no weight" if weight is None else self.parameters.objections(held, node)
         if reason is not None or not sizes:
             return reason or f"the shape of '{node.name}' is not known"
-        channels = self._numbering.fresh(sizes[axis])
-        self._sources.append(Source(node, held, channels))
+        channels = self.numbering.fresh(sizes[axis])
+        self.sources.append(Source(node, held, channels))
         return along(channels, axis, sizes)
 
     def norm(self, node: fx.Node) -> Value:
@@ -295,14 +299,14 @@ class Walk:
         one, other = values
         assert isinstance(one, Tensor)
         assert isinstance(other, Tensor)
-        return self._numbering.join(one, other, f"'{node.name}' adds what keeps its scale")
+        return self.numbering.join(one, other, f"'{node.name}' adds what keeps its scale")
 
     def product(self, node: fx.Node) -> Value:
         """A product has the scale of one factor; the other one keeps its own."""
         factors = [operands(node)[name] for name in ("self", "other")]
         for factor, other in (factors, factors[::-1]):
             if is_held(factor) and not self._objection(factor, node):
-                self._kept([other] if isinstance(other, fx.Node) else [], f"'{node.name}' multiplies it by a weight")
+                self.kept([other] if isinstance(other, fx.Node) else [], f"'{node.name}' multiplies it by a weight")
                 return self._weighted(node, factor)
         for factor, other in (factors, factors[::-1]):
             value = self.of(factor)
@@ -312,17 +316,17 @@ class Walk:
 
     def _objection(self, factor: fx.Node, node: fx.Node) -> str | None:
         is_one = len(likely_sizes(factor)) == 0
-        return "it is one number" if is_one else self._parameters.objection(factor, node, "weight")
+        return "it is one number" if is_one else self.parameters.objection(factor, node, "weight")
 
     def _weighted(self, node: fx.Node, weight: fx.Node) -> Value:
         sizes = likely_sizes(weight)
-        channels = self._numbering.fresh(torch.Size(sizes).numel())
-        self._sources.append(Source(node, (weight,), channels))
+        channels = self.numbering.fresh(torch.Size(sizes).numel())
+        self.sources.append(Source(node, (weight,), channels))
         return channels.reshape(sizes).expand(likely_sizes(node))
 
     def _beside(self, node: fx.Node, value: Tensor, other: Any) -> Value:
         if isinstance(other, fx.Node):
-            self._kept([other], f"'{node.name}' multiplies it by what has another scale")
+            self.kept([other], f"'{node.name}' multiplies it by what has another scale")
         return value.expand(likely_sizes(node))
 
     def quotient(self, node: fx.Node) -> Value:
@@ -336,18 +340,19 @@ class Walk:
     def matrices(self, node: fx.Node) -> Value:
         """A product of matrices has the scales of the columns of its second factor, as softmax(q k) v those of v."""
         first, second = (operands(node)[name] for name in _MATRICES[operator_name(node)])
-        return self._weighing(node, first, second)
+        return self.weighing(node, first, second)
 
     def attention(self, node: fx.Node) -> Value:
         """An attention has the scales of its values; heads that several queries share come once for each of them."""
         given = operands(node)
-        self._kept([given["query"], given["key"]], f"'{node.name}' takes a softmax of it")
+        self.kept([given["query"], given["key"]], f"'{node.name}' takes a softmax of it")
         repeats = 1
         if given["enable_gqa"]:
             repeats = likely_sizes(given["query"])[-3] // likely_sizes(given["value"])[-3]
-        return self._weighing(node, given["attn_mask"], given["value"], repeats)
+        return self.weighing(node, given["attn_mask"], given["value"], repeats)
 
-    def _weighing(self, node: fx.Node, weights: Any, values: fx.Node, repeats: int = 1) -> Value:
+    def weighing(self, node: fx.Node, weights: Any, values: fx.Node, repeats: int = 1) -> Value:
+        """Rows of values, each times a weight, have the scales of their columns."""
         value = self.of(values)
         if not isinstance(value, Tensor) or value.dim() < 2 or weights is values:
             return self.stop(node)
@@ -355,7 +360,7 @@ class Walk:
         if columns is None:
             return self.stop(node, f"'{{0}}' sums over channels of '{values.name}'")
         if isinstance(weights, fx.Node):
-            self._kept([weights], f"'{node.name}' multiplies it by what has another scale")
+            self.kept([weights], f"'{node.name}' multiplies it by what has another scale")
         columns = columns if repeats == 1 else columns.repeat_interleave(repeats, -3)
         return columns.expand(likely_sizes(node))
 

@@ -2,9 +2,9 @@
 
 Before: a size. After: a matrix Q with Q Qᵀ = 1 whose numbers all have a magnitude near 1 / sqrt(size).
 
-Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", arXiv:2404.00456, section 2.2: a Hadamard matrix
-whose rows have random signs, as Kronecker product of Sylvester's and of one for the rest of the size. The latter are
-Paley's two constructions over prime fields ("On Orthogonal Matrices", Journal of Mathematics and Physics 12, 1933):
+Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", arXiv:2404.00456, section 2.2: a Hadamard
+matrix whose rows have random signs, as Kronecker product of Sylvester's and of one for the rest of the size. The latter
+are Paley's two constructions over prime fields ("On Orthogonal Matrices", Journal of Mathematics and Physics 12, 1933):
 order q + 1 for a prime q = 3 mod 4, and 2 (q + 1) for a prime q = 1 mod 4. Where none fits, the odd part of the size
 gets the orthonormal cosine transform.
 """
@@ -67,7 +67,7 @@ def _paley(order: int) -> Tensor | None:
 
 
 def _bordered(prime: int, sign: int) -> Tensor:
-    """Returns Jacobsthal's matrix of a prime with a border of ones, whose first column has a sign: Paley's conference."""
+    """Returns Jacobsthal's matrix of a prime with a border of ones, whose first column has a sign."""
     squares = {number * number % prime for number in range(1, prime)}
     residues = torch.tensor([0.0 if not n else 1.0 if n in squares else -1.0 for n in range(prime)]).double()
     places = torch.arange(prime)

@@ -3,9 +3,9 @@
 Before: an exported float graph. After: the same graph with other parameters, that computes the same, in which what
 layers read has no channel much larger than the others: each is a mixture of all.
 
-Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", arXiv:2404.00456, section 4, stages 1a and 1b, and
-Liu et al., "SpinQuant: LLM Quantization with Learned Rotations", arXiv:2405.16406, section 3 (R1 and R2): what writes a
-residual stream is multiplied by an orthogonal matrix and what reads it by its inverse, and so are the heads' values of
+Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", arXiv:2404.00456, section 4, stages 1a and
+1b, and Liu et al., "SpinQuant: LLM Quantization with Learned Rotations", arXiv:2405.16406, section 3 (R1 and R2): what
+writes a residual stream is multiplied by an orthogonal matrix and what reads it by its inverse, and so are the heads' values of
 an attention. Weights of norms go into the layers that read them before. What would have to be computed at run time (R3
 and R4) is not done. Where a layer norm subtracts the mean the matrix leaves vectors of equal numbers as they are.
 """
@@ -248,6 +248,11 @@ def _turned(value: Tensor, axis: int, channels: Tensor, matrix: Tensor) -> Tenso
     blocks = moved[..., places].unflatten(-1, (-1, len(matrix)))
     moved[..., places] = (blocks @ matrix.to(value.device)).flatten(-2)
     return moved.movedim(-1, axis).contiguous()
+
+
+def _user(parameter: fx.Node, reader: fx.Node) -> fx.Node:
+    """Returns what hands a parameter to an operator: itself, or a transpose."""
+    return reader if reader in parameter.users else next(user for user in parameter.users if reader in user.users)
 
 
 def _put(model: fx.GraphModule, changes: list[_Change]) -> None:

@@ -7,7 +7,7 @@ multiplied by it.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,16 +144,19 @@ class Scales:
         Raises:
             ModelError: a number leaves the range of its type; nothing is changed.
         """
-        changed = {
-            parameter: self._fitting(parameter)
+        put_parameters(self.model, self.changed())
+
+    def changed(self) -> dict[str, Tensor]:
+        """Returns by name the parameters that are not what they were.
+
+        Raises:
+            ModelError: a number leaves the range of its type.
+        """
+        return {
+            str(parameter.target): self._fitting(parameter)
             for parameter, factors in self._factors.items()
             if any(bool((self.by_group[index] != 1).any()) for index, _ in factors)
         }
-        paths = defaultdict(list)
-        for path, held in self.model.named_parameters(remove_duplicate=False):
-            paths[id(held)].append(path)
-        for parameter, value in changed.items():
-            replace_parameter(self.model, paths[id(attribute(self.model, str(parameter.target)))], value)
 
     def _fitting(self, parameter: fx.Node) -> Tensor:
         original = self.original(parameter)
@@ -164,6 +167,15 @@ class Scales:
                 "float32."
             )
         return value
+
+
+def put_parameters(model: fx.GraphModule, changed: Mapping[str, Tensor]) -> None:
+    """Gives a model other parameters, each under all names that it has."""
+    paths = defaultdict(list)
+    for path, held in model.named_parameters(remove_duplicate=False):
+        paths[id(held)].append(path)
+    for name, value in changed.items():
+        replace_parameter(model, paths[id(attribute(model, name))], value)
 
 
 def _divided(source: Source) -> Callable[[Tensor, Tensor], Tensor]:

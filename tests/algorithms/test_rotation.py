@@ -367,6 +367,6 @@ def test_bad_input_is_a_sentence_and_changes_nothing():
         large.blocks[0].value.weight.fill_(100.0)
     graph = exported(large, tokens(0))
     before = dict(graph.named_parameters())
-    with pytest.raises(ModelError, match="Rotated, the parameter 'blocks.0.value.weight' leaves the range"):
+    with pytest.raises(ModelError, match=r"Rotated, the parameter 'blocks\.0\.value\.weight' leaves the range"):
         Rotate().apply(graph)
     assert all(value is before[name] for name, value in graph.named_parameters())

@@ -428,3 +428,74 @@ def test_bad_input_is_a_sentence_and_changes_nothing():
         with pytest.raises(ModelError, match="exported graph module"):
             apply(model)
     assert all(value is before[name] for name, value in graph.named_parameters())
+
+
+class Activated(nn.Module):
+    """Outliers that come from no operator that takes a scale: two layers and something else read them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.one, self.other = nn.Linear(16, 32), nn.Linear(32, 8), nn.Linear(32, 8)
+        with torch.no_grad():
+            self.first.bias[[2, 9]] = torch.tensor([60.0, 30.0])
+            for layer in (self.one, self.other):
+                layer.weight[:, [2, 9]] *= 0.02
+
+    def forward(self, x):
+        y = F.gelu(self.first(x))
+        return self.one(y) + torch.sigmoid(self.other(y)) + y.mean(-1, keepdim=True)
+
+
+def rows(seed):
+    return torch.randn(64, 16, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_multiplication_takes_scales_where_it_may_and_nothing_else_does(strict):
+    model, batches = Activated().eval(), [rows(0), rows(1)]
+    graph = exported(model, rows(0), strict=strict)
+    kept = Smooth().apply(graph, batches)
+    assert not kept
+    assert not kept.inserted
+    names = [node.name for node in graph.graph.nodes]
+    found = Smooth(multiply=True).apply(graph, batches)
+    assert found.inserted["gelu_smoothed"] == "gelu"
+    assert {"linear_1", "linear_2"} <= set(found)
+    assert found["linear_1"].sources == ("gelu_smoothed",)
+    assert f"{len(found.inserted)} multiplications inserted" in str(found)
+    added = {node.name for node in graph.graph.nodes if node.name not in names}
+    assert added == {name + end for name in found.inserted for end in ("", "_scale")}
+    assert {user.name for user in next(n for n in graph.graph.nodes if n.name == "gelu").users} == {
+        "gelu_smoothed",
+        "mean",
+    }
+    assert difference(graph(rows(2)), model(rows(2))) < 1e-5
+    graph.graph.lint()
+
+
+def test_a_multiplication_that_gains_nothing_is_not_inserted():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)).eval()
+    graph = exported(model, rows(0))
+    before, code = dict(graph.named_parameters()), graph.code
+    assert not Smooth(multiply=True).apply(graph, [rows(0), rows(1)]).inserted
+    assert dict(graph.named_parameters()) == before
+    assert graph.code == code
+
+
+@pytest.mark.parametrize("quantizer", [lambda: quantplug.get_quantizer("x86"), torchao, executorch_by_channel])
+def test_a_multiplication_gains_with_any_quantizer(quantizer):
+    model = Activated().eval()
+    plain, smoothed = levels(model, [rows(0), rows(1)], rows(2), quantizer, Smooth(multiply=True))
+    assert smoothed > plain + 3
+
+
+@pytest.mark.parametrize("backend", ["x86", "xnnpack"])
+def test_a_multiplication_is_lowered(backend):
+    model = Activated().eval()
+    recipe = [Smooth(multiply=True)]
+    artefact = quantplug.quantize(model, (rows(0),), backend, [rows(0), rows(1)], "int8", recipe=recipe)
+    assert artefact.applied[0].inserted
+    found = artefact.program(rows(2))
+    assert sqnr(found[0] if isinstance(found, (list, tuple)) else found, model(rows(2))) > 25
