@@ -140,9 +140,9 @@ class _BlockWalk(Walk):
     def objection_to_reading(self, layer: Layer) -> str | None:
         """Returns why a layer's columns cannot be turned, or take no bias of a norm, None where they do."""
         reason = self._objection(layer.weight, layer.node, "weight")
-        if reason is not None or layer.groups == 1:
+        if reason is not None or (layer.groups == 1 and not layer.is_transposed):
             return reason or self._objection_to_bias(layer)
-        return f"'{layer.node.name}' reads its channels in groups"
+        return f"'{layer.node.name}' is transposed or reads its channels in groups"
 
     def _objection_to_bias(self, layer: Layer) -> str | None:
         if not self._is_biased(self.of(layer.input)):
@@ -153,6 +153,13 @@ class _BlockWalk(Walk):
             can_have = "bias" in operands(layer.node)
             return None if can_have else f"'{layer.node.name}' has no bias to take that of a norm"
         return self.parameters.objection(layer.bias, layer.node, "bias")
+
+    def layer(self, layer: Layer) -> Value:
+        """As for scales; rows of transposed convolutions are not turned."""
+        found = super().layer(layer)
+        if layer.is_transposed:
+            self.numbering.keep(found, f"'{layer.node.name}' is a transposed convolution")
+        return found
 
     def source(self, node: fx.Node, parameters: Iterable[Any], axis: int, sizes: tuple[int, ...]) -> Value:
         """What has a weight, and a bias or none, for each channel along an axis writes them in any basis."""

@@ -19,9 +19,16 @@ from torch import Tensor, fx
 from quantplug.algorithms.channels import Source, channels_of
 from quantplug.algorithms.layers import Layer, layer_of
 from quantplug.algorithms.results import ByLayer
-from quantplug.algorithms.scaling import Group, Scales, column_ranges, groups_of, is_batch_norm, require_float_graph
+from quantplug.algorithms.scaling import (
+    Group,
+    Scales,
+    column_ranges,
+    groups_of,
+    is_batch_norm,
+    numbers_of,
+    require_float_graph,
+)
 from quantplug.algorithms.trial import is_gain, told, trials
-from quantplug.core.calibration.node_by_node import batches_of
 from quantplug.core.graph.facts import operands
 
 # Chains of layers need a few rounds to even out; a change below this is no gain.
@@ -95,12 +102,12 @@ class Equalize:
 
         Raises:
             ModelError: `model` is no exported graph module, is prepared already, or a scaled number leaves its type.
-            CalibrationError: a loader is given and has no batch, or one does not fit the model.
+            CalibrationError: a loader is given and has no batch, one does not fit the model, or has NaN.
         """
         graph = require_float_graph(model, "Equalize")
         batches = []
         if loader is not None:
-            batches = batches_of(graph, loader, self.samples, inputs, least=1, step="Equalize")
+            batches = numbers_of(graph, loader, self.samples, inputs, "Equalize")
         with torch.no_grad():
             channels = channels_of(graph)
             groups, left = _with_ranges(groups_of(channels))
@@ -159,7 +166,7 @@ def _row_ranges(scales: Scales, source: Source) -> Tensor:
     """Returns the largest magnitude of a producer's weight by channel, with its batch norm folded into it."""
     layer = _weighted(source)
     assert layer is not None
-    rows, slope = scales.value(layer.weight).abs().flatten(1).amax(1), scales.slope(source.node)
+    rows, slope = layer.by_rows(scales.value(layer.weight)).abs().flatten(1).amax(1), scales.slope(source.node)
     return rows if slope is None else rows * slope.abs()
 
 

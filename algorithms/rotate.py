@@ -23,9 +23,8 @@ from quantplug.algorithms.channels import Reader, Source
 from quantplug.algorithms.layers import Layer, Readers
 from quantplug.algorithms.orthogonal import rotation
 from quantplug.algorithms.results import ByLayer
-from quantplug.algorithms.scaling import Scales, require_float_graph
+from quantplug.algorithms.scaling import Scales, numbers_of, require_float_graph
 from quantplug.algorithms.trial import is_gain, told, trials
-from quantplug.core.calibration.node_by_node import batches_of
 from quantplug.core.errors import ModelError
 from quantplug.core.graph.editing import new_parameter, replace_inputs, replace_parameter, set_operand
 from quantplug.core.graph.facts import attribute, operator_name
@@ -102,12 +101,12 @@ class Rotate:
 
         Raises:
             ModelError: `model` is no exported graph module, is prepared already, or a turned number leaves its type.
-            CalibrationError: a loader is given and has no batch, or one does not fit the model.
+            CalibrationError: a loader is given and has no batch, one does not fit the model, or has NaN.
         """
         graph = require_float_graph(model, "Rotate")
         batches = []
         if loader is not None:
-            batches = batches_of(graph, loader, self.samples, inputs, least=1, step="Rotate")
+            batches = numbers_of(graph, loader, self.samples, inputs, "Rotate")
         with torch.no_grad():
             bases, left = bases_of(graph)
             found, changes = _layers(bases), _changes(graph, bases, self.seed)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.algorithms.channels import Channels, Reader, Source
-from quantplug.algorithms.layers import Layer
-from quantplug.core.errors import ModelError
+from quantplug.algorithms.layers import Layer, layer_of
+from quantplug.core.calibration.node_by_node import batches_of
+from quantplug.core.errors import CalibrationError, ModelError
 from quantplug.core.graph.editing import replace_parameter
 from quantplug.core.graph.facts import (
     attribute,
@@ -111,8 +112,8 @@ class Scales:
         return value
 
     def folded(self, layer: Layer) -> Tensor:
-        """Returns a layer's weight under the scales, with the batch norm that alone reads the layer folded into it."""
-        weight, norm = self.value(layer.weight), sole_user(layer.node)
+        """Returns a layer's weight by rows, with the batch norm that alone reads the layer folded into it."""
+        weight, norm = layer.by_rows(self.value(layer.weight)), sole_user(layer.node)
         found = None if norm is None else self.slope(norm)
         return weight if found is None else weight * found.to(weight.dtype).reshape(-1, *[1] * (weight.dim() - 1))
 
@@ -179,17 +180,22 @@ def put_parameters(model: fx.GraphModule, changed: Mapping[str, Tensor]) -> None
 
 
 def _divided(source: Source) -> Callable[[Tensor, Tensor], Tensor]:
+    layer = layer_of(source.node)
+
     def factor(scale: Tensor, value: Tensor) -> Tensor:
-        channels = source.channels.to(scale.device)
-        shape = value.shape if channels.numel() == value.numel() else (-1, *[1] * (value.dim() - 1))
-        return 1 / scale[channels].reshape(shape)
+        by_channel = 1 / scale[source.channels.to(scale.device)]
+        if by_channel.numel() == value.numel():
+            return by_channel.reshape(value.shape)
+        rows = by_channel.reshape(-1, *[1] * (value.dim() - 1))
+        return rows if layer is None else layer.as_held(rows.expand_as(layer.by_rows(value)))
 
     return factor
 
 
 def _multiplied(reader: Reader) -> Callable[[Tensor, Tensor], Tensor]:
     def factor(scale: Tensor, value: Tensor) -> Tensor:
-        return columns(reader, scale[reader.channels.to(scale.device)], value)
+        by_channel = scale[reader.channels.to(scale.device)]
+        return reader.layer.as_held(columns(reader, by_channel, reader.layer.by_rows(value)))
 
     return factor
 
@@ -210,6 +216,23 @@ def column_ranges(reader: Reader, weight: Tensor) -> Tensor:
     """Returns the largest magnitude in a weight by the channels that its layer reads, [channels]."""
     by_group = weight.detach().abs().reshape(reader.layer.groups, -1, weight.shape[1], math.prod(weight.shape[2:]))
     return by_group.amax((1, 3)).reshape(-1)
+
+
+def numbers_of(
+    model: fx.GraphModule, loader: Iterable[Any], samples: int, inputs: Callable[[Any], Any] | None, step: str
+) -> list[tuple[Any, ...]]:
+    """Returns batches without NaN, until they hold so many samples; infinity may be a mask.
+
+    Raises:
+        CalibrationError: there is no batch, one does not fit the model, or one has NaN.
+    """
+    found = batches_of(model, loader, samples, inputs, least=1, step=step)
+    names = [node.name for node in model.graph.find_nodes(op="placeholder")]
+    for index, batch in enumerate(found):
+        for name, value in zip(names, batch, strict=False):
+            if isinstance(value, Tensor) and bool(value.isnan().any()):
+                raise CalibrationError(f"{step} found NaN in '{name}' of batch {index}; take the batch out.")
+    return found
 
 
 def require_float_graph(model: Any, function: str) -> fx.GraphModule:

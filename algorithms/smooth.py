@@ -26,10 +26,18 @@ from torch.nn.functional import linear
 from quantplug.algorithms.channels import Reader, channels_of
 from quantplug.algorithms.multiplying import multiplied, places_of, put
 from quantplug.algorithms.results import ByLayer
-from quantplug.algorithms.scaling import Group, Scales, column_ranges, columns, groups_of, require_float_graph
+from quantplug.algorithms.scaling import (
+    Group,
+    Scales,
+    column_ranges,
+    columns,
+    groups_of,
+    numbers_of,
+    require_float_graph,
+)
 from quantplug.algorithms.trial import STEPS, STEPS_OF_WEIGHTS, is_gain, round_to, told, trials
 from quantplug.core.calibration.bias_correction import LEAST_GAIN
-from quantplug.core.calibration.node_by_node import BatchRun, batches_of, node_by_node
+from quantplug.core.calibration.node_by_node import BatchRun, node_by_node
 from quantplug.core.errors import CalibrationError, ConfigError
 from quantplug.core.graph.facts import describe, operands
 from quantplug.core.specs.levels import decibels
@@ -122,10 +130,10 @@ class Smooth:
 
         Raises:
             ModelError: `model` is no exported graph module, is prepared already, or a scaled number leaves its type.
-            CalibrationError: there is no batch, one does not fit the model, or a layer is given NaN or infinity.
+            CalibrationError: there is no batch, one does not fit the model or has NaN, or a layer is given infinity.
         """
         graph = require_float_graph(model, "Smooth")
-        batches = batches_of(graph, loader, self.samples, inputs, least=1, step="Smooth")
+        batches = numbers_of(graph, loader, self.samples, inputs, "Smooth")
         with torch.no_grad():
             places = places_of(graph) if self.multiply else []
             tried = multiplied(graph, places)
@@ -199,7 +207,7 @@ class _Seen:
             return linear(value, weight)
         given = {name: found for name, found in operands(layer.node).items() if not isinstance(found, fx.Node)}
         target: Any = layer.node.target
-        result: Tensor = target(**{**given, "input": value, "weight": weight, "bias": None})
+        result: Tensor = target(**{**given, "input": value, "weight": layer.as_held(weight), "bias": None})
         return result
 
 

@@ -103,12 +103,12 @@ def _parameters(scales: Scales, *, per_channel: bool) -> dict[fx.Node, Tensor]:
 
 
 def _weight(scales: Scales, layer: Layer, *, per_channel: bool) -> Tensor:
-    weight, folded = scales.value(layer.weight), scales.folded(layer)
+    weight, folded = layer.by_rows(scales.value(layer.weight)), scales.folded(layer)
     rows, own = (each.flatten(1).abs().amax(1) for each in (folded, weight))
     # Rows that a batch norm makes larger have smaller steps before it.
     step = own if per_channel else own * (rows.max() / rows)
     step = step.nan_to_num(0.0, 0.0).reshape(-1, *[1] * (weight.dim() - 1)) / STEPS_OF_WEIGHTS
-    return round_to(weight, step)
+    return layer.as_held(round_to(weight, step))
 
 
 class _RoundedRun(BatchRun):

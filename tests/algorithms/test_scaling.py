@@ -19,6 +19,7 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 
 import quantplug
 from quantplug.algorithms.equalize import Equalize
+from quantplug.algorithms.rotate import Rotate
 from quantplug.algorithms.smooth import Smooth
 from quantplug.core.errors import CalibrationError, ConfigError, ModelError
 from quantplug.core.specs.levels import sqnr
@@ -71,6 +72,24 @@ class Vision(nn.Module):
                 x = self.norm2(x)
         x = torch.relu(self.last(torch.relu(x)))
         return self.out(F.leaky_relu(self.head(F.adaptive_avg_pool2d(x, 2).flatten(1)), 0.2))
+
+
+class Decoder(nn.Module):
+    """Transposed convolutions before and behind others, in groups too."""
+
+    def __init__(self, spatial, groups, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[spatial - 1]
+        transposed = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[spatial - 1]
+        batch_norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[spatial - 1]
+        self.first, self.norm = transposed(4, 8, 3, 2, 1), batch_norm(8) if norm else nn.Identity()
+        self.second, self.third = transposed(8, 12, 2, groups=groups), transposed(12, 6, 3, 2, 1, 1, groups=2)
+        self.last = conv(6, 3, 1)
+
+    def forward(self, x):
+        x = torch.relu(self.second(torch.relu(self.norm(self.first(x)))))
+        return self.last(torch.relu(self.third(x)))
 
 
 STEPS = {
@@ -154,6 +173,33 @@ def test_a_vision_model_computes_the_same_whatever_stands_between_its_layers(bet
     assert {"linear", "linear_1"} <= set(equalized), equalized.left
     assert set(smoothed) | set(smoothed.left) == {n.name for n in graph.graph.nodes if _is_layer(n)}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@settings(max_examples=5, deadline=None, phases=_PHASES)
+@given(
+    spatial=st.sampled_from([1, 2, 3]),
+    groups=st.sampled_from([1, 2, 4]),
+    norm=st.booleans(),
+    export=st.sampled_from(["strict", "not strict", "decomposed"]),
+    seed=st.integers(0, 99),
+)
+def test_transposed_convolutions_give_and_take_scales(spatial, groups, norm, export, seed):
+    model, x = spread(Decoder(spatial, groups, norm), seed), torch.randn(2, 4, *[5] * spatial)
+    program = torch.export.export(model, (x,), strict=export == "strict")
+    graph = (program.run_decompositions() if export == "decomposed" else program).module()
+    wanted = model(x)
+    equalized, smoothed = both(graph, [x])
+    assert difference(graph(x), wanted) < 1e-4
+    assert len(equalized) == len(smoothed) == 3, smoothed.left
+
+
+def test_rows_of_transposed_convolutions_are_evened_out():
+    model, x = spread(nn.Sequential(nn.ConvTranspose2d(4, 8, 3, groups=2), nn.Conv2d(8, 3, 1))), torch.randn(2, 4, 5, 5)
+    graph = exported(model, x)
+    Equalize().apply(graph)
+    written, read = (graph.get_submodule(name).weight.detach().abs() for name in "01")
+    by_row = written.reshape(2, 2, 4, 9).transpose(1, 2).reshape(8, -1).amax(1)
+    assert torch.allclose(by_row, read.flatten(2).amax((0, 2)), rtol=0.05)
 
 
 def _is_layer(node):
@@ -416,7 +462,12 @@ def test_bad_input_is_a_sentence_and_changes_nothing():
     with pytest.raises(CalibrationError, match="Smooth takes 1 or more batches"):
         Smooth().apply(graph, [])
     with pytest.raises(CalibrationError, match="NaN or infinity in what 'linear_1'"):
-        Smooth().apply(graph, [x * float("nan")])
+        Smooth().apply(graph, [x * float("inf"), x])
+    alone = exported(nn.Linear(8, 4).eval(), x)
+    for found in (graph, alone):
+        for step in (Equalize(), Smooth(), Rotate()):
+            with pytest.raises(CalibrationError, match=f"{type(step).__name__} found NaN in 'input.*' of batch 1"):
+                step.apply(found, [x, x * float("nan")])
     with pytest.raises(CalibrationError, match="expected"):
         Smooth().apply(graph, [x[:, :3]])
     with pytest.raises(CalibrationError, match="Equalize takes 1 or more batches"):
