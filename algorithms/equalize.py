@@ -6,16 +6,18 @@ much larger weight than the others, so that one scale for a whole weight fits al
 Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction", arXiv:1906.04721, section 4.1:
 s = sqrt(r1 r2) / r2 for the ranges r1 of a channel's rows and r2 of its columns (equation 11), repeated over chains of
 layers until nothing changes. Where a batch norm stands behind a layer the range is that of the folded weight. Biases
-are not absorbed (section 4.2): behind a relu that changes the function.
+are absorbed (section 4.2) if the user asks for it.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, fx
 
+from quantplug.algorithms.absorb import absorbed
+from quantplug.algorithms.changes import Change, put_changes
 from quantplug.algorithms.channels import Source, channels_of
 from quantplug.algorithms.layers import Layer, layer_of
 from quantplug.algorithms.results import ByLayer
@@ -26,10 +28,13 @@ from quantplug.algorithms.scaling import (
     groups_of,
     is_batch_norm,
     numbers_of,
+    put_parameters,
     require_float_graph,
 )
 from quantplug.algorithms.trial import is_gain, told, trials
+from quantplug.core.errors import CalibrationError, ConfigError
 from quantplug.core.graph.facts import operands
+from quantplug.core.graph.working_copy import over_same_tensors
 
 # Chains of layers need a few rounds to even out; a change below this is no gain.
 _ROUNDS, _LEAST_CHANGE = 20, 0.01
@@ -57,14 +62,19 @@ class Equalized(ByLayer[EqualizedLayer]):
     Attributes:
         layers: this mapping.
         left: by node name why the columns of another layer's weight keep their scale.
+        absorbed: by the name of what gave its bias to the layers behind it by how much at most.
     """
+
+    absorbed: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """What was done, in a sentence."""
+        biases = f"; {len(self.absorbed)} biases absorbed" if self.absorbed else ""
         if not self.layers:
-            return "No layer was equalized" + (f": {next(reversed(self.left.values()))}." if self.left else ".")
+            why = f": {next(reversed(self.left.values()))}" if self.left else ""
+            return f"No layer was equalized{why}{biases}."
         widest = max(max(layer.most, 1 / layer.least) for layer in self.layers.values())
-        return f"{len(self)} layers equalized, by scales up to {widest:.3g}; {len(self.left)} left as they are."
+        return f"{len(self)} layers equalized, by scales up to {widest:.3g}; {len(self.left)} left as they are{biases}."
 
 
 @dataclass(frozen=True)
@@ -75,12 +85,25 @@ class Equalize:
         per_channel: whether batches tell what is gained for weights that have a scale for each output channel, or for
             those with one for all; None for both, of which none may lose.
         samples: batches that tell are taken until they hold so many samples.
+        absorb: which biases move into the layers behind them, if the outputs gain by it: "exact" for those that nothing
+            clips on the way; "seen" for those besides that a relu clips on no batch, by far, which changes what the
+            model computes for inputs that go beyond; None for none.
         stage: which graph it is for.
+
+    Raises:
+        ConfigError: `absorb` is something else.
     """
 
     per_channel: bool | None = None
     samples: int = 128
+    absorb: Literal["exact", "seen"] | None = None
     stage: ClassVar[str] = "float"
+
+    def __post_init__(self) -> None:
+        if self.absorb not in (None, "exact", "seen"):
+            raise ConfigError(
+                f"Equalize absorbs biases 'exact' or 'seen', found {self.absorb!r}; leave it out for none."
+            )
 
     @torch.inference_mode(False)
     def apply(
@@ -102,26 +125,52 @@ class Equalize:
 
         Raises:
             ModelError: `model` is no exported graph module, is prepared already, or a scaled number leaves its type.
-            CalibrationError: a loader is given and has no batch, one does not fit the model, or has NaN.
+            CalibrationError: biases are to be absorbed without a loader; a loader has no batch, one does not
+                fit the model, or has NaN.
         """
         graph = require_float_graph(model, "Equalize")
         batches = []
+        if loader is None and self.absorb is not None:
+            raise CalibrationError("Equalize moves biases by what batches show, and got no loader; pass one.")
         if loader is not None:
             batches = numbers_of(graph, loader, self.samples, inputs, "Equalize")
         with torch.no_grad():
-            channels = channels_of(graph)
-            groups, left = _with_ranges(groups_of(channels))
-            if not groups:
-                return Equalized({}, channels.left | left)
-            scales = Scales(graph, groups)
-            before = trials(scales, batches, self.per_channel)
-            _even_out(scales)
-            found, left = _layers(scales), channels.left | left
-            after = trials(scales, batches, self.per_channel)
-            if batches and not is_gain(before, after):
-                return Equalized({}, left | dict.fromkeys(found, told(before, after)))
-            scales.keep()
-        return Equalized(found, left)
+            found, changed = self._scaled(graph, batches)
+            biases = self._absorbed(graph, changed, batches, found) if self.absorb is not None else []
+            put_parameters(graph, changed)
+            put_changes(graph, biases)
+        return found
+
+    def _scaled(self, graph: fx.GraphModule, batches: list[Any]) -> tuple[Equalized, dict[str, Tensor]]:
+        """Returns what there is to say of scales, and the parameters with those that gain."""
+        channels = channels_of(graph)
+        groups, left = _with_ranges(groups_of(channels))
+        if not groups:
+            return Equalized({}, channels.left | left), {}
+        scales = Scales(graph, groups)
+        before = trials(scales, batches, self.per_channel)
+        _even_out(scales)
+        found, left = _layers(scales), channels.left | left
+        after = trials(scales, batches, self.per_channel)
+        if batches and not is_gain(before, after):
+            return Equalized({}, left | dict.fromkeys(found, told(before, after))), {}
+        return Equalized(found, left), scales.changed()
+
+    def _absorbed(
+        self, graph: fx.GraphModule, changed: dict[str, Tensor], batches: list[Any], found: Equalized
+    ) -> list[Change]:
+        """Returns the biases to change after the scales, none where the outputs do not gain."""
+        scaled, moved = over_same_tensors(graph), over_same_tensors(graph)
+        put_parameters(scaled, changed)
+        put_parameters(moved, changed)
+        changes, told_of = absorbed(scaled, batches, behind_relu=self.absorb == "seen")
+        put_changes(moved, changes)
+        if not told_of or not is_gain(
+            *(trials(Scales(each, []), batches, self.per_channel) for each in (scaled, moved))
+        ):
+            return []
+        found.absorbed.update(told_of)
+        return changes
 
 
 def _with_ranges(groups: list[Group]) -> tuple[list[Group], dict[str, str]]:

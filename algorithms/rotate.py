@@ -5,12 +5,12 @@ layers read has no channel much larger than the others: each is a mixture of all
 
 Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", arXiv:2404.00456, section 4, stages 1a and
 1b, and Liu et al., "SpinQuant: LLM Quantization with Learned Rotations", arXiv:2405.16406, section 3 (R1 and R2): what
-writes a residual stream is multiplied by an orthogonal matrix and what reads it by its inverse, and so are the heads' values of
-an attention. Weights of norms go into the layers that read them before. What would have to be computed at run time (R3
-and R4) is not done. Where a layer norm subtracts the mean the matrix leaves vectors of equal numbers as they are.
+writes a residual stream is multiplied by an orthogonal matrix and what reads it by its inverse, and so are the heads'
+values of an attention. Weights of norms go into the layers that read them before. What would have to be computed at run
+time (R3 and R4) is not done. Where a layer norm subtracts the mean the matrix leaves vectors of equal numbers
+as they are.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.algorithms.blocks import Basis, Norm, bases_of
+from quantplug.algorithms.changes import Change, put_changes
 from quantplug.algorithms.channels import Reader, Source
-from quantplug.algorithms.layers import Layer, Readers
+from quantplug.algorithms.layers import Layer
 from quantplug.algorithms.orthogonal import rotation
 from quantplug.algorithms.results import ByLayer
 from quantplug.algorithms.scaling import Scales, numbers_of, require_float_graph
 from quantplug.algorithms.trial import is_gain, told, trials
 from quantplug.core.errors import ModelError
-from quantplug.core.graph.editing import new_parameter, replace_inputs, replace_parameter, set_operand
 from quantplug.core.graph.facts import attribute, operator_name
 from quantplug.core.graph.working_copy import over_same_tensors
 
@@ -112,11 +112,11 @@ class Rotate:
             found, changes = _layers(bases), _changes(graph, bases, self.seed)
             if batches and found:
                 turned = over_same_tensors(graph)
-                _put(turned, changes)
+                put_changes(turned, changes)
                 before, after = (trials(Scales(each, []), batches, self.per_channel) for each in (graph, turned))
                 if not is_gain(before, after):
                     return Rotated({}, left | dict.fromkeys(found, told(before, after)))
-            _put(graph, changes)
+            put_changes(graph, changes)
         return Rotated(found, left)
 
 
@@ -135,27 +135,10 @@ def _norms_before(reader: Reader, basis: Basis) -> list[Norm]:
     return [norm for norm in basis.norms if not read.isdisjoint(norm.channels[1].tolist())]
 
 
-@dataclass
-class _Change:
-    """What becomes of a parameter for one of the operators that read it.
-
-    Attributes:
-        parameter: its node, in the graph that was looked at; of a bias that an operator lacks that of its weight.
-        reader: the operator.
-        is_new: whether it is a bias that the operator lacks.
-        value: of double precision.
-    """
-
-    parameter: fx.Node
-    reader: fx.Node
-    is_new: bool
-    value: Tensor
+_Changes: TypeAlias = "dict[tuple[fx.Node, fx.Node, bool], Change]"
 
 
-_Changes: TypeAlias = "dict[tuple[fx.Node, fx.Node, bool], _Change]"
-
-
-def _changes(model: fx.GraphModule, bases: list[Basis], seed: int) -> list[_Change]:
+def _changes(model: fx.GraphModule, bases: list[Basis], seed: int) -> list[Change]:
     """Returns what becomes of each parameter."""
     changes = _Turned(model)
     matrices = [rotation(basis.size, seed=seed, keeps_mean=basis.keeps_mean) for basis in bases]
@@ -178,7 +161,7 @@ class _Turned:
         self._model = model
         self._changes: _Changes = {}
 
-    def found(self) -> list[_Change]:
+    def found(self) -> list[Change]:
         """Returns the changes, with values of the types that the parameters have."""
         return [self._fitting(change) for change in self._changes.values()]
 
@@ -214,12 +197,12 @@ class _Turned:
                 change = self._change(parameter, norm.node)
                 change.value = torch.full_like(change.value, value)
 
-    def _change(self, parameter: fx.Node, reader: fx.Node, *, is_new: bool = False) -> _Change:
+    def _change(self, parameter: fx.Node, reader: fx.Node, *, is_new: bool = False) -> Change:
         key = (parameter, reader, is_new)
         if key not in self._changes:
             held = self._held(parameter)
             value = held.new_zeros(len(held)) if is_new else held.clone()
-            self._changes[key] = _Change(parameter, reader, is_new, value)
+            self._changes[key] = Change(parameter, reader, is_new, value)
         return self._changes[key]
 
     def _held(self, parameter: fx.Node) -> Tensor:
@@ -229,7 +212,7 @@ class _Turned:
     def _of(self, parameter: fx.Node) -> Tensor:
         return self._held(parameter).reshape(-1)
 
-    def _fitting(self, change: _Change) -> _Change:
+    def _fitting(self, change: Change) -> Change:
         dtype = attribute(self._model, str(change.parameter.target)).dtype
         value = change.value.to(dtype)
         if bool((torch.isfinite(change.value) & ~torch.isfinite(value)).any()):
@@ -237,7 +220,7 @@ class _Turned:
                 f"Rotated, the parameter '{change.parameter.target}' leaves the range of {dtype}; export the model in "
                 "float32."
             )
-        return _Change(change.parameter, change.reader, change.is_new, value)
+        return Change(change.parameter, change.reader, change.is_new, value)
 
 
 def _turned(value: Tensor, axis: int, channels: Tensor, matrix: Tensor) -> Tensor:
@@ -247,31 +230,3 @@ def _turned(value: Tensor, axis: int, channels: Tensor, matrix: Tensor) -> Tenso
     blocks = moved[..., places].unflatten(-1, (-1, len(matrix)))
     moved[..., places] = (blocks @ matrix.to(value.device)).flatten(-2)
     return moved.movedim(-1, axis).contiguous()
-
-
-def _user(parameter: fx.Node, reader: fx.Node) -> fx.Node:
-    """Returns what hands a parameter to an operator: itself, or a transpose."""
-    return reader if reader in parameter.users else next(user for user in parameter.users if reader in user.users)
-
-
-def _put(model: fx.GraphModule, changes: list[_Change]) -> None:
-    """Gives a graph, or a copy of it, the changed parameters; of those that several read, each reader gets its own."""
-    nodes, readers = {node.name: node for node in model.graph.nodes}, Readers(model)
-    paths = defaultdict(list)
-    for path, held in model.named_parameters(remove_duplicate=False):
-        paths[id(held)].append(path)
-    waiting = {change.parameter.name: len(readers.of(nodes[change.parameter.name])) for change in changes}
-    for change in changes:
-        parameter, reader = nodes[change.parameter.name], nodes[change.reader.name]
-        if change.is_new:
-            set_operand(reader, "bias", new_parameter(model, parameter, "shift", change.value))
-            continue
-        if waiting[parameter.name] > 1:
-            waiting[parameter.name] -= 1
-            user = (
-                reader if reader in parameter.users else next(user for user in parameter.users if reader in user.users)
-            )
-            replace_inputs(user, {parameter: new_parameter(model, parameter, "rotated", change.value)})
-            continue
-        replace_parameter(model, paths[id(attribute(model, str(parameter.target)))], change.value)
-    model.recompile()

@@ -550,3 +550,67 @@ def test_a_multiplication_is_lowered(backend):
     assert artefact.applied[0].inserted
     found = artefact.program(rows(2))
     assert sqnr(found[0] if isinstance(found, (list, tuple)) else found, model(rows(2))) > 25
+
+
+class Shifted(nn.Module):
+    """Channels that lie far from each other: nothing clips the first ones, the second a relu that they stay above."""
+
+    def __init__(self, padding=0, *, above=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=padding, groups=2)
+        self.third, self.last = nn.Linear(8, 8), nn.Linear(8, 4, bias=False)
+        with torch.no_grad():
+            self.first.bias.copy_(torch.linspace(-30, 30, 8))
+            if above:
+                self.third.bias.copy_(torch.linspace(10, 60, 8))
+
+    def forward(self, x):
+        x = self.second(self.first(x)).amax((2, 3))
+        return self.last(torch.relu(self.third(x / 20)))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("absorb", "padding", "absorbing"),
+    [
+        (None, 0, set()),
+        ("exact", 0, {"conv2d"}),
+        ("exact", 1, set()),
+        ("seen", 0, {"conv2d", "linear"}),
+        ("seen", 1, {"linear"}),
+    ],
+)
+def test_biases_are_absorbed_where_the_layer_behind_can_take_them(absorb, padding, absorbing, strict):
+    model, batches = Shifted(padding, above=absorb == "seen").eval(), [images(0), images(1)]
+    graph = exported(model, images(0), strict=strict)
+    found = Equalize(absorb=absorb).apply(graph, batches)
+    assert set(found.absorbed) == absorbing, found.left
+    assert ("absorbed" in str(found)) == bool(absorbing)
+    assert difference(graph(images(2)), model(images(2))) < 1e-5
+    graph.graph.lint()
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "above", "gain"),
+    [(lambda: quantplug.get_quantizer("x86"), True, 20), (torchao, False, 3), (executorch_by_channel, False, 3)],
+)
+def test_absorbed_biases_gain(quantizer, above, gain):
+    model, batches = Shifted(above=above).eval(), [images(0), images(1)]
+    plain, moved = levels(model, batches, images(2), quantizer, Equalize(absorb="seen"))
+    assert moved > plain + gain
+
+
+def test_biases_are_absorbed_as_the_user_asks():
+    model, x = Shifted().eval(), images(0)
+    with pytest.raises(ConfigError, match="'exact' or 'seen', found 'all'"):
+        Equalize(absorb="all")  # type: ignore[arg-type]
+    with pytest.raises(CalibrationError, match="got no loader; pass one"):
+        Equalize(absorb="exact").apply(exported(model, x))
+    clipped = Shifted().eval()
+    with torch.no_grad():
+        read = clipped.second(clipped.first(x)).amax((2, 3)) / 20
+        clipped.third.bias.sub_(clipped.third(read).mean(0))  # the relu clips some of each channel
+    graph = exported(clipped, x)
+    assert "linear" not in Equalize(absorb="seen").apply(graph, [x]).absorbed
+    assert difference(graph(images(1) * 100), clipped(images(1) * 100)) < 1e-4
