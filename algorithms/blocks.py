@@ -139,7 +139,7 @@ class _BlockWalk(Walk):
 
     def objection_to_reading(self, layer: Layer) -> str | None:
         """Returns why a layer's columns cannot be turned, or take no bias of a norm, None where they do."""
-        reason = self._objection(layer.weight, layer.node, "weight")
+        reason = self._objection_to_turning(layer.weight, layer.node, "weight")
         if reason is not None or (layer.groups == 1 and not layer.is_transposed):
             return reason or self._objection_to_bias(layer)
         return f"'{layer.node.name}' is transposed or reads its channels in groups"
@@ -165,14 +165,14 @@ class _BlockWalk(Walk):
         """What has a weight, and a bias or none, for each channel along an axis writes them in any basis."""
         held = tuple(each for each in parameters if each is not None)
         pairs = zip(held, ("weight", "bias"), strict=False)
-        reason = next(filter(None, (self._objection(each, node, called) for each, called in pairs)), None)
+        reason = next(filter(None, (self._objection_to_turning(each, node, called) for each, called in pairs)), None)
         if reason is not None or not sizes:
             return reason or f"the shape of '{node.name}' is not known"
         channels = self.numbering.fresh(sizes[axis])
         self.sources.append(Source(node, held, channels))
         return along(channels, axis, sizes)
 
-    def _objection(self, parameter: Any, reader: fx.Node, called: str) -> str | None:
+    def _objection_to_turning(self, parameter: Any, reader: fx.Node, called: str) -> str | None:
         """As for scales; but an embedding's table that is the weight of layers too can become several."""
         others = self.parameters.of(parameter) if is_held(parameter) else []
         names = [operator_name(other) for other in others]

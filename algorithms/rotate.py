@@ -115,7 +115,7 @@ class Rotate:
                 put_changes(turned, changes)
                 before, after = (trials(Scales(each, []), batches, self.per_channel) for each in (graph, turned))
                 if not is_gain(before, after):
-                    return Rotated({}, left | dict.fromkeys(found, told(before, after)))
+                    return Rotated({}, left | dict.fromkeys(found, told(before, after, "rotated")))
             put_changes(graph, changes)
         return Rotated(found, left)
 

@@ -71,10 +71,10 @@ def is_gain(before: list[Tried], after: list[Tried]) -> bool:
     return gains and all(now.decibels > then.decibels - _LEAST_LOSS for then, now in pairs)
 
 
-def told(before: list[Tried], after: list[Tried]) -> str:
-    """Returns in words what trials keep."""
+def told(before: list[Tried], after: list[Tried], changed: str = "with scales") -> str:
+    """Returns in words what trials keep before and after something changed."""
     then, now = (" and ".join(f"{each.decibels:.1f}" for each in tried) for tried in (before, after))
-    return f"the outputs keep {then} dB in 8 bits, and {now} with scales"
+    return f"the outputs keep {then} dB in 8 bits, and {now} {changed}"
 
 
 def _outputs(run: BatchRun) -> Tensor:
