@@ -25,7 +25,7 @@ from quantplug.algorithms.numbering import Value, distinct
 from quantplug.algorithms.scaling import Group, groups_of
 from quantplug.core.calibration.node_by_node import BatchRun, node_by_node
 from quantplug.core.graph.facts import attribute, likely_sizes, operands, operator_name
-from quantplug.core.graph.operators import COPIES, IDENTITIES, MAXIMA, overloads_of
+from quantplug.core.graph.operators import CLAMPS, COPIES, IDENTITIES, MAXIMA, overloads_of
 from quantplug.core.graph.traits import clamp_bounds
 
 # Of the range of a channel before a relu: so much further down it may go than batches showed.
@@ -114,7 +114,7 @@ _RULES: dict[Any, _Rule] = {
     overload: rule
     for rule, names in (
         (_ShiftWalk.same, (*IDENTITIES, *COPIES)),
-        (_ShiftWalk.clamp, ("relu", "clamp", "clamp_min", "hardtanh")),
+        (_ShiftWalk.clamp, tuple(CLAMPS)),
         (_ShiftWalk.reduced, ("mean.dim", "amax", "amin")),
         (_ShiftWalk.pooled, (*MAXIMA, "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")),
         (_ShiftWalk.norm, ("batch_norm", "layer_norm", "group_norm")),

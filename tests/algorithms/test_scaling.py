@@ -614,3 +614,18 @@ def test_biases_are_absorbed_as_the_user_asks():
     graph = exported(clipped, x)
     assert "linear" not in Equalize(absorb="seen").apply(graph, [x]).absorbed
     assert difference(graph(images(1) * 100), clipped(images(1) * 100)) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_multiplications_and_biases_take_open_sizes_and_halves(dtype):
+    model, batches = Activated().eval().to(dtype), [rows(0).to(dtype), rows(1)[:20].to(dtype)]
+    sizes = ({0: torch.export.Dim("n", min=2, max=128)},)
+    graph = torch.export.export(model, (batches[0],), dynamic_shapes=sizes).module()
+    assert "gelu_smoothed" in Smooth(multiply=True).apply(graph, batches).inserted
+    most = 1e-5 if dtype == torch.float32 else 3e-2
+    assert all(difference(graph(x).float(), model(x).float()) < most for x in (*batches, batches[0][:3]))
+    model, batches = Shifted().eval().to(dtype), [images(0).to(dtype), images(1)[:5].to(dtype)]
+    graph = torch.export.export(model, (batches[0],), dynamic_shapes=sizes).module()
+    assert Equalize(absorb="seen").apply(graph, batches).absorbed
+    assert all(difference(graph(x).float(), model(x).float()) < most for x in (*batches, batches[0][:3]))
+    assert {value.dtype for value in graph.parameters()} == {dtype}
