@@ -1,6 +1,7 @@
 """Rotation: streams and values in another basis, the same function, and better integers with anybody's quantizer."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -182,7 +183,11 @@ def test_a_rotation_is_orthogonal_even_and_keeps_the_mean_where_it_has_to(size, 
 def test_a_transformer_computes_the_same_in_another_basis(
     norm, heads, width, tied, positions, written, gated, strict, is_open
 ):
-    model = Model(width, *heads, norm, tied=tied, positions=positions, written=written, gated=gated).double().eval()
+    model = (
+        Model(width, heads[0], heads[1], norm, tied=tied, positions=positions, written=written, gated=gated)
+        .double()
+        .eval()
+    )
     before = {name: value.clone() for name, value in model.state_dict().items()}
     sizes = ({0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("length", min=3, max=16)},)
     graph = exported(model, tokens(0), strict=strict, dynamic_shapes=sizes if is_open else None)
@@ -250,7 +255,8 @@ def level(graph, model, quantizer):
     ],
 )
 def test_outliers_of_a_stream_are_spread(quantizer, kind):
-    model = with_outliers(Model(64, 4, **{"shared": 2, "tied": False, **kind}))
+    given: dict[str, Any] = {"shared": 2, "tied": False, **kind}
+    model = with_outliers(Model(64, 4, **given))
     plain = level(exported(model, tokens(0)), model, quantizer)
     graph = exported(model, tokens(0))
     found = Rotate().apply(graph, [tokens(0), tokens(1)])
@@ -356,7 +362,7 @@ def test_bad_input_is_a_sentence_and_changes_nothing():
     with pytest.raises(CalibrationError, match="Rotate takes 1 or more batches"):
         Rotate().apply(graph, [])
     with pytest.raises(ModelError, match="exported graph module"):
-        Rotate().apply(model)
+        Rotate().apply(model)  # type: ignore[arg-type]
     prepared = quantplug.prepare_pt2e(exported(model, tokens(0)), x86())
     with pytest.raises(ModelError, match="before prepare_pt2e"):
         Rotate().apply(prepared)

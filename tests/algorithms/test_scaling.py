@@ -535,6 +535,7 @@ def test_a_multiplication_that_gains_nothing_is_not_inserted():
     assert graph.code == code
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("quantizer", [lambda: quantplug.get_quantizer("x86"), torchao, executorch_by_channel])
 def test_a_multiplication_gains_with_any_quantizer(quantizer):
     model = Activated().eval()
@@ -542,12 +543,13 @@ def test_a_multiplication_gains_with_any_quantizer(quantizer):
     assert smoothed > plain + 3
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["x86", "xnnpack"])
 def test_a_multiplication_is_lowered(backend):
     model = Activated().eval()
     recipe = [Smooth(multiply=True)]
     artefact = quantplug.quantize(model, (rows(0),), backend, [rows(0), rows(1)], "int8", recipe=recipe)
-    assert artefact.applied[0].inserted
+    assert "multiplications inserted" in str(artefact.applied[0])
     found = artefact.program(rows(2))
     assert sqnr(found[0] if isinstance(found, (list, tuple)) else found, model(rows(2))) > 25
 
@@ -591,6 +593,7 @@ def test_biases_are_absorbed_where_the_layer_behind_can_take_them(absorb, paddin
     graph.graph.lint()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("quantizer", "above", "gain"),
     [(lambda: quantplug.get_quantizer("x86"), True, 20), (torchao, False, 3), (executorch_by_channel, False, 3)],
@@ -624,8 +627,8 @@ def test_multiplications_and_biases_take_open_sizes_and_halves(dtype):
     assert "gelu_smoothed" in Smooth(multiply=True).apply(graph, batches).inserted
     most = 1e-5 if dtype == torch.float32 else 3e-2
     assert all(difference(graph(x).float(), model(x).float()) < most for x in (*batches, batches[0][:3]))
-    model, batches = Shifted().eval().to(dtype), [images(0).to(dtype), images(1)[:5].to(dtype)]
-    graph = torch.export.export(model, (batches[0],), dynamic_shapes=sizes).module()
+    shifted, batches = Shifted().eval().to(dtype), [images(0).to(dtype), images(1)[:5].to(dtype)]
+    graph = torch.export.export(shifted, (batches[0],), dynamic_shapes=sizes).module()
     assert Equalize(absorb="seen").apply(graph, batches).absorbed
-    assert all(difference(graph(x).float(), model(x).float()) < most for x in (*batches, batches[0][:3]))
+    assert all(difference(graph(x).float(), shifted(x).float()) < most for x in (*batches, batches[0][:3]))
     assert {value.dtype for value in graph.parameters()} == {dtype}
