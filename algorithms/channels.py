@@ -12,7 +12,8 @@ pixels that a classifier reads as features are all found by the same means.
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -96,25 +97,34 @@ def channels_of(model: fx.GraphModule) -> Channels:
     Args:
         model: the graph module; it is only read. Open sizes count as in the example inputs.
     """
-    walk = _Walk(model)
-    for node in model.graph.nodes:
-        walk.take(node)
-    return walk.found()
+    return Walk(model).found()
 
 
-class _Walk:
-    """One walk over a graph, in its order."""
+class Walk:
+    """One walk over a graph, in its order.
+
+    Attributes:
+        numbering: the numbers of channels so far.
+        parameters: who reads which.
+        sources: what gives scales, so far.
+        refusal: why an operator without a rule lets channels be, given its name and target.
+    """
+
+    refusal: ClassVar[str] = "'{0}' ({1}) keeps no scale of a channel"
 
     def __init__(self, model: fx.GraphModule) -> None:
-        self._numbering, self._parameters = Numbering(), Readers(model)
+        self.numbering, self.parameters = Numbering(), Readers(model)
         self._values: dict[fx.Node, Value] = {}
-        self._sources, self._readers, self._left = list[Source](), list[Reader](), dict[str, str]()
+        self.sources, self._readers, self._left = list[Source](), list[Reader](), dict[str, str]()
         self._computing = set(compute_nodes(model.graph))
         self._changed = changed_under_other_names(model.graph)
+        for node in model.graph.nodes:
+            self._take(node)
 
     def found(self) -> Channels:
-        standing, reasons = self._numbering.settled()
-        sources = [replace(each, channels=standing[each.channels]) for each in self._sources]
+        """Returns the channels of the graph."""
+        standing, reasons = self.numbering.settled()
+        sources = [replace(each, channels=standing[each.channels]) for each in self.sources]
         readers = [replace(each, channels=standing[each.channels.clamp(min=0)]) for each in self._readers]
         left = dict(self._left)
         for before, after in zip(self._readers, readers, strict=True):
@@ -127,32 +137,38 @@ class _Walk:
             left,
         )
 
-    def take(self, node: fx.Node) -> None:
+    def _take(self, node: fx.Node) -> None:
         """Finds the numbers of a node's result; checks and sizes have none."""
         if isinstance(node.target, OpOverload) and node not in self._computing:
             return
         value = self._value(node)
         if node in self._changed:
-            value = self._kept([node], f"'{self._changed[node].name}' changes '{node.name}' in place", value)
+            value = self.kept([node], f"'{self._changed[node].name}' changes '{node.name}' in place", value)
         self._values[node] = value
 
     def _value(self, node: fx.Node) -> Value:
         layer = layer_of(node)
         if layer is not None:
             return self.layer(layer)
-        rule = _RULES.get(node.target)
+        rule = self.rule_of(node)
         if rule is not None:
-            return rule(self, node)
+            return rule(node)
         return self.stop(node)
+
+    def rule_of(self, node: fx.Node) -> Callable[[fx.Node], Value] | None:
+        """Returns what finds the numbers of an operator's result, None where all keep their scale."""
+        rule = _RULES.get(node.target)
+        return None if rule is None else partial(rule, self)
 
     def stop(self, node: fx.Node, reason: str | None = None) -> str:
         """Lets what a node reads keep its scale, and its result."""
-        said = reason or _BY_KIND.get(node.op, "'{0}' ({1}) keeps no scale of a channel")
-        return self._kept(node.all_input_nodes, said.format(node.name, operator_name(node) or node.target))
+        said = reason or _BY_KIND.get(node.op, self.refusal)
+        return self.kept(node.all_input_nodes, said.format(node.name, operator_name(node) or node.target))
 
-    def _kept(self, nodes: Iterable[fx.Node], reason: str, *values: Value) -> str:
+    def kept(self, nodes: Iterable[fx.Node], reason: str, *values: Value) -> str:
+        """Notes why values, and those of nodes, keep their scale; returns the reason."""
         for value in (*values, *(self._values[node] for node in nodes if node in self._values)):
-            self._numbering.keep(value, reason)
+            self.numbering.keep(value, reason)
         return reason
 
     def of(self, operand: Any) -> Value:
@@ -173,24 +189,36 @@ class _Walk:
             self._left[layer.node.name] = str(value)
             return
         axis = value.dim() - layer.spatial - 1
-        columns = merged(value, [dim for dim in range(value.dim()) if dim != axis])
-        reason = self._parameters.objection(layer.weight, layer.node, "weight")
-        if columns is None:
-            reason = f"a channel that '{layer.node.name}' reads comes from several ones"
-        if columns is None or reason is not None:
-            self._left[layer.node.name] = self._kept([layer.input], str(reason))
+        reason = self.objection_to_reading(layer)
+        if reason is not None:
+            self._left[layer.node.name] = self.kept([layer.input], reason)
             return
+        columns = self.along(value, axis)
         self._readers.append(Reader(layer, columns.reshape(-1)))
+
+    def along(self, value: Tensor, axis: int) -> Tensor:
+        """Returns the numbers of what stands along an axis; all that has one place there has one number from now on."""
+        others = [dim for dim in range(value.dim()) if dim != axis % value.dim()]
+        found = merged(value, others)
+        if found is not None:
+            return found
+        first = value.amax(others, keepdim=True)
+        self.numbering.join(value, first, "another channel in its place keeps its scale")
+        return first
+
+    def objection_to_reading(self, layer: Layer) -> str | None:
+        """Returns why a layer's weight takes nothing, None where it does."""
+        return self.parameters.objection(layer.weight, layer.node, "weight")
 
     def source(self, node: fx.Node, parameters: Iterable[Any], axis: int, sizes: tuple[int, ...]) -> Value:
         """What has a weight, and a bias or none, for each channel along an axis gives them any scale."""
         weight, *biases = parameters
         held = (weight, *(bias for bias in biases if bias is not None))
-        reason = f"'{node.name}' has no weight" if weight is None else self._parameters.objections(held, node)
+        reason = f"'{node.name}' has no weight" if weight is None else self.parameters.objections(held, node)
         if reason is not None or not sizes:
             return reason or f"the shape of '{node.name}' is not known"
-        channels = self._numbering.fresh(sizes[axis])
-        self._sources.append(Source(node, held, channels))
+        channels = self.numbering.fresh(sizes[axis])
+        self.sources.append(Source(node, held, channels))
         return along(channels, axis, sizes)
 
     def norm(self, node: fx.Node) -> Value:
@@ -271,14 +299,14 @@ class _Walk:
         one, other = values
         assert isinstance(one, Tensor)
         assert isinstance(other, Tensor)
-        return self._numbering.join(one, other, f"'{node.name}' adds what keeps its scale")
+        return self.numbering.join(one, other, f"'{node.name}' adds what keeps its scale")
 
     def product(self, node: fx.Node) -> Value:
         """A product has the scale of one factor; the other one keeps its own."""
         factors = [operands(node)[name] for name in ("self", "other")]
         for factor, other in (factors, factors[::-1]):
             if is_held(factor) and not self._objection(factor, node):
-                self._kept([other] if isinstance(other, fx.Node) else [], f"'{node.name}' multiplies it by a weight")
+                self.kept([other] if isinstance(other, fx.Node) else [], f"'{node.name}' multiplies it by a weight")
                 return self._weighted(node, factor)
         for factor, other in (factors, factors[::-1]):
             value = self.of(factor)
@@ -288,17 +316,17 @@ class _Walk:
 
     def _objection(self, factor: fx.Node, node: fx.Node) -> str | None:
         is_one = len(likely_sizes(factor)) == 0
-        return "it is one number" if is_one else self._parameters.objection(factor, node, "weight")
+        return "it is one number" if is_one else self.parameters.objection(factor, node, "weight")
 
     def _weighted(self, node: fx.Node, weight: fx.Node) -> Value:
         sizes = likely_sizes(weight)
-        channels = self._numbering.fresh(torch.Size(sizes).numel())
-        self._sources.append(Source(node, (weight,), channels))
+        channels = self.numbering.fresh(torch.Size(sizes).numel())
+        self.sources.append(Source(node, (weight,), channels))
         return channels.reshape(sizes).expand(likely_sizes(node))
 
     def _beside(self, node: fx.Node, value: Tensor, other: Any) -> Value:
         if isinstance(other, fx.Node):
-            self._kept([other], f"'{node.name}' multiplies it by what has another scale")
+            self.kept([other], f"'{node.name}' multiplies it by what has another scale")
         return value.expand(likely_sizes(node))
 
     def quotient(self, node: fx.Node) -> Value:
@@ -312,18 +340,19 @@ class _Walk:
     def matrices(self, node: fx.Node) -> Value:
         """A product of matrices has the scales of the columns of its second factor, as softmax(q k) v those of v."""
         first, second = (operands(node)[name] for name in _MATRICES[operator_name(node)])
-        return self._weighing(node, first, second)
+        return self.weighing(node, first, second)
 
     def attention(self, node: fx.Node) -> Value:
         """An attention has the scales of its values; heads that several queries share come once for each of them."""
         given = operands(node)
-        self._kept([given["query"], given["key"]], f"'{node.name}' takes a softmax of it")
+        self.kept([given["query"], given["key"]], f"'{node.name}' takes a softmax of it")
         repeats = 1
         if given["enable_gqa"]:
             repeats = likely_sizes(given["query"])[-3] // likely_sizes(given["value"])[-3]
-        return self._weighing(node, given["attn_mask"], given["value"], repeats)
+        return self.weighing(node, given["attn_mask"], given["value"], repeats)
 
-    def _weighing(self, node: fx.Node, weights: Any, values: fx.Node, repeats: int = 1) -> Value:
+    def weighing(self, node: fx.Node, weights: Any, values: fx.Node, repeats: int = 1) -> Value:
+        """Rows of values, each times a weight, have the scales of their columns."""
         value = self.of(values)
         if not isinstance(value, Tensor) or value.dim() < 2 or weights is values:
             return self.stop(node)
@@ -331,7 +360,7 @@ class _Walk:
         if columns is None:
             return self.stop(node, f"'{{0}}' sums over channels of '{values.name}'")
         if isinstance(weights, fx.Node):
-            self._kept([weights], f"'{node.name}' multiplies it by what has another scale")
+            self.kept([weights], f"'{node.name}' multiplies it by what has another scale")
         columns = columns if repeats == 1 else columns.repeat_interleave(repeats, -3)
         return columns.expand(likely_sizes(node))
 
@@ -362,7 +391,7 @@ class _Walk:
 
 
 _VIEWS = overloads_of(VIEWS)
-_Rule: TypeAlias = Callable[[_Walk, fx.Node], Value]
+_Rule: TypeAlias = Callable[[Walk, fx.Node], Value]
 _BY_KIND = {
     "placeholder": "'{0}' is an input of the model",
     "get_attr": "'{0}' is a constant",
@@ -373,26 +402,31 @@ _PIXELS = tuple(f"adaptive_avg_pool{n}d" for n in (1, 2, 3)) + tuple(f"avg_pool{
 _RESIZES = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_bilinear2d")
 _NORMS = ("batch_norm", "layer_norm", "group_norm", "rms_norm", "instance_norm")
 _DECOMPOSED_NORMS = ("_native_batch_norm_legit_no_training", "native_layer_norm", "native_group_norm")
+_MOVERS = (*MOVES, *REPEATS, *JOINS, "chunk", "split", "split_with_sizes", "unbind")
+MOVING: dict[Any, _Rule] = {
+    operator.getitem: Walk.item,
+    **dict.fromkeys(overloads_of(_MOVERS), Walk.moved),
+    **dict.fromkeys(overloads_of(("to", "_to_copy", "type_as")), Walk.cast),
+}
+"""Rules of operators that only put elements elsewhere, or give them another type."""
 _RULES: dict[Any, _Rule] = {
-    operator.getitem: _Walk.item,
+    **MOVING,
     **{
         overload: rule
         for rule, names in (
-            (_Walk.moved, (*MOVES, *REPEATS, *JOINS, "chunk", "split", "split_with_sizes", "unbind")),
-            (_Walk.same, (*IDENTITIES, *COPIES, "leaky_relu", "prelu", "abs", "neg")),
-            (_Walk.clamp, tuple(CLAMPS)),
-            (_Walk.cast, ("to", "_to_copy", "type_as")),
-            (_Walk.padded, PADS),
-            (_Walk.sum, ("add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor")),
-            (_Walk.product, ("mul.Tensor", "mul_.Tensor", "mul.Scalar", "mul_.Scalar")),
-            (_Walk.quotient, ("div.Tensor", "div_.Tensor", "div.Scalar", "div_.Scalar")),
-            (_Walk.matrices, ("matmul", "mm", "bmm")),
-            (_Walk.attention, ("scaled_dot_product_attention",)),
-            (_Walk.reduced, ("mean.dim", "sum.dim_IntList", "amax", "amin")),
-            (_Walk.pooled, (*MAXIMA, "max_pool2d_with_indices", "max_pool3d_with_indices", *_PIXELS, *_RESIZES)),
-            (_Walk.pooled, ("_adaptive_avg_pool2d", "_adaptive_avg_pool3d")),
-            (_Walk.norm, _NORMS),
-            (_Walk.norm_of_several, _DECOMPOSED_NORMS),
+            (Walk.same, (*IDENTITIES, *COPIES, "leaky_relu", "prelu", "abs", "neg")),
+            (Walk.clamp, tuple(CLAMPS)),
+            (Walk.padded, PADS),
+            (Walk.sum, ("add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor")),
+            (Walk.product, ("mul.Tensor", "mul_.Tensor", "mul.Scalar", "mul_.Scalar")),
+            (Walk.quotient, ("div.Tensor", "div_.Tensor", "div.Scalar", "div_.Scalar")),
+            (Walk.matrices, ("matmul", "mm", "bmm")),
+            (Walk.attention, ("scaled_dot_product_attention",)),
+            (Walk.reduced, ("mean.dim", "sum.dim_IntList", "amax", "amin")),
+            (Walk.pooled, (*MAXIMA, "max_pool2d_with_indices", "max_pool3d_with_indices", *_PIXELS, *_RESIZES)),
+            (Walk.pooled, ("_adaptive_avg_pool2d", "_adaptive_avg_pool3d")),
+            (Walk.norm, _NORMS),
+            (Walk.norm_of_several, _DECOMPOSED_NORMS),
         )
         for overload in overloads_of(names)
     },

@@ -6,24 +6,37 @@ much larger weight than the others, so that one scale for a whole weight fits al
 Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction", arXiv:1906.04721, section 4.1:
 s = sqrt(r1 r2) / r2 for the ranges r1 of a channel's rows and r2 of its columns (equation 11), repeated over chains of
 layers until nothing changes. Where a batch norm stands behind a layer the range is that of the folded weight. Biases
-are not absorbed (section 4.2): behind a relu that changes the function.
+are absorbed (section 4.2) if the user asks for it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, fx
 
+from quantplug.algorithms.absorb import absorbed
+from quantplug.algorithms.changes import Change, put_changes
 from quantplug.algorithms.channels import Source, channels_of
 from quantplug.algorithms.layers import Layer, layer_of
 from quantplug.algorithms.results import ByLayer
-from quantplug.algorithms.scaling import Group, Scales, column_ranges, groups_of, is_batch_norm, require_float_graph
+from quantplug.algorithms.scaling import (
+    Group,
+    Scales,
+    column_ranges,
+    groups_of,
+    is_batch_norm,
+    numbers_of,
+    put_parameters,
+    require_float_graph,
+)
 from quantplug.algorithms.trial import is_gain, told, trials
-from quantplug.core.calibration.node_by_node import batches_of
+from quantplug.core.calibration.node_by_node import Batch, Batches
 from quantplug.core.calibration.progress import progress_bar
+from quantplug.core.errors import CalibrationError, ConfigError
 from quantplug.core.graph.facts import operands
+from quantplug.core.graph.working_copy import over_same_tensors
 
 # Chains of layers need a few rounds to even out; a change below this is no gain.
 _ROUNDS, _LEAST_CHANGE = 20, 0.01
@@ -51,14 +64,19 @@ class Equalized(ByLayer[EqualizedLayer]):
     Attributes:
         layers: this mapping.
         left: by node name why the columns of another layer's weight keep their scale.
+        absorbed: by the name of what gave its bias to the layers behind it by how much at most.
     """
+
+    absorbed: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """What was done, in a sentence."""
+        biases = f"; {len(self.absorbed)} biases absorbed" if self.absorbed else ""
         if not self.layers:
-            return "No layer was equalized" + (f": {next(reversed(self.left.values()))}." if self.left else ".")
+            why = f": {next(reversed(self.left.values()))}" if self.left else ""
+            return f"No layer was equalized{why}{biases}."
         widest = max(max(layer.most, 1 / layer.least) for layer in self.layers.values())
-        return f"{len(self)} layers equalized, by scales up to {widest:.3g}; {len(self.left)} left as they are."
+        return f"{len(self)} layers equalized, by scales up to {widest:.3g}; {len(self.left)} left as they are{biases}."
 
 
 @dataclass(frozen=True)
@@ -69,12 +87,25 @@ class Equalize:
         per_channel: whether batches tell what is gained for weights that have a scale for each output channel, or for
             those with one for all; None for both, of which none may lose.
         samples: batches that tell are taken until they hold so many samples.
+        absorb: which biases move into the layers behind them, if the outputs gain by it: "exact" for those that nothing
+            clips on the way; "seen" for those besides that a relu clips on no batch, by far, which changes what the
+            model computes for inputs that go beyond; None for none.
         stage: which graph it is for.
+
+    Raises:
+        ConfigError: `absorb` is something else.
     """
 
     per_channel: bool | None = None
     samples: int = 128
+    absorb: Literal["exact", "seen"] | None = None
     stage: ClassVar[str] = "float"
+
+    def __post_init__(self) -> None:
+        if self.absorb not in (None, "exact", "seen"):
+            raise ConfigError(
+                f"Equalize absorbs biases 'exact' or 'seen', found {self.absorb!r}; leave it out for none."
+            )
 
     @torch.inference_mode(False)
     def apply(
@@ -96,30 +127,66 @@ class Equalize:
 
         Raises:
             ModelError: `model` is no exported graph module, is prepared already, or a scaled number leaves its type.
-            CalibrationError: a loader is given and has no batch, or one does not fit the model.
+            CalibrationError: biases are to be absorbed without a loader; a loader has no batch, one does not
+                fit the model, or has NaN.
         """
         graph = require_float_graph(model, "Equalize")
         if loader is None:
+            if self.absorb is not None:
+                raise CalibrationError("Equalize moves biases by what batches show, and got no loader; pass one.")
             with torch.no_grad():
-                return self._equalized(graph, ())
-        with batches_of(graph, loader, self.samples, inputs, least=1, step="Equalize") as batches, torch.no_grad():
+                return self._equalized(graph, None)
+        with numbers_of(graph, loader, self.samples, inputs, "Equalize") as batches, torch.no_grad():
             return self._equalized(graph, batches)
 
-    def _equalized(self, graph: fx.GraphModule, batches: Sequence[tuple[Any, ...]]) -> Equalized:
+    def _equalized(self, graph: fx.GraphModule, batches: Batches | None) -> Equalized:
+        passes = 0 if batches is None else len(batches) * (2 if self.absorb is None else 4)
+        with progress_bar(shown=passes > 0, total=passes, step="Equalize") as advance:
+            found, changed = self._scaled(graph, batches or (), advance)
+            absorbs = self.absorb is not None and batches is not None
+            biases = self._absorbed(graph, changed, batches, found, advance) if absorbs else []
+        put_parameters(graph, changed)
+        put_changes(graph, biases)
+        return found
+
+    def _scaled(
+        self, graph: fx.GraphModule, batches: Sequence[Batch], advance: Callable[[], None]
+    ) -> tuple[Equalized, dict[str, Tensor]]:
+        """Returns what there is to say of scales, and the parameters with those that gain."""
         channels = channels_of(graph)
         groups, left = _with_ranges(groups_of(channels))
         if not groups:
-            return Equalized({}, channels.left | left)
+            return Equalized({}, channels.left | left), {}
         scales = Scales(graph, groups)
-        with progress_bar(shown=bool(batches), total=2 * len(batches), step="Equalize") as advance:
-            before = trials(scales, batches, self.per_channel, advance)
-            _even_out(scales)
-            after = trials(scales, batches, self.per_channel, advance)
+        before = trials(scales, batches, self.per_channel, advance)
+        _even_out(scales)
+        after = trials(scales, batches, self.per_channel, advance)
         found, left = _layers(scales), channels.left | left
         if batches and not is_gain(before, after):
-            return Equalized({}, left | dict.fromkeys(found, told(before, after)))
-        scales.keep()
-        return Equalized(found, left)
+            return Equalized({}, left | dict.fromkeys(found, told(before, after))), {}
+        return Equalized(found, left), scales.changed()
+
+    def _absorbed(
+        self,
+        graph: fx.GraphModule,
+        changed: dict[str, Tensor],
+        batches: Batches,
+        found: Equalized,
+        advance: Callable[[], None],
+    ) -> list[Change]:
+        """Returns the biases to change after the scales, none where the outputs do not gain."""
+        scaled, moved = over_same_tensors(graph), over_same_tensors(graph)
+        put_parameters(scaled, changed)
+        put_parameters(moved, changed)
+        changes, told_of = absorbed(scaled, batches, behind_relu=self.absorb == "seen")
+        if not told_of:
+            return []
+        put_changes(moved, changes)
+        before, after = (trials(Scales(each, []), batches, self.per_channel, advance) for each in (scaled, moved))
+        if not is_gain(before, after):
+            return []
+        found.absorbed.update(told_of)
+        return changes
 
 
 def _with_ranges(groups: list[Group]) -> tuple[list[Group], dict[str, str]]:
@@ -164,7 +231,7 @@ def _row_ranges(scales: Scales, source: Source) -> Tensor:
     """Returns the largest magnitude of a producer's weight by channel, with its batch norm folded into it."""
     layer = _weighted(source)
     assert layer is not None
-    rows, slope = scales.value(layer.weight).abs().flatten(1).amax(1), scales.slope(source.node)
+    rows, slope = layer.by_rows(scales.value(layer.weight)).abs().flatten(1).amax(1), scales.slope(source.node)
     return rows if slope is None else rows * slope.abs()
 
 

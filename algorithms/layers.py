@@ -15,6 +15,7 @@ from quantplug.core.graph.traits import transposes
 
 # By the dimensions of pixels behind the channels.
 _BY_NAME = {"aten::linear": 0, "aten::conv1d": 1, "aten::conv2d": 2, "aten::conv3d": 3}
+_TRANSPOSED = {f"aten::conv_transpose{spatial}d": spatial for spatial in (1, 2, 3)}
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,11 @@ class Layer:
     Attributes:
         node: the operator.
         input: what it multiplies its weight by.
-        weight: the node of the weight, [out, in / groups, ...].
+        weight: the node of the weight, [out, in / groups, ...]; of a transposed convolution [in, out / groups, ...].
         bias: the node of the bias, or None.
         groups: of a convolution; one for a linear layer.
         spatial: how many dimensions stand behind the channels.
+        is_transposed: whether it is a transposed convolution.
     """
 
     node: fx.Node
@@ -36,6 +38,17 @@ class Layer:
     bias: fx.Node | None
     groups: int
     spatial: int
+    is_transposed: bool = False
+
+    def by_rows(self, weight: Tensor) -> Tensor:
+        """Returns its weight as [out, in / groups, ...]."""
+        if not self.is_transposed:
+            return weight
+        return weight.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
+
+    def as_held(self, by_rows: Tensor) -> Tensor:
+        """Returns a weight [out, in / groups, ...] as the layer holds it."""
+        return self.by_rows(by_rows)  # what exchanges the two dimensions in each group undoes that too
 
     @property
     def parameters(self) -> tuple[fx.Node, ...]:
@@ -48,8 +61,11 @@ def layer_of(node: fx.Node) -> Layer | None:
     name, given = operator_name(node), operands(node) if node.op == "call_function" else {}
     if name in _BY_NAME:
         return _layer(node, given["input"], given["weight"], given["bias"], given, _BY_NAME[name])
-    if name == "aten::convolution" and not given["transposed"]:
-        return _layer(node, given["input"], given["weight"], given["bias"], given, len(given["stride"]))
+    if name in _TRANSPOSED:
+        return _layer(node, given["input"], given["weight"], given["bias"], given, _TRANSPOSED[name], transposed=True)
+    if name == "aten::convolution":
+        is_transposed, spatial = given["transposed"], len(given["stride"])
+        return _layer(node, given["input"], given["weight"], given["bias"], given, spatial, transposed=is_transposed)
     if name == "aten::mm" and (weight := _turned(given["mat2"])) is not None:
         return _layer(node, given["self"], weight, None, given, 0)
     is_plain = name == "aten::addmm" and (given["beta"], given["alpha"]) == (1, 1) and rank(given["self"]) == 1
@@ -58,8 +74,17 @@ def layer_of(node: fx.Node) -> Layer | None:
     return None
 
 
-def _layer(node: fx.Node, source: Any, weight: Any, bias: Any, given: dict[str, Any], spatial: int) -> Layer:
-    return Layer(node, source, weight, bias, int(given.get("groups", 1)), spatial)
+def _layer(
+    node: fx.Node,
+    source: Any,
+    weight: Any,
+    bias: Any,
+    given: dict[str, Any],
+    spatial: int,
+    *,
+    transposed: bool = False,
+) -> Layer:
+    return Layer(node, source, weight, bias, int(given.get("groups", 1)), spatial, transposed)
 
 
 def _turned(node: Any) -> fx.Node | None:
@@ -81,6 +106,11 @@ class Readers:
                 if isinstance(value, Tensor):
                     self._readers[_memory(value)].extend(node.users)
 
+    def of(self, constant: fx.Node) -> list[fx.Node]:
+        """Returns the operators that read a constant's memory, through a transpose of their own or not."""
+        value = attribute(self._model, str(constant.target))
+        return [_through_transpose(user) for user in self._readers[_memory(value)]] if isinstance(value, Tensor) else []
+
     def objection(self, constant: Any, reader: fx.Node, called: str) -> str | None:
         """Returns why a parameter that an operator reads cannot be replaced, None where it can.
 
@@ -94,7 +124,7 @@ class Readers:
         value = attribute(self._model, str(constant.target))
         if not isinstance(value, nn.Parameter) or not value.is_floating_point():
             return f"the {called} of '{reader.name}' is no parameter of floating point"
-        readers = [_through_transpose(user) for user in self._readers[_memory(value)]]
+        readers = self.of(constant)
         others = [found for found in readers if found is not reader]
         if others or len(readers) > 1:
             return f"'{(others or readers)[0].name}' reads the {called} of '{reader.name}' too"

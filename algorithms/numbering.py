@@ -34,7 +34,7 @@ class Numbering:
     def keep(self, value: Value, reason: str) -> None:
         """Notes why channels keep their scale."""
         for labels in _tensors(value):
-            for number in _distinct(labels):
+            for number in distinct(labels):
                 if number > KEPT:
                     self._kept.setdefault(number, reason)
 
@@ -48,7 +48,7 @@ class Numbering:
         """
         one, other = torch.broadcast_tensors(one, other)  # type: ignore[no-untyped-call]
         # Two numbers in one: to find the distinct pairs of a matrix takes a sort of its rows.
-        for code in _distinct((one + 1) * 2**31 + other + 1):
+        for code in distinct((one + 1) * 2**31 + other + 1):
             self._join(code // 2**31 - 1, code % 2**31 - 1, reason)
         return torch.where(one == ZERO, other, one)
 
@@ -88,7 +88,8 @@ def merged(labels: Tensor, dims: Sequence[int]) -> Tensor | None:
     return top if bool(((labels == top) | (labels == ZERO)).all()) else None
 
 
-def _distinct(labels: Tensor) -> list[int]:
+def distinct(labels: Tensor) -> list[int]:
+    """Returns the numbers that elements have, each once."""
     for dim in range(labels.dim()):
         labels = labels.narrow(dim, 0, 1) if labels.stride(dim) == 0 and labels.shape[dim] else labels
     found: list[int] = torch.unique(labels).tolist()

@@ -7,7 +7,8 @@ multiplied by it.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.algorithms.channels import Channels, Reader, Source
-from quantplug.algorithms.layers import Layer
-from quantplug.core.errors import ModelError
+from quantplug.algorithms.layers import Layer, layer_of
+from quantplug.core.calibration.node_by_node import Batches, batches_of
+from quantplug.core.errors import CalibrationError, ModelError
 from quantplug.core.graph.editing import replace_parameter
 from quantplug.core.graph.facts import (
     attribute,
@@ -111,8 +113,8 @@ class Scales:
         return value
 
     def folded(self, layer: Layer) -> Tensor:
-        """Returns a layer's weight under the scales, with the batch norm that alone reads the layer folded into it."""
-        weight, norm = self.value(layer.weight), sole_user(layer.node)
+        """Returns a layer's weight by rows, with the batch norm that alone reads the layer folded into it."""
+        weight, norm = layer.by_rows(self.value(layer.weight)), sole_user(layer.node)
         found = None if norm is None else self.slope(norm)
         return weight if found is None else weight * found.to(weight.dtype).reshape(-1, *[1] * (weight.dim() - 1))
 
@@ -144,16 +146,19 @@ class Scales:
         Raises:
             ModelError: a number leaves the range of its type; nothing is changed.
         """
-        changed = {
-            parameter: self._fitting(parameter)
+        put_parameters(self.model, self.changed())
+
+    def changed(self) -> dict[str, Tensor]:
+        """Returns by name the parameters that are not what they were.
+
+        Raises:
+            ModelError: a number leaves the range of its type.
+        """
+        return {
+            str(parameter.target): self._fitting(parameter)
             for parameter, factors in self._factors.items()
             if any(bool((self.by_group[index] != 1).any()) for index, _ in factors)
         }
-        paths = defaultdict(list)
-        for path, held in self.model.named_parameters(remove_duplicate=False):
-            paths[id(held)].append(path)
-        for parameter, value in changed.items():
-            replace_parameter(self.model, paths[id(attribute(self.model, str(parameter.target)))], value)
 
     def _fitting(self, parameter: fx.Node) -> Tensor:
         original = self.original(parameter)
@@ -166,18 +171,32 @@ class Scales:
         return value
 
 
+def put_parameters(model: fx.GraphModule, changed: Mapping[str, Tensor]) -> None:
+    """Gives a model other parameters, each under all names that it has."""
+    paths = defaultdict(list)
+    for path, held in model.named_parameters(remove_duplicate=False):
+        paths[id(held)].append(path)
+    for name, value in changed.items():
+        replace_parameter(model, paths[id(attribute(model, name))], value)
+
+
 def _divided(source: Source) -> Callable[[Tensor, Tensor], Tensor]:
+    layer = layer_of(source.node)
+
     def factor(scale: Tensor, value: Tensor) -> Tensor:
-        channels = source.channels.to(scale.device)
-        shape = value.shape if channels.numel() == value.numel() else (-1, *[1] * (value.dim() - 1))
-        return 1 / scale[channels].reshape(shape)
+        by_channel = 1 / scale[source.channels.to(scale.device)]
+        if by_channel.numel() == value.numel():
+            return by_channel.reshape(value.shape)
+        rows = by_channel.reshape(-1, *[1] * (value.dim() - 1))
+        return rows if layer is None else layer.as_held(rows.expand_as(layer.by_rows(value)))
 
     return factor
 
 
 def _multiplied(reader: Reader) -> Callable[[Tensor, Tensor], Tensor]:
     def factor(scale: Tensor, value: Tensor) -> Tensor:
-        return columns(reader, scale[reader.channels.to(scale.device)], value)
+        by_channel = scale[reader.channels.to(scale.device)]
+        return reader.layer.as_held(columns(reader, by_channel, reader.layer.by_rows(value)))
 
     return factor
 
@@ -198,6 +217,24 @@ def column_ranges(reader: Reader, weight: Tensor) -> Tensor:
     """Returns the largest magnitude in a weight by the channels that its layer reads, [channels]."""
     by_group = weight.detach().abs().reshape(reader.layer.groups, -1, weight.shape[1], math.prod(weight.shape[2:]))
     return by_group.amax((1, 3)).reshape(-1)
+
+
+@contextmanager
+def numbers_of(
+    model: fx.GraphModule, loader: Iterable[Any], samples: int, inputs: Callable[[Any], Any] | None, step: str
+) -> Iterator[Batches]:
+    """Yields batches without NaN, until they hold so many samples; infinity may be a mask.
+
+    Raises:
+        CalibrationError: there is no batch, one does not fit the model, or one has NaN.
+    """
+    names = [node.name for node in model.graph.find_nodes(op="placeholder")]
+    with batches_of(model, loader, samples, inputs, least=1, step=step) as found:
+        for index, batch in enumerate(found):
+            for name, value in zip(names, batch, strict=False):
+                if isinstance(value, Tensor) and bool(value.isnan().any()):
+                    raise CalibrationError(f"{step} found NaN in '{name}' of batch {index}; take the batch out.")
+        yield found
 
 
 def require_float_graph(model: Any, function: str) -> fx.GraphModule:

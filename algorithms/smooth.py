@@ -6,7 +6,8 @@ rest.
 
 Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models",
 arXiv:2211.10438, section 4: s_j = max|X_j|^alpha / max|W_j|^(1 - alpha) for each channel j that layers read (equation
-4). Scales go into the parameters of norms, layers and multiplications before them; no multiplication is inserted. alpha
+4). Scales go into the parameters of norms, layers and multiplications before them; a multiplication is inserted where
+nothing takes them and the user allows it. alpha
 is searched for each group of layers with common scales, as for a layer in AWQ (Lin et al., arXiv:2306.00978, section
 3.2), by the error of the layers' results where what they read is rounded to 8 bits by one scale and their weights to 8
 bits by one scale for each output channel, or for all. What gains for layers has to gain for the outputs of the model
@@ -15,7 +16,7 @@ too, on every other batch, which is held back.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -24,11 +25,20 @@ from torch import Tensor, fx
 from torch.nn.functional import linear
 
 from quantplug.algorithms.channels import Reader, channels_of
+from quantplug.algorithms.multiplying import multiplied, places_of, put
 from quantplug.algorithms.results import ByLayer
-from quantplug.algorithms.scaling import Group, Scales, column_ranges, columns, groups_of, require_float_graph
+from quantplug.algorithms.scaling import (
+    Group,
+    Scales,
+    column_ranges,
+    columns,
+    groups_of,
+    numbers_of,
+    require_float_graph,
+)
 from quantplug.algorithms.trial import STEPS, STEPS_OF_WEIGHTS, is_gain, round_to, told, trials
 from quantplug.core.calibration.bias_correction import LEAST_GAIN
-from quantplug.core.calibration.node_by_node import Batches, BatchRun, SideBySide, batches_of
+from quantplug.core.calibration.node_by_node import Batches, BatchRun, SideBySide
 from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.errors import CalibrationError, ConfigError
 from quantplug.core.graph.facts import describe, operands
@@ -63,7 +73,10 @@ class Smoothed(ByLayer[SmoothedLayer]):
     Attributes:
         layers: this mapping.
         left: by node name why another layer reads what it read before.
+        inserted: by the names of multiplications that were inserted the names of the nodes whose values they multiply.
     """
+
+    inserted: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """What was done, in a sentence."""
@@ -71,7 +84,8 @@ class Smoothed(ByLayer[SmoothedLayer]):
             return "No layer reads smoother values" + (f": {next(reversed(self.left.values()))}." if self.left else ".")
         gains = [layer.after - layer.before for layer in self.layers.values() if math.isfinite(layer.after)]
         gain = f", {sum(gains) / len(gains):.1f} dB nearer to float in the mean" if gains else ""
-        return f"{len(self)} layers read smoother values{gain}; {len(self.left)} left as they are."
+        inserted = f", {len(self.inserted)} multiplications inserted" if self.inserted else ""
+        return f"{len(self)} layers read smoother values{gain}{inserted}; {len(self.left)} left as they are."
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,8 @@ class Smooth:
         samples: batches are taken until they hold so many samples.
         per_channel: whether weights will have a scale for each output channel, or one for all; None for either, of
             which none may lose.
+        multiply: whether a multiplication may be inserted before layers whose scales nothing takes; it runs in float
+            where the quantizer leaves it in float, and helps there alone.
         stage: which graph it is for.
 
     Raises:
@@ -93,6 +109,7 @@ class Smooth:
     alpha: float | None = None
     samples: int = 128
     per_channel: bool | None = None
+    multiply: bool = False
     stage: ClassVar[str] = "float"
 
     def __post_init__(self) -> None:
@@ -115,28 +132,30 @@ class Smooth:
 
         Raises:
             ModelError: `model` is no exported graph module, is prepared already, or a scaled number leaves its type.
-            CalibrationError: there is no batch, one does not fit the model, or a layer is given NaN or infinity.
+            CalibrationError: there is no batch, one does not fit the model or has NaN, or a layer is given infinity.
         """
         graph = require_float_graph(model, "Smooth")
-        with batches_of(graph, loader, self.samples, inputs, least=1, step="Smooth") as batches, torch.no_grad():
+        with numbers_of(graph, loader, self.samples, inputs, "Smooth") as batches, torch.no_grad():
             return self._smoothed(graph, batches)
 
     def _smoothed(self, graph: fx.GraphModule, batches: Batches) -> Smoothed:
-        channels = channels_of(graph)
-        scales, found = Scales(graph, groups_of(channels)), Smoothed(left=dict(channels.left))
+        places = places_of(graph) if self.multiply else []
+        tried = multiplied(graph, places)
+        channels = channels_of(tried)
+        scales, found = Scales(tried, groups_of(channels)), Smoothed(left=dict(channels.left))
         if not scales.groups:
             return found
         held_back = batches[1::2] or batches
         total = 2 * len(held_back) + len(scales.groups)
         with progress_bar(shown=True, total=total, step="Smooth", unit="batches or groups of layers") as advance:
             before = trials(scales, held_back, self.per_channel, advance)
-            for index, seen in _seen(graph, batches[::2], scales.groups):
+            for index, seen in _seen(tried, batches[::2], scales.groups):
                 self._smooth(scales, index, seen, found)
                 advance()
             after = trials(scales, held_back, self.per_channel, advance)
         if self.alpha is None and not is_gain(before, after):
             return Smoothed({}, found.left | dict.fromkeys(found.layers, told(before, after)))
-        scales.keep()
+        found.inserted.update(put(graph, places, scales.changed()))
         return found
 
     def _smooth(self, scales: Scales, index: int, seen: list["_Seen"], found: Smoothed) -> None:
@@ -195,7 +214,7 @@ class _Seen:
             return linear(value, weight)
         given = {name: found for name, found in operands(layer.node).items() if not isinstance(found, fx.Node)}
         target: Any = layer.node.target
-        result: Tensor = target(**{**given, "input": value, "weight": weight, "bias": None})
+        result: Tensor = target(**{**given, "input": value, "weight": layer.as_held(weight), "bias": None})
         return result
 
 

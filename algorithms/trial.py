@@ -76,10 +76,10 @@ def is_gain(before: list[Tried], after: list[Tried]) -> bool:
     return gains and all(now.decibels > then.decibels - _LEAST_LOSS for then, now in pairs)
 
 
-def told(before: list[Tried], after: list[Tried]) -> str:
-    """Returns in words what trials keep."""
+def told(before: list[Tried], after: list[Tried], changed: str = "with scales") -> str:
+    """Returns in words what trials keep before and after something changed."""
     then, now = (" and ".join(f"{each.decibels:.1f}" for each in tried) for tried in (before, after))
-    return f"the outputs keep {then} dB in 8 bits, and {now} with scales"
+    return f"the outputs keep {then} dB in 8 bits, and {now} {changed}"
 
 
 def _outputs(run: BatchRun) -> Tensor:
@@ -104,12 +104,12 @@ def _parameters(scales: Scales, *, per_channel: bool) -> dict[fx.Node, Tensor]:
 
 
 def _weight(scales: Scales, layer: Layer, *, per_channel: bool) -> Tensor:
-    weight, folded = scales.value(layer.weight), scales.folded(layer)
+    weight, folded = layer.by_rows(scales.value(layer.weight)), scales.folded(layer)
     rows, own = (each.flatten(1).abs().amax(1) for each in (folded, weight))
     # Rows that a batch norm makes larger have smaller steps before it.
     step = own if per_channel else own * (rows.max() / rows)
     step = step.nan_to_num(0.0, 0.0).reshape(-1, *[1] * (weight.dim() - 1)) / STEPS_OF_WEIGHTS
-    return round_to(weight, step)
+    return layer.as_held(round_to(weight, step))
 
 
 class _RoundedRun(BatchRun):

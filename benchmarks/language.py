@@ -1,7 +1,7 @@
 """What a sentence encoder and a language model keep when they are quantized: graphs, programs, and peers' graphs.
 
     python benchmarks/language.py --data PATH [--models minilm smollm2] [--backends xnnpack x86]
-        [--recipe accurate --samples 64]
+        [--recipe accurate --rotate --samples 64]
 
 PATH is a folder with a `language.py` that has `load(name) -> nn.Module`, `sentences(part) -> [ids]`,
 `spearman(encode)`, `chunks(part) -> [ids]` and `perplexity(run)`. Printed are the signal to quantization noise of the
@@ -174,6 +174,9 @@ def main() -> None:
     parser.add_argument("--backends", nargs="*", default=list(CONFIGS), choices=list(CONFIGS))
     parser.add_argument("--configs", nargs="*", help="of the backends, instead of those of the docs' tables")
     parser.add_argument("--recipe", help="what is applied before and after calibration, such as accurate")
+    parser.add_argument(
+        "--rotate", action="store_true", help="rotate streams first, whether batches tell a gain or not"
+    )
     parser.add_argument("--samples", type=int, help="how many sentences or pieces calibrate")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--no-lowering", action="store_true", help="the graphs only")
@@ -183,6 +186,8 @@ def main() -> None:
     folder = module_of(arguments.data, "language")
     for name in arguments.models:
         job = MODELS[name](folder, **({"samples": arguments.samples} if arguments.samples else {}))
+        if arguments.rotate:
+            Console(stderr=True, width=160).print(quantplug.Rotate().apply(job.exported))
         table = Table(*COLUMNS, title=f"{name}: float's score {job.score(first(job.model)):.2f}")
         for backend in arguments.backends:
             configs = CONFIGS[backend] if arguments.configs is None else arguments.configs

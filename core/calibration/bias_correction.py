@@ -170,14 +170,11 @@ def _sum(model: fx.GraphModule, layer: fx.Node) -> fx.Node | None:
 def _means(model: fx.GraphModule, batches: Batches, places: Mapping[str, str]) -> dict[str, Tensor]:
     """Returns the channels' means in the float model at {place: layer}."""
     runs, axes = batches.runs(partial(BatchRun, model)), _axes(model, places)
-    return {node.name: _mean(runs, node, axes[node.name]) for node in _behind(runs, model, places)}
+    return {node.name: _mean(runs, node, axes[node.name]) for node in runs.behind(_named(model, places))}
 
 
-def _behind(runs: SideBySide, model: fx.GraphModule, places: Collection[str]) -> Iterator[fx.Node]:
-    """Yields nodes by their names, each once all batches have run it."""
-    found = {node.next: node for node in model.graph.nodes if node.name in places}
-    for stop in runs.stops(found):
-        yield found[stop]
+def _named(model: fx.GraphModule, names: Collection[str]) -> list[fx.Node]:
+    return [node for node in model.graph.nodes if node.name in names]
 
 
 def _changes(
@@ -190,7 +187,7 @@ def _changes(
     """Returns by layer the changes that give it, or the sum that it goes into, the expected means."""
     places = {sums.get(name, name): name for name in layers}
     runs, axes, changes = batches.runs(partial(BatchRun, model)), _axes(model, places), dict[str, Tensor]()
-    for node in _behind(runs, model, places):
+    for node in runs.behind(_named(model, places)):
         axis = axes[node.name]
         change = expected[node.name] - _mean(runs, node, axis)
         changes[places[node.name]] = change

@@ -84,6 +84,12 @@ class SideBySide:
             yield node
         self._stop, self._is_there = None, False
 
+    def behind(self, wanted: Collection[fx.Node]) -> Iterator[fx.Node]:
+        """Yields wanted nodes in graph order; visits until the next one find the runs behind it."""
+        found = {node.next: node for node in wanted}
+        for stop in self.stops(found):
+            yield found[stop]
+
     def visits(self) -> Iterator[BatchRun]:
         """Yields each run with its values in memory, in front of the node that was yielded last, or at its end."""
         for place, (run, parked) in enumerate(self._runs):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from quantplug.algorithms.equalize import Equalize as Equalize
     from quantplug.algorithms.gptq import GPTQ as GPTQ
     from quantplug.algorithms.recipe import CorrectBiases as CorrectBiases
+    from quantplug.algorithms.rotate import Rotate as Rotate
     from quantplug.algorithms.sensitivity import sensitivity as sensitivity
     from quantplug.algorithms.smooth import Smooth as Smooth
     from quantplug.annotators.presets import get_symmetric_quantization_config as get_symmetric_quantization_config
@@ -122,6 +123,7 @@ _HOME = {
     "QuantplugError": "quantplug.core.errors",
     "Region": "quantplug.quantizers.composition.region",
     "Report": "quantplug.core.report.explain",
+    "Rotate": "quantplug.algorithms.rotate",
     "Smooth": "quantplug.algorithms.smooth",
     "TensorRTQuantizer": "quantplug.quantizers.tensorrt",
     "X86Program": "quantplug.lowering.x86",

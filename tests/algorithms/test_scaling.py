@@ -19,6 +19,7 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 
 import quantplug
 from quantplug.algorithms.equalize import Equalize
+from quantplug.algorithms.rotate import Rotate
 from quantplug.algorithms.smooth import Smooth
 from quantplug.core.errors import CalibrationError, ConfigError, ModelError
 from quantplug.core.specs.levels import sqnr
@@ -71,6 +72,24 @@ class Vision(nn.Module):
                 x = self.norm2(x)
         x = torch.relu(self.last(torch.relu(x)))
         return self.out(F.leaky_relu(self.head(F.adaptive_avg_pool2d(x, 2).flatten(1)), 0.2))
+
+
+class Decoder(nn.Module):
+    """Transposed convolutions before and behind others, in groups too."""
+
+    def __init__(self, spatial, groups, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[spatial - 1]
+        transposed = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[spatial - 1]
+        batch_norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[spatial - 1]
+        self.first, self.norm = transposed(4, 8, 3, 2, 1), batch_norm(8) if norm else nn.Identity()
+        self.second, self.third = transposed(8, 12, 2, groups=groups), transposed(12, 6, 3, 2, 1, 1, groups=2)
+        self.last = conv(6, 3, 1)
+
+    def forward(self, x):
+        x = torch.relu(self.second(torch.relu(self.norm(self.first(x)))))
+        return self.last(torch.relu(self.third(x)))
 
 
 STEPS = {
@@ -154,6 +173,33 @@ def test_a_vision_model_computes_the_same_whatever_stands_between_its_layers(bet
     assert {"linear", "linear_1"} <= set(equalized), equalized.left
     assert set(smoothed) | set(smoothed.left) == {n.name for n in graph.graph.nodes if _is_layer(n)}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@settings(max_examples=5, deadline=None, phases=_PHASES)
+@given(
+    spatial=st.sampled_from([1, 2, 3]),
+    groups=st.sampled_from([1, 2, 4]),
+    norm=st.booleans(),
+    export=st.sampled_from(["strict", "not strict", "decomposed"]),
+    seed=st.integers(0, 99),
+)
+def test_transposed_convolutions_give_and_take_scales(spatial, groups, norm, export, seed):
+    model, x = spread(Decoder(spatial, groups, norm), seed), torch.randn(2, 4, *[5] * spatial)
+    program = torch.export.export(model, (x,), strict=export == "strict")
+    graph = (program.run_decompositions() if export == "decomposed" else program).module()
+    wanted = model(x)
+    equalized, smoothed = both(graph, [x])
+    assert difference(graph(x), wanted) < 1e-4
+    assert len(equalized) == len(smoothed) == 3, smoothed.left
+
+
+def test_rows_of_transposed_convolutions_are_evened_out():
+    model, x = spread(nn.Sequential(nn.ConvTranspose2d(4, 8, 3, groups=2), nn.Conv2d(8, 3, 1))), torch.randn(2, 4, 5, 5)
+    graph = exported(model, x)
+    Equalize().apply(graph)
+    written, read = (graph.get_submodule(name).weight.detach().abs() for name in "01")
+    by_row = written.reshape(2, 2, 4, 9).transpose(1, 2).reshape(8, -1).amax(1)
+    assert torch.allclose(by_row, read.flatten(2).amax((0, 2)), rtol=0.05)
 
 
 def _is_layer(node):
@@ -416,7 +462,12 @@ def test_bad_input_is_a_sentence_and_changes_nothing():
     with pytest.raises(CalibrationError, match="Smooth takes 1 or more batches"):
         Smooth().apply(graph, [])
     with pytest.raises(CalibrationError, match="NaN or infinity in what 'linear_1'"):
-        Smooth().apply(graph, [x * float("nan")])
+        Smooth().apply(graph, [x * float("inf"), x])
+    alone = exported(nn.Linear(8, 4).eval(), x)
+    for found in (graph, alone):
+        for step in (Equalize(), Smooth(), Rotate()):
+            with pytest.raises(CalibrationError, match=f"{type(step).__name__} found NaN in 'input.*' of batch 1"):
+                step.apply(found, [x, x * float("nan")])
     with pytest.raises(CalibrationError, match="expected"):
         Smooth().apply(graph, [x[:, :3]])
     with pytest.raises(CalibrationError, match="Equalize takes 1 or more batches"):
@@ -428,3 +479,156 @@ def test_bad_input_is_a_sentence_and_changes_nothing():
         with pytest.raises(ModelError, match="exported graph module"):
             apply(model)
     assert all(value is before[name] for name, value in graph.named_parameters())
+
+
+class Activated(nn.Module):
+    """Outliers that come from no operator that takes a scale: two layers and something else read them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.one, self.other = nn.Linear(16, 32), nn.Linear(32, 8), nn.Linear(32, 8)
+        with torch.no_grad():
+            self.first.bias[[2, 9]] = torch.tensor([60.0, 30.0])
+            for layer in (self.one, self.other):
+                layer.weight[:, [2, 9]] *= 0.02
+
+    def forward(self, x):
+        y = F.gelu(self.first(x))
+        return self.one(y) + torch.sigmoid(self.other(y)) + y.mean(-1, keepdim=True)
+
+
+def rows(seed):
+    return torch.randn(64, 16, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_multiplication_takes_scales_where_it_may_and_nothing_else_does(strict):
+    model, batches = Activated().eval(), [rows(0), rows(1)]
+    graph = exported(model, rows(0), strict=strict)
+    kept = Smooth().apply(graph, batches)
+    assert not kept
+    assert not kept.inserted
+    names = [node.name for node in graph.graph.nodes]
+    found = Smooth(multiply=True).apply(graph, batches)
+    assert found.inserted["gelu_smoothed"] == "gelu"
+    assert {"linear_1", "linear_2"} <= set(found)
+    assert found["linear_1"].sources == ("gelu_smoothed",)
+    assert f"{len(found.inserted)} multiplications inserted" in str(found)
+    added = {node.name for node in graph.graph.nodes if node.name not in names}
+    assert added == {name + end for name in found.inserted for end in ("", "_scale")}
+    assert {user.name for user in next(n for n in graph.graph.nodes if n.name == "gelu").users} == {
+        "gelu_smoothed",
+        "mean",
+    }
+    assert difference(graph(rows(2)), model(rows(2))) < 1e-5
+    graph.graph.lint()
+
+
+def test_a_multiplication_that_gains_nothing_is_not_inserted():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)).eval()
+    graph = exported(model, rows(0))
+    before, code = dict(graph.named_parameters()), graph.code
+    assert not Smooth(multiply=True).apply(graph, [rows(0), rows(1)]).inserted
+    assert dict(graph.named_parameters()) == before
+    assert graph.code == code
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("quantizer", [lambda: quantplug.get_quantizer("x86"), torchao, executorch_by_channel])
+def test_a_multiplication_gains_with_any_quantizer(quantizer):
+    model = Activated().eval()
+    plain, smoothed = levels(model, [rows(0), rows(1)], rows(2), quantizer, Smooth(multiply=True))
+    assert smoothed > plain + 3
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("backend", ["x86", "xnnpack"])
+def test_a_multiplication_is_lowered(backend):
+    model = Activated().eval()
+    recipe = [Smooth(multiply=True)]
+    artefact = quantplug.quantize(model, (rows(0),), backend, [rows(0), rows(1)], "int8", recipe=recipe)
+    assert "multiplications inserted" in str(artefact.applied[0])
+    found = artefact.program(rows(2))
+    assert sqnr(found[0] if isinstance(found, (list, tuple)) else found, model(rows(2))) > 25
+
+
+class Shifted(nn.Module):
+    """Channels that lie far from each other: nothing clips the first ones, the second a relu that they stay above."""
+
+    def __init__(self, padding=0, *, above=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=padding, groups=2)
+        self.third, self.last = nn.Linear(8, 8), nn.Linear(8, 4, bias=False)
+        with torch.no_grad():
+            self.first.bias.copy_(torch.linspace(-30, 30, 8))
+            if above:
+                self.third.bias.copy_(torch.linspace(10, 60, 8))
+
+    def forward(self, x):
+        x = self.second(self.first(x)).amax((2, 3))
+        return self.last(torch.relu(self.third(x / 20)))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("absorb", "padding", "absorbing"),
+    [
+        (None, 0, set()),
+        ("exact", 0, {"conv2d"}),
+        ("exact", 1, set()),
+        ("seen", 0, {"conv2d", "linear"}),
+        ("seen", 1, {"linear"}),
+    ],
+)
+def test_biases_are_absorbed_where_the_layer_behind_can_take_them(absorb, padding, absorbing, strict):
+    model, batches = Shifted(padding, above=absorb == "seen").eval(), [images(0), images(1)]
+    graph = exported(model, images(0), strict=strict)
+    found = Equalize(absorb=absorb).apply(graph, batches)
+    assert set(found.absorbed) == absorbing, found.left
+    assert ("absorbed" in str(found)) == bool(absorbing)
+    assert difference(graph(images(2)), model(images(2))) < 1e-5
+    graph.graph.lint()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("quantizer", "above", "gain"),
+    [(lambda: quantplug.get_quantizer("x86"), True, 20), (torchao, False, 3), (executorch_by_channel, False, 3)],
+)
+def test_absorbed_biases_gain(quantizer, above, gain):
+    model, batches = Shifted(above=above).eval(), [images(0), images(1)]
+    plain, moved = levels(model, batches, images(2), quantizer, Equalize(absorb="seen"))
+    assert moved > plain + gain
+
+
+def test_biases_are_absorbed_as_the_user_asks():
+    model, x = Shifted().eval(), images(0)
+    with pytest.raises(ConfigError, match="'exact' or 'seen', found 'all'"):
+        Equalize(absorb="all")  # type: ignore[arg-type]
+    with pytest.raises(CalibrationError, match="got no loader; pass one"):
+        Equalize(absorb="exact").apply(exported(model, x))
+    clipped = Shifted().eval()
+    with torch.no_grad():
+        read = clipped.second(clipped.first(x)).amax((2, 3)) / 20
+        clipped.third.bias.sub_(clipped.third(read).mean(0))  # the relu clips some of each channel
+    graph = exported(clipped, x)
+    assert "linear" not in Equalize(absorb="seen").apply(graph, [x]).absorbed
+    assert difference(graph(images(1) * 100), clipped(images(1) * 100)) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_multiplications_and_biases_take_open_sizes_and_halves(dtype):
+    model, batches = Activated().eval().to(dtype), [rows(0).to(dtype), rows(1)[:20].to(dtype)]
+    sizes = ({0: torch.export.Dim("n", min=2, max=128)},)
+    graph = torch.export.export(model, (batches[0],), dynamic_shapes=sizes).module()
+    assert "gelu_smoothed" in Smooth(multiply=True).apply(graph, batches).inserted
+    most = 1e-5 if dtype == torch.float32 else 3e-2
+    assert all(difference(graph(x).float(), model(x).float()) < most for x in (*batches, batches[0][:3]))
+    shifted, batches = Shifted().eval().to(dtype), [images(0).to(dtype), images(1)[:5].to(dtype)]
+    graph = torch.export.export(shifted, (batches[0],), dynamic_shapes=sizes).module()
+    assert Equalize(absorb="seen").apply(graph, batches).absorbed
+    assert all(difference(graph(x).float(), shifted(x).float()) < most for x in (*batches, batches[0][:3]))
+    assert {value.dtype for value in graph.parameters()} == {dtype}

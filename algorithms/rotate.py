@@ -1,0 +1,240 @@
+"""Rotation: outliers of a residual stream spread over all of its channels, by matrices that weights take.
+
+Before: an exported float graph. After: the same graph with other parameters, that computes the same, in which what
+layers read has no channel much larger than the others: each is a mixture of all.
+
+Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", arXiv:2404.00456, section 4, stages 1a and
+1b, and Liu et al., "SpinQuant: LLM Quantization with Learned Rotations", arXiv:2405.16406, section 3 (R1 and R2): what
+writes a residual stream is multiplied by an orthogonal matrix and what reads it by its inverse, and so are the heads'
+values of an attention. Weights of norms go into the layers that read them before. What would have to be computed at run
+time (R3 and R4) is not done. Where a layer norm subtracts the mean the matrix leaves vectors of equal numbers
+as they are.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor, fx
+
+from quantplug.algorithms.blocks import Basis, Norm, bases_of
+from quantplug.algorithms.changes import Change, put_changes
+from quantplug.algorithms.channels import Reader, Source
+from quantplug.algorithms.layers import Layer
+from quantplug.algorithms.orthogonal import rotation
+from quantplug.algorithms.results import ByLayer
+from quantplug.algorithms.scaling import Scales, numbers_of, require_float_graph
+from quantplug.algorithms.trial import is_gain, told, trials
+from quantplug.core.calibration.node_by_node import Batch
+from quantplug.core.calibration.progress import progress_bar
+from quantplug.core.errors import ModelError
+from quantplug.core.graph.facts import attribute, operator_name
+from quantplug.core.graph.working_copy import over_same_tensors
+
+
+@dataclass(frozen=True)
+class RotatedLayer:
+    """A layer that reads channels in another basis.
+
+    Attributes:
+        sources: names of the nodes that write what it reads, whose parameters were turned too.
+        norms: names of the norms whose weights and biases it took.
+        size: how many channels were mixed with each other.
+    """
+
+    sources: tuple[str, ...]
+    norms: tuple[str, ...]
+    size: int
+
+
+@dataclass(frozen=True, eq=False)
+class Rotated(ByLayer[RotatedLayer]):
+    """What rotation did: a mapping from a layer's node name to what became of what it reads.
+
+    Attributes:
+        layers: this mapping.
+        left: by node name why another layer reads what it read before.
+    """
+
+    def __str__(self) -> str:
+        """What was done, in a sentence."""
+        if not self.layers:
+            return "No layer was rotated" + (f": {next(reversed(self.left.values()))}." if self.left else ".")
+        sizes = ", ".join(str(size) for size in sorted({layer.size for layer in self.layers.values()}, reverse=True))
+        return f"{len(self)} layers read rotated channels, in blocks of {sizes}; {len(self.left)} left as they are."
+
+
+@dataclass(frozen=True)
+class Rotate:
+    """Spreads outliers over all channels of residual streams and of attentions' values; see `apply`.
+
+    Attributes:
+        seed: of the signs of the Hadamard matrices.
+        samples: batches that tell are taken until they hold so many samples.
+        per_channel: whether batches tell what is gained for weights that have a scale for each output channel, or for
+            those with one for all; None for both, of which none may lose.
+        stage: which graph it is for.
+    """
+
+    seed: int = 0
+    samples: int = 128
+    per_channel: bool | None = None
+    stage: ClassVar[str] = "float"
+
+    @torch.inference_mode(False)
+    def apply(
+        self,
+        model: fx.GraphModule,
+        loader: Iterable[Any] | None = None,
+        *,
+        inputs: Callable[[Any], Any] | None = None,
+    ) -> Rotated:
+        """Gives layers, embeddings and norms other parameters, with which the graph computes the same.
+
+        Nothing of the model is changed if an error is raised.
+
+        Args:
+            model: an exported float graph, of `torch.export.export(...).module()`; its parameters are replaced. A table
+                that is the weight of a layer too becomes two.
+            loader: batches as for `calibrate`, or None: rotations need no data. With batches they are kept only if the
+                outputs come nearer to float with all layers in 8 bits.
+            inputs: picks the model's inputs out of a batch, as for `calibrate`.
+
+        Raises:
+            ModelError: `model` is no exported graph module, is prepared already, or a turned number leaves its type.
+            CalibrationError: a loader is given and has no batch, one does not fit the model, or has NaN.
+        """
+        graph = require_float_graph(model, "Rotate")
+        if loader is None:
+            with torch.no_grad():
+                return self._rotated(graph, ())
+        with numbers_of(graph, loader, self.samples, inputs, "Rotate") as batches, torch.no_grad():
+            return self._rotated(graph, batches)
+
+    def _rotated(self, graph: fx.GraphModule, batches: Sequence[Batch]) -> Rotated:
+        bases, left = bases_of(graph)
+        found, changes = _layers(bases), _changes(graph, bases, self.seed)
+        if batches and found:
+            turned = over_same_tensors(graph)
+            put_changes(turned, changes)
+            with progress_bar(shown=True, total=2 * len(batches), step="Rotate") as advance:
+                before, after = (
+                    trials(Scales(each, []), batches, self.per_channel, advance) for each in (graph, turned)
+                )
+            if not is_gain(before, after):
+                return Rotated({}, left | dict.fromkeys(found, told(before, after, "rotated")))
+        put_changes(graph, changes)
+        return Rotated(found, left)
+
+
+def _layers(bases: list[Basis]) -> dict[str, RotatedLayer]:
+    found = {}
+    for basis in bases:
+        sources = tuple(source.node.name for source in basis.sources)
+        for reader in basis.readers:
+            norms = tuple(norm.node.name for norm in _norms_before(reader, basis))
+            found[reader.layer.node.name] = RotatedLayer(sources, norms, basis.size)
+    return found
+
+
+def _norms_before(reader: Reader, basis: Basis) -> list[Norm]:
+    read = set(reader.channels.tolist())
+    return [norm for norm in basis.norms if not read.isdisjoint(norm.channels[1].tolist())]
+
+
+_Changes: TypeAlias = "dict[tuple[fx.Node, fx.Node, bool], Change]"
+
+
+def _changes(model: fx.GraphModule, bases: list[Basis], seed: int) -> list[Change]:
+    """Returns what becomes of each parameter."""
+    changes = _Turned(model)
+    matrices = [rotation(basis.size, seed=seed, keeps_mean=basis.keeps_mean) for basis in bases]
+    # Readers take weights and biases of norms first: what they add to their own biases is turned with these.
+    for basis, matrix in zip(bases, matrices, strict=True):
+        for reader in basis.readers:
+            changes.read(reader, _norms_before(reader, basis), matrix)
+    for basis, matrix in zip(bases, matrices, strict=True):
+        for source in basis.sources:
+            changes.written(source, matrix)
+        for norm in basis.norms:
+            changes.given_away(norm)
+    return changes.found()
+
+
+class _Turned:
+    """Values of parameters that are being turned; the model is only read."""
+
+    def __init__(self, model: fx.GraphModule) -> None:
+        self._model = model
+        self._changes: _Changes = {}
+
+    def found(self) -> list[Change]:
+        """Returns the changes, with values of the types that the parameters have."""
+        return [self._fitting(change) for change in self._changes.values()]
+
+    def read(self, reader: Reader, norms: list[Norm], matrix: Tensor) -> None:
+        """Turns the columns of a layer, after it took the weights and biases of the norms before it."""
+        weight = self._change(reader.layer.weight, reader.layer.node)
+        for norm in norms:
+            places = torch.isin(reader.channels, norm.channels[1])
+            channels = torch.searchsorted(norm.channels[1], reader.channels[places])
+            if norm.bias is not None:
+                self._take_bias(reader.layer, weight.value[:, places] @ self._of(norm.bias)[channels])
+            if norm.weight is not None:
+                weight.value[:, places] *= self._of(norm.weight)[channels].reshape(-1, *[1] * (weight.value.dim() - 2))
+        weight.value = _turned(weight.value, 1, reader.channels, matrix)
+
+    def _take_bias(self, layer: Layer, added: Tensor) -> None:
+        bias = self._change(layer.bias or layer.weight, layer.node, is_new=layer.bias is None)
+        bias.value = bias.value + added
+
+    def written(self, source: Source, matrix: Tensor) -> None:
+        """Turns what writes channels: rows of a layer and its bias, or the last dimension of a table."""
+        is_table = source.node in source.parameters or operator_name(source.node) == "aten::embedding"
+        reader = next(iter(source.node.users)) if source.node in source.parameters else source.node
+        changes = [self._change(parameter, reader) for parameter in source.parameters]
+        new = self._changes.get((source.parameters[0], reader, True))
+        for change in [*changes, *([] if new is None else [new])]:
+            change.value = _turned(change.value, -1 if is_table else 0, source.channels, matrix)
+
+    def given_away(self, norm: Norm) -> None:
+        """Leaves a norm a weight of ones and a bias of zeros."""
+        for parameter, value in ((norm.weight, 1.0), (norm.bias, 0.0)):
+            if parameter is not None:
+                change = self._change(parameter, norm.node)
+                change.value = torch.full_like(change.value, value)
+
+    def _change(self, parameter: fx.Node, reader: fx.Node, *, is_new: bool = False) -> Change:
+        key = (parameter, reader, is_new)
+        if key not in self._changes:
+            held = self._held(parameter)
+            value = held.new_zeros(len(held)) if is_new else held.clone()
+            self._changes[key] = Change(parameter, reader, is_new, value)
+        return self._changes[key]
+
+    def _held(self, parameter: fx.Node) -> Tensor:
+        value: Tensor = attribute(self._model, str(parameter.target)).detach().double()
+        return value
+
+    def _of(self, parameter: fx.Node) -> Tensor:
+        return self._held(parameter).reshape(-1)
+
+    def _fitting(self, change: Change) -> Change:
+        dtype = attribute(self._model, str(change.parameter.target)).dtype
+        value = change.value.to(dtype)
+        if bool((torch.isfinite(change.value) & ~torch.isfinite(value)).any()):
+            raise ModelError(
+                f"Rotated, the parameter '{change.parameter.target}' leaves the range of {dtype}; export the model in "
+                "float32."
+            )
+        return Change(change.parameter, change.reader, change.is_new, value)
+
+
+def _turned(value: Tensor, axis: int, channels: Tensor, matrix: Tensor) -> Tensor:
+    """Returns a parameter with its blocks along an axis multiplied by a matrix; channels of number 0 stay."""
+    moved = value.movedim(axis, -1).clone()
+    places = channels.to(value.device) > 0
+    blocks = moved[..., places].unflatten(-1, (-1, len(matrix)))
+    moved[..., places] = (blocks @ matrix.to(value.device)).flatten(-2)
+    return moved.movedim(-1, axis).contiguous()
