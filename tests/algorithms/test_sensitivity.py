@@ -276,7 +276,7 @@ def test_of_programs_each_row_is_what_the_program_loses_in_which_only_this_opera
     assert found.rows[0].module_path == "blocks.1.layer" or config == "float16"
     together = lowered(name, data)(quantplug.convert_pt2e(prepared))
     assert found.decibels == pytest.approx(level(together, model, data), abs=1e-2)
-    for row in found.rows:
+    for row in (row for row in found.rows if row.operator == "linear"):
         only = quantplug.convert_pt2e(prepared_with(model, alone(name, row.module_path, config), data))
         assert row.decibels == pytest.approx(level(lowered(name, data)(only), model, data), abs=1e-2), row
 
