@@ -58,6 +58,7 @@ def search(
     trials: int,
     *,
     alike: float = 0.0,
+    at_each: bool = False,
 ) -> Found:
     """Returns the cheapest levels with which the metric is at least so high.
 
@@ -69,14 +70,22 @@ def search(
         trials: how often it is called at most, from 1 on.
         alike: share of a cost by which others count as the same; among these the one with the fewest items moved up is
             best, then the one with the higher metric.
+        at_each: whether a higher level may be the cheaper one, so that at last all items are measured at each level.
     """
-    found = _Search(items, levels, measure, least, trials, alike)
+    found = _Search(items, levels, measure, least, trials, alike, at_each)
     found.run()
     return found.result()
 
 
 def upcoming(
-    items: int, levels: int, known: Mapping[Levels, Outcome], least: float, trials: int, count: int
+    items: int,
+    levels: int,
+    known: Mapping[Levels, Outcome],
+    least: float,
+    trials: int,
+    count: int,
+    *,
+    at_each: bool = False,
 ) -> tuple[Levels, ...]:
     """Returns what a search asks for next, and then whichever way that turns out; none where it is at its end.
 
@@ -87,12 +96,13 @@ def upcoming(
         least: as for `search`.
         trials: as for `search`.
         count: of how many trials at most.
+        at_each: as for `search`.
     """
     found: list[Levels] = []
     waiting = deque([dict(known)])
     while waiting and len(found) < count:
         supposed = waiting.popleft()
-        asked = _first_unknown(_Search(items, levels, supposed.__getitem__, least, trials))
+        asked = _first_unknown(_Search(items, levels, supposed.__getitem__, least, trials, at_each=at_each))
         if asked is not None:
             found += [asked] if asked not in found else []
             waiting.extend({**supposed, asked: Outcome(metric, 0.0)} for metric in (-math.inf, math.inf))
@@ -116,9 +126,15 @@ class _Search:
     least: float
     trials: int
     alike: float = 0.0
+    at_each: bool = False
     tried: dict[Levels, Outcome] = field(default_factory=dict)
 
     def run(self) -> None:
+        self._move()
+        for level in range(1, self.levels if self.at_each else 0):
+            self._is_enough((level,) * self.items)
+
+    def _move(self) -> None:
         base: Levels = (0,) * self.items
         if self._is_enough(base):
             return

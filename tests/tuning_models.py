@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -89,5 +90,6 @@ class Endless(Agreement):
     def __call__(self, run):
         if os.getpid() == self.home:
             return super().__call__(run)
-        with open(os.path.join(os.path.dirname(sys.argv[0]), "endless"), "w"):
-            time.sleep(1000)
+        (Path(sys.argv[0]).parent / "endless").touch()
+        time.sleep(1000)
+        return 0.0

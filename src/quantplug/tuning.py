@@ -59,7 +59,7 @@ from quantplug.trials import (
 _DEFAULTS = ("int8", "int8_dynamic")
 _VERSION = 2
 # Times that differ by less than this share are noise.
-_ALIKE = {"time": 0.03}
+_NOISE = 0.03
 
 
 @dataclass(frozen=True)
@@ -193,13 +193,14 @@ def tune(
         asked: dict[Levels, Outcome] = {}
 
         def measured(levels: Levels) -> Outcome:
-            behind = () if ahead is None else upcoming(*sizes, asked, least, trials, 2 * ahead.count)
+            behind = () if ahead is None else upcoming(*sizes, asked, least, trials, 2 * ahead.count, at_each=times)
             asked[levels] = made.outcome(levels, behind, ahead)
             advance()
             return asked[levels]
 
         sizes = len(made.offered), max(map(len, made.offered.values()))
-        found = search(*sizes, measured, least, trials, alike=_ALIKE.get(cost, 0.0))
+        times = cost == "time"
+        found = search(*sizes, measured, least, trials, alike=_NOISE if times else 0.0, at_each=times)
     scopes = made.scopes(found.best)
     if not found.is_met:
         reached = found.tried[found.best].metric

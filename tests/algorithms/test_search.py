@@ -102,3 +102,14 @@ def test_costs_with_noise_change_neither_what_is_tried_nor_what_is_best_beyond_t
     assert found.is_met == exact.is_met
     if found.is_met:
         assert measure(found.best).cost == measure(exact.best).cost
+
+
+def test_where_higher_levels_may_be_cheaper_all_items_are_measured_at_each():
+    def measure(levels):
+        return Outcome(0.0, 1.0 - sum(levels) / 10)
+
+    assert search(2, 3, measure, -1.0, 10).best == (0, 0)
+    found = search(2, 3, measure, -1.0, 10, at_each=True)
+    assert list(found.tried) == [(0, 0), (1, 1), (2, 2)]
+    assert found.best == (2, 2)
+    assert upcoming(2, 3, {(0, 0): measure((0, 0))}, -1.0, 10, 2, at_each=True) == ((1, 1), (2, 2))
