@@ -22,10 +22,9 @@ from tuning_models import DATA, FRESH, MODEL, WIDTH, Agreement, Deadly
 
 import quantplug
 from quantplug.core.annotation.plan import Plan, plan_of
-from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError
+from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError, TrialError
 from quantplug.core.specs.levels import sqnr
 from quantplug.lowering.reference import ReferenceProgram
-from quantplug.trial_processes import TrialError
 from quantplug.trials import Job, float_trial, run_trial, time_ratio
 from quantplug.tuning import tune, written
 

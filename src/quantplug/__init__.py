@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from quantplug.core.errors import ModelError as ModelError
     from quantplug.core.errors import PatternError as PatternError
     from quantplug.core.errors import QuantplugError as QuantplugError
+    from quantplug.core.errors import TrialError as TrialError
     from quantplug.core.observers import observer as observer
     from quantplug.core.pt2e.convert import convert_pt2e as convert_pt2e
     from quantplug.core.pt2e.prepare import prepare_pt2e as prepare_pt2e
@@ -124,6 +125,7 @@ _HOME = {
     "Report": "quantplug.core.report.explain",
     "Smooth": "quantplug.algorithms.smooth",
     "TensorRTQuantizer": "quantplug.quantizers.tensorrt",
+    "TrialError": "quantplug.core.errors",
     "X86Program": "quantplug.lowering.x86",
     "X86Quantizer": "quantplug.quantizers.x86",
     "XNNPACKQuantizer": "quantplug.quantizers.xnnpack",

@@ -21,12 +21,8 @@ from typing import Any, Protocol
 import torch
 from typing_extensions import Self
 
-from quantplug.core.errors import ConfigError, QuantplugError, first_line
+from quantplug.core.errors import ConfigError, QuantplugError, TrialError, first_line
 from quantplug.trials import Job, Scope, Trial, run_trial
-
-
-class TrialError(QuantplugError, RuntimeError):
-    """A process that made a trial ended, or what it was given fails there."""
 
 
 class Pending(Protocol):
