@@ -88,6 +88,8 @@ if TYPE_CHECKING:
     from quantplug.quantizers.x86 import X86Quantizer as X86Quantizer
     from quantplug.quantizers.x86_config import get_x86_quantization_config as get_x86_quantization_config
     from quantplug.quantizers.xnnpack import XNNPACKQuantizer as XNNPACKQuantizer
+    from quantplug.trials import Job as Job
+    from quantplug.trials import run_trial as run_trial
     from quantplug.tuning import tune as tune
 
     OPENVINO_INTEGER_PRODUCTS: tuple[_Annotator, ...]
@@ -112,6 +114,7 @@ _HOME = {
     "EmbeddingQuantizer": "quantplug.quantizers.embedding",
     "Equalize": "quantplug.algorithms.equalize",
     "GPTQ": "quantplug.algorithms.gptq",
+    "Job": "quantplug.trials",
     "LoweringError": "quantplug.core.errors",
     "ModelError": "quantplug.core.errors",
     "OPENVINO_INTEGER_PRODUCTS": "quantplug.quantizers.openvino:INTEGER_PRODUCTS",
@@ -162,6 +165,7 @@ _HOME = {
     "quantize": "quantplug.flow",
     "quantized_inputs": "quantplug.core.qdq.integer_io",
     "register_for_plans": "quantplug.core.specs.written",
+    "run_trial": "quantplug.trials",
     "sensitivity": "quantplug.algorithms.sensitivity",
     "sqnr": "quantplug.core.specs.levels",
     "tune": "quantplug.tuning",

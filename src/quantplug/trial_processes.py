@@ -195,7 +195,7 @@ def _end_with_parent() -> None:
     parent = parent_process()
     if parent is not None:
         parent.join()
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _read(content: bytes) -> Any:
