@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from quantplug.algorithms.recipe import Algorithm, recipe_of
-from quantplug.algorithms.search import Levels, Outcome, search, upcoming
+from quantplug.algorithms.search import Found, Levels, Outcome, search, upcoming
 from quantplug.algorithms.sensitivity import sensitivity
 from quantplug.core.annotation.plan import Plan, plan_of
 from quantplug.core.calibration.batches import digest
@@ -181,38 +181,25 @@ def tune(
     names = _candidates(backend, candidates)
     _require_options(metric, drop, at_least, evaluate, cost, trials, workers)
     data, algorithms = list(calibration), recipe_of(recipe)
-    given = Job(model, example_inputs, data, metric, backend, evaluate, cost, dynamic_shapes, inputs, algorithms)  # type: ignore[arg-type]
+    given = Job(model, example_inputs, data, metric, backend, evaluate, cost, dynamic_shapes, inputs, algorithms)
     job = replace(given, model=export(model, example_inputs, dynamic_shapes))
     with _elsewhere(given, workers, executor) as ahead, progress_bar(progress, trials, "tune", "trials") as advance:
-        made = _Trials(job, names, None if log is None else Path(log))
-        base = made.base()
-        if base == sys.float_info.max and at_least is None:
-            raise ConfigError("The metric of the float model is infinite, from which nothing can drop; pass at_least=.")
-        least = base - drop if at_least is None else at_least
+        made = _Trials(job, names, None if log is None else Path(log), ahead)
+        least = made.least(drop) if at_least is None else at_least
+        made.base()
         made.offered = _ranked(job, names)
-        asked: dict[Levels, Outcome] = {}
-
-        def measured(levels: Levels) -> Outcome:
-            behind = () if ahead is None else upcoming(*sizes, asked, least, trials, 2 * ahead.count, at_each=times)
-            asked[levels] = made.outcome(levels, behind, ahead)
-            advance()
-            return asked[levels]
-
-        sizes = len(made.offered), max(map(len, made.offered.values()))
-        times = cost == "time"
-        found = search(*sizes, measured, least, trials, alike=_NOISE if times else 0.0, at_each=times)
-    scopes = made.scopes(found.best)
+        found = made.search(least, trials, advance)
     if not found.is_met:
-        reached = found.tried[found.best].metric
-        warnings.warn(
-            f"No trial keeps {least:.6g}; the best reaches {reached:.6g} with {_text(scopes)}. Allow more trials, a "
-            "larger drop or another candidate.",
-            stacklevel=3,
-        )
-    exported = job.exported()
-    plan = plan_of(exported if made.is_float(found.best) else prepare_pt2e(exported, scoped(backend, scopes)))
-    tried = tuple(made.trial(made.scopes(levels)) for levels in found.tried)
-    return Tuned(backend, scopes, found.is_met, least, base, made.trial(scopes), tried, plan)
+        _tell_of_the_best(found.tried[found.best].metric, least, made.scopes(found.best))
+    return made.tuned(found, least)
+
+
+def _tell_of_the_best(reached: float, least: float, scopes: tuple[Scope, ...]) -> None:
+    warnings.warn(
+        f"No trial keeps {least:.6g}; the best reaches {reached:.6g} with {_text(scopes)}. Allow more trials, a "
+        "larger drop or another candidate.",
+        stacklevel=4,
+    )
 
 
 @contextmanager
@@ -295,9 +282,11 @@ class _Trials:
         offered: by module path the candidates that it may have, in the order of the levels' items.
     """
 
-    def __init__(self, job: Job, candidates: tuple[str | None, ...], log: Path | None) -> None:
+    def __init__(
+        self, job: Job, candidates: tuple[str | None, ...], log: Path | None, ahead: Ahead | None = None
+    ) -> None:
         self.offered: dict[str, tuple[str | None, ...]] = {}
-        self._job, self._candidates, self._log = job, candidates, log
+        self._job, self._candidates, self._log, self._ahead = job, candidates, log, ahead
         self._made: dict[tuple[Scope, ...], Trial] = {}
         if log is not None:
             require_writable(log)
@@ -310,34 +299,62 @@ class _Trials:
             self._add(float_trial(self._job))
         return self._made[whole].metric
 
-    def outcome(self, levels: Levels, behind: Sequence[Levels] = (), ahead: Ahead | None = None) -> Outcome:
-        """Returns what a trial measures.
+    def least(self, drop: float) -> float:
+        """Returns the metric that may be reached by a drop.
+
+        Raises:
+            ConfigError: the float model's is infinite.
+        """
+        base = self.base()
+        if base == sys.float_info.max:
+            raise ConfigError("The metric of the float model is infinite, from which nothing can drop; pass at_least=.")
+        return base - drop
+
+    def search(self, least: float, trials: int, advance: Callable[[], object]) -> Found:
+        """Makes the trials of a search.
 
         Args:
-            levels: of the trial.
-            behind: those that may be asked for next.
-            ahead: makes trials elsewhere; None makes it here.
+            least: the metric that is asked for.
+            trials: how many are made at most.
+            advance: is called behind each.
         """
+        items, levels = len(self.offered), max(map(len, self.offered.values()))
+        asked: dict[Levels, Outcome] = {}
+        times = self._job.cost == "time"
+
+        def measured(each: Levels) -> Outcome:
+            count = 0 if self._ahead is None else 2 * self._ahead.count
+            asked[each] = self._outcome(each, upcoming(items, levels, asked, least, trials, count, at_each=times))
+            advance()
+            return asked[each]
+
+        return search(items, levels, measured, least, trials, alike=_NOISE if times else 0.0, at_each=times)
+
+    def tuned(self, found: Found, least: float) -> Tuned:
+        """Returns what a search found, with the plan of its scopes."""
+        scopes, exported, backend = self.scopes(found.best), self._job.exported(), self._job.backend
+        plan = plan_of(exported if self._is_float(found.best) else prepare_pt2e(exported, scoped(backend, scopes)))
+        tried = tuple(self._made[self.scopes(levels)] for levels in found.tried)
+        return Tuned(backend, scopes, found.is_met, least, self.base(), self._made[scopes], tried, plan)
+
+    def _outcome(self, levels: Levels, behind: Sequence[Levels]) -> Outcome:
+        """Returns what a trial measures; those that may be asked for next are begun where that is elsewhere."""
         scopes = self.scopes(levels)
         if scopes not in self._made:
-            self._add(self._trial(scopes, levels, behind, ahead))
+            self._add(self._trial(scopes, levels, behind))
         return Outcome(self._made[scopes].metric, self._made[scopes].cost)
 
-    def _trial(self, scopes: tuple[Scope, ...], levels: Levels, behind: Sequence[Levels], ahead: Ahead | None) -> Trial:
-        if self.is_float(levels):  # prepare warns of a model of which it quantizes nothing
+    def _trial(self, scopes: tuple[Scope, ...], levels: Levels, behind: Sequence[Levels]) -> Trial:
+        if self._is_float(levels):  # prepare warns of a model of which it quantizes nothing
             return replace(self._made[(("*", None),)], scopes=scopes)
-        if ahead is None:
+        if self._ahead is None:
             return run_trial(self._job, scopes)
-        others = [self.scopes(each) for each in behind if not self.is_float(each)]
-        return ahead.trial([scopes, *(each for each in others if each not in self._made)])
+        others = [self.scopes(each) for each in behind if not self._is_float(each)]
+        return self._ahead.trial([scopes, *(each for each in others if each not in self._made)])
 
-    def is_float(self, levels: Levels) -> bool:
+    def _is_float(self, levels: Levels) -> bool:
         """Tells whether levels leave every operator float."""
         return all(config is None for config in self._chosen(levels).values())
-
-    def trial(self, scopes: tuple[Scope, ...]) -> Trial:
-        """Returns a trial that was made."""
-        return self._made[scopes]
 
     def scopes(self, levels: Levels) -> tuple[Scope, ...]:
         """Returns the scopes that say which config each module has."""

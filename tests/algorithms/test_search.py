@@ -6,7 +6,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantplug.algorithms.search import Outcome, search, upcoming
+from quantplug.algorithms.search import Levels, Outcome, search, upcoming
 
 
 def measured(noise):
@@ -66,7 +66,8 @@ def test_trials_are_bounded_and_each_is_made_once(trials, items):
     trials=st.integers(1, 20),
 )
 def test_what_is_upcoming_is_what_the_search_asks_for_next_and_behind_that(noise, least, levels, trials):
-    asked, behind = {}, []
+    asked: dict[Levels, Outcome] = {}
+    behind = []
     measure = measured(noise)
 
     def measure_and_look_ahead(each):

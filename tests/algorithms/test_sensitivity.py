@@ -316,15 +316,17 @@ def test_an_emulated_backend_shows_what_its_accumulators_lose_and_the_graph_does
         assert row.decibels == pytest.approx(level(emulated(only), model, data), abs=1e-3)
 
 
-def test_programs_of_open_sizes_with_state_begin_each_batch_as_the_model_does():
+def test_programs_with_state_begin_each_batch_as_the_model_does():
     data = batches(1, FEATURES, count=3)
+
+    def lower(graph):
+        return quantplug.get_quantizer("x86").backend.lower(graph, (data[0],))
+
     for model in (Average, Slots, Cache):
         exported = torch.export.export(model().eval(), (data[0],)).module()
         prepared = quantplug.prepare_pt2e(exported, quantplug.get_quantizer("x86"))
         quantplug.calibrate(prepared, data, progress=False)
-        backend = quantplug.get_quantizer("x86").backend
-        plain = sensitivity(prepared, data)
-        found = sensitivity(prepared, data, run=lambda graph, lower=backend.lower: lower(graph, (data[0],)))
+        plain, found = sensitivity(prepared, data), sensitivity(prepared, data, run=lower)
         for row in plain.rows:
             assert found.row(row.node).decibels == pytest.approx(row.decibels, abs=0.5)
 
