@@ -4,6 +4,8 @@ Before: a converted graph with its operators, and batches. After: the outputs in
 and for each operator those with its roundings alone. Such runs begin where the operator does, on the activations of
 the float runs, which go on beside them: in memory is what two runs of each batch need, however many operators there
 are. Batches go side by side, so that a weight is rounded once for all of them.
+
+Where something else than the graph is what runs, a graph with these roundings alone is made, as convert would write it.
 """
 
 import copy
@@ -14,9 +16,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from quantplug.algorithms.operators import QuantizedGraph, QuantizedOperator
+from quantplug.algorithms.operators import QuantizedGraph, QuantizedOperator, cut
 from quantplug.core.calibration.node_by_node import BatchRun
-from quantplug.core.graph.facts import written_argument
+from quantplug.core.graph.editing import as_recorded, constant, finish, replace
+from quantplug.core.graph.facts import tensor_value, written_argument
+from quantplug.core.graph.working_copy import working_copy
 from quantplug.core.peers.torch_names import pytree
 
 Outputs: TypeAlias = list[Tensor]
@@ -55,6 +59,42 @@ def one_at_a_time(
             if not starting:
                 return
             runs.step(node)
+
+
+def rounding_only(graph: QuantizedGraph, active: Collection[fx.Node]) -> fx.GraphModule:
+    """Returns the converted graph in which only some pairs are left; their constants are stored as integers or halves.
+
+    Args:
+        graph: the converted graph; it is not changed.
+        active: the pairs that are left.
+    """
+    model = working_copy(graph.model)
+    own = dict(zip(graph.model.graph.nodes, model.graph.nodes, strict=True))
+    for back, quantize in graph.pairs.items():
+        if back not in active:
+            cut(own[back], own[quantize])
+    finish(model)
+    left = {own[node] for node in graph.constants} & set(model.graph.nodes)
+    _store(model, left, {own[graph.pairs[back]] for back in active} & left)
+    return model
+
+
+def _store(model: fx.GraphModule, constants: Collection[fx.Node], quantizes: Collection[fx.Node]) -> None:
+    """Puts the integers of constants in the place of the nodes that quantize them."""
+    run = fx.Interpreter(model, garbage_collect_values=False)
+    for node in [node for node in model.graph.nodes if node in constants]:
+        value = run.env[node] = run.run_node(node)
+        if node in quantizes:
+            stored = constant(node, f"{node.name}_stored", value.detach())
+            stored.meta = {**node.meta, "val": as_recorded(value.detach(), tensor_value(node))}
+            run.env[stored] = value
+            replace(node, stored)
+    finish(model)
+
+
+def tensors_of(result: Any) -> Outputs:
+    """Returns the tensors of a model's result that have an error: those of floating point."""
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 class _Run(BatchRun):
@@ -140,8 +180,7 @@ class _Runs:
         """Runs the nodes that are left and returns the outputs that have an error, batch after batch."""
         for node in nodes:
             self.step(node)
-        found = [value for run in self._runs for value in pytree.tree_leaves(run.env[nodes[-1]])]
-        return [value for value in found if isinstance(value, Tensor) and value.is_floating_point()]
+        return [value for run in self._runs for value in tensors_of(run.env[nodes[-1]])]
 
     def with_only(self, operator: QuantizedOperator) -> "_Runs":
         """Returns runs that go on from here with one operator's pairs."""

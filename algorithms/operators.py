@@ -11,10 +11,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import getitem
 
+import torch
 from torch import fx
 from torchao.quantization.pt2e.quantizer import SharedQuantizationSpec
 
 from quantplug.core.graph.constants import constant_nodes
+from quantplug.core.graph.editing import call
 from quantplug.core.graph.facts import attribute, compute_nodes
 from quantplug.core.graph.meta import IO_DTYPES
 from quantplug.core.graph.multiplications import multiplications
@@ -103,9 +105,17 @@ def _float(body: fx.GraphModule) -> fx.GraphModule:
     """Returns a converted submodel in which nothing is rounded."""
     floats = over_same_tensors(body)
     for back, quantize in _pairs(floats.graph, set()).items():
-        back.replace_all_uses_with(quantize.all_input_nodes[0])
+        cut(back, quantize)
     floats.graph.eliminate_dead_code()
     return rebuilt(floats, {target: _float(attribute(floats, target)) for target in submodel_targets(floats)})
+
+
+def cut(back: fx.Node, quantize: fx.Node) -> None:
+    """Lets the readers of a pair read what it rounds; double precision is rounded in single, and stays double."""
+    source, dtype = quantize.all_input_nodes[0], back.kwargs.get("out_dtype")
+    if dtype is not None:
+        source = call(back, torch.ops.aten.to.dtype, (source, dtype), back)
+    back.replace_all_uses_with(source)
 
 
 def _pairs(graph: fx.Graph, own: set[str]) -> dict[fx.Node, fx.Node]:

@@ -9,15 +9,18 @@ would round it, and neither gets rid of that rounding by becoming float alone. O
 that others found are none of their own. Noise is measured by the signal-to-quantization-noise ratio of the output, to
 which operators contribute about independently (Lin et al., "Fixed Point Quantization of Deep Convolutional Networks",
 arXiv:1511.06393, who choose each layer's bits by it), so that the shares of the sum tell what to change first.
+
+Where a backend's kernels compute otherwise than the graph says, programs are measured: each is made of the graph in
+which one operator alone is quantized.
 """
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from rich import box
@@ -26,15 +29,18 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, fx
 
-from quantplug.algorithms.isolated import Outputs, one_at_a_time, outputs
+from quantplug.algorithms.isolated import Outputs, one_at_a_time, outputs, rounding_only, tensors_of
 from quantplug.algorithms.operators import QuantizedGraph, QuantizedOperator, quantized_graph
 from quantplug.core.calibration.node_by_node import batches_of
 from quantplug.core.calibration.observer_places import require_observers
-from quantplug.core.errors import ArtefactError, CalibrationError, ModelError, first_line
+from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError, ModelError, first_line
 from quantplug.core.files.typed import typed
 from quantplug.core.files.whole import write_whole
 from quantplug.core.graph.facts import describe, module_path
 from quantplug.core.specs.levels import decibels as decibels_of
+
+Runnable: TypeAlias = Callable[[fx.GraphModule], Callable[..., Any]]
+"""Makes of a converted graph what runs, which is called with a batch."""
 
 SAMPLES = 64
 # Batches side by side: activations of so many are in memory, and weights are rounded once for them.
@@ -161,6 +167,7 @@ def sensitivity(
     *,
     inputs: Callable[[Any], Any] | None = None,
     samples: int = SAMPLES,
+    run: Runnable | None = None,
 ) -> Sensitivity:
     """Measures of each quantized operator how much of the output's error is its own.
 
@@ -173,25 +180,80 @@ def sensitivity(
         loader: batches as for `calibrate`; random inputs have no use here.
         inputs: picks the model's inputs out of a batch, as for `calibrate`.
         samples: batches are taken until they hold so many samples.
+        run: makes of a converted graph what is measured in its place, such as
+            `lambda graph: backend.lower(graph, (batch,))` for real kernels, or `backend.emulate`. It is called once
+            with all quantized and once for each operator; each batch goes through what it returns, and through the
+            float graph. A `restart` that this has is called before each batch.
 
     Raises:
         ModelError: `prepared` is not a prepared graph module, is prepared for training, or returns nothing that has an
-            error.
+            error; or what `run` makes of it returns something else.
+        ConfigError: `run` is no function that returns one.
         CalibrationError: it is not calibrated, there is no batch, one does not fit the model, or outputs are not
             finite or all zero.
     """
     model = require_observers(prepared, "sensitivity")
+    if run is not None and not callable(run):
+        raise ConfigError(f"run takes a function of a converted graph, found {type(run).__name__}; leave it out.")
     with batches_of(model, loader, samples, inputs, least=1, step="sensitivity") as batches, torch.no_grad():
         graph = quantized_graph(model)
-        together, signal, alone = 0.0, 0.0, dict.fromkeys(graph.operators, 0.0)
-        for start in range(0, len(batches), _TOGETHER):
-            group = list(batches[start : start + _TOGETHER])
-            wanted = _finite_outputs(graph, group, start)
-            signal += sum(map(_energy, wanted))
-            together += _error(outputs(graph, group, graph.pairs), wanted)
-            for operator, found in one_at_a_time(graph, group):
-                alone[operator] += _error(found, wanted)
-    return _result(graph, signal, together, alone)
+        return _result(graph, _of_graph(graph, batches) if run is None else _of_programs(graph, batches, run))
+
+
+@dataclass(frozen=True)
+class _Energies:
+    """Of the float outputs, and of what all operators and each alone change in them."""
+
+    signal: float
+    together: float
+    alone: dict[QuantizedOperator, float]
+
+
+def _of_graph(graph: QuantizedGraph, batches: Sequence[tuple[Any, ...]]) -> _Energies:
+    together, signal, alone = 0.0, 0.0, dict.fromkeys(graph.operators, 0.0)
+    for start in range(0, len(batches), _TOGETHER):
+        group = list(batches[start : start + _TOGETHER])
+        wanted = _finite_outputs(graph, group, start)
+        signal += sum(map(_energy, wanted))
+        together += _error(outputs(graph, group, graph.pairs), wanted)
+        for operator, found in one_at_a_time(graph, group):
+            alone[operator] += _error(found, wanted)
+    return _Energies(signal, together, alone)
+
+
+def _of_programs(graph: QuantizedGraph, batches: Sequence[tuple[Any, ...]], run: Runnable) -> _Energies:
+    wanted = [_finite_outputs(graph, [batch], place) for place, batch in enumerate(batches)]
+
+    def error(active: Collection[fx.Node]) -> float:
+        program = _made(run, rounding_only(graph, active))
+        return sum(_error(_returned(program, *pair), pair[1]) for pair in zip(batches, wanted, strict=True))
+
+    alone = {operator: error(operator.pairs) for operator in graph.operators}
+    return _Energies(sum(_energy(value) for values in wanted for value in values), error(graph.pairs), alone)
+
+
+def _made(run: Runnable, graph: fx.GraphModule) -> Callable[..., Any]:
+    program = run(graph)
+    if not callable(program):
+        raise ConfigError(
+            f"run returned {type(program).__name__}, which cannot be called; return the program that it makes."
+        )
+    return program
+
+
+def _returned(program: Callable[..., Any], batch: tuple[Any, ...], wanted: Outputs) -> Outputs:
+    """Returns a program's outputs for a batch, with the random numbers that the float graph got."""
+    restart: Callable[[], None] = getattr(program, "restart", lambda: None)
+    restart()
+    with torch.random.fork_rng(devices=[]):
+        found = tensors_of(program(*batch))
+    shapes, expected = ([tuple(value.shape) for value in values] for values in (found, wanted))
+    if shapes != expected:
+        raise ModelError(
+            f"What run made returns tensors of shapes {shapes}, and the float graph {expected}; return all that the "
+            "graph returns."
+        )
+    return found
 
 
 def _finite_outputs(graph: QuantizedGraph, group: Sequence[tuple[Any, ...]], start: int) -> Outputs:
@@ -210,9 +272,8 @@ def _finite_outputs(graph: QuantizedGraph, group: Sequence[tuple[Any, ...]], sta
     return found
 
 
-def _result(
-    graph: QuantizedGraph, signal: float, together: float, alone: dict[QuantizedOperator, float]
-) -> Sensitivity:
+def _result(graph: QuantizedGraph, found: _Energies) -> Sensitivity:
+    signal, together, alone = found.signal, found.together, found.alone
     if signal == 0:
         raise CalibrationError("The float model's outputs are all zero on these batches; pass batches that it answers.")
     wrong = next((operator.node for operator, noise in alone.items() if not math.isfinite(noise)), None)

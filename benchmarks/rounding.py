@@ -6,8 +6,8 @@ All of them round on the same sums of products, so that they have the same aim: 
 on the calibration inputs, with the layers before it rounded. AdaRound is Nagel et al., "Up or Down? Adaptive Rounding
 for Post-Training Quantization", arXiv:2004.10568, section 3.3: integers below or above each number, by a rectified
 sigmoid that a regularizer drives to 0 or 1 (lambda 0.01, beta from 20 to 2 behind the first fifth of the steps, Adam);
-it is given the observers' scales and, in the last row, the scales that GPTQ's search and descent ended with. Printed are
-the layers' decibels in the mean, those of the q/dq graph's logits on test inputs, and seconds.
+it is given the observers' scales and, in the last row, the scales that GPTQ's search and descent ended with. Printed
+are the layers' decibels in the mean, those of the q/dq graph's logits on test inputs, and seconds.
 """
 
 import argparse

@@ -45,6 +45,10 @@ class LoweringError(QuantplugError, RuntimeError):
     """A converted model cannot be lowered, or its artefact does not run."""
 
 
+class TrialError(QuantplugError, RuntimeError):
+    """A process that made a trial of a search ended, or cannot read what it was sent."""
+
+
 class ArtefactError(QuantplugError, ValueError):
     """A file that was to be read or written is missing, unreadable or of the wrong kind."""
 

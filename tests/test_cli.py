@@ -14,6 +14,7 @@ from torch import nn
 
 from quantplug import cli, flow
 from quantplug.algorithms import recipe
+from quantplug.algorithms.sensitivity import Sensitivity
 from quantplug.core.specs.levels import sqnr
 from quantplug.lowering.x86 import X86Program
 
@@ -179,6 +180,21 @@ def test_explain_needs_no_data(run):
     assert code == 0
     assert "conv_relu" in out
     assert "4 of 4 operators quantized" in out
+
+
+@pytest.mark.parametrize("options", ["", " --program"])
+def test_sensitivity_shows_draws_and_writes_what_the_function_finds(run, files, options):
+    line = f"sensitivity model.pt2 --calibration data.npz --backend x86{options} --report noise"
+    code, printed, _ = run(f"{line}.json")
+    assert code == 0
+    assert "share of noise" in printed
+    found = Sensitivity.from_json((files / "noise.json").read_text())
+    assert f"together {found.decibels:.1f} dB" in printed
+    assert {row.operator for row in found.rows} == {"conv2d", "linear"}
+    assert run(f"{line}.png")[0] == 0
+    assert (files / "noise.png").read_bytes().startswith(b"\x89PNG")
+    code, _, said = run(f"{line}.txt")
+    assert (code, "end its name in .png or .json" in said) == (2, True)
 
 
 def test_backends_lists_names_and_configs(run, monkeypatch):

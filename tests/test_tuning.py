@@ -7,73 +7,26 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import active_children, get_context
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
+from tuning_models import DATA, FRESH, MODEL, WIDTH, Agreement, Deadly
 
 import quantplug
 from quantplug.core.annotation.plan import Plan, plan_of
-from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError
+from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError, TrialError
 from quantplug.core.specs.levels import sqnr
-from quantplug.tuning import Job, run_trial, tune, written
-
-WIDTH = 16
-
-
-class Block(nn.Module):
-    """A layer behind a norm with a channel of numbers that are much larger than the others."""
-
-    def __init__(self, outlier):
-        super().__init__()
-        self.norm, self.layer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        with torch.no_grad():
-            self.norm.weight[0] *= outlier
-            self.layer.weight[:, 0] /= outlier
-
-    def forward(self, x):
-        return torch.tanh(self.layer(self.norm(x)))
-
-
-class Planted(nn.Module):
-    """Blocks of which one is the culprit."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block(outlier) for outlier in (1.0, 300.0, 1.0))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def batches(count=2, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(16, WIDTH, generator=generator) for _ in range(count)]
-
-
-MODEL, DATA = Planted().eval(), batches()
-FRESH = batches(4, seed=5)
-
-
-class Agreement:
-    """A metric of a user's: decibels on fresh data; counts its calls and breaks off after some."""
-
-    def __init__(self, breaks_after=1000):
-        self.calls, self.breaks_after = 0, breaks_after
-
-    def __call__(self, run):
-        if self.calls == self.breaks_after:
-            raise KeyboardInterrupt
-        self.calls += 1
-        with torch.no_grad():
-            found = [run(x) for x in FRESH]
-            found = [value[0] if isinstance(value, (tuple, list)) else value for value in found]
-            return min(60.0, sqnr(torch.cat(found), torch.cat([MODEL(x) for x in FRESH])))
+from quantplug.lowering.reference import ReferenceProgram
+from quantplug.trials import Job, float_trial, run_trial, time_ratio
+from quantplug.tuning import tune, written
 
 
 @pytest.mark.few(1)
@@ -115,30 +68,31 @@ def test_without_a_metric_decibels_are_measured_of_graphs_or_programs(evaluate, 
 
 def test_a_search_that_broke_off_goes_on_from_its_log_with_the_same_result(tmp_path):
     log = tmp_path / "trials.jsonl"
-    given: dict[str, Any] = {"backend": "x86", "candidates": ["int8", None], "drop": 35.0}
+    options: dict[str, Any] = {"backend": "x86", "candidates": ["int8", None], "drop": 35.0}
     whole = Agreement()
-    wanted = tune(MODEL, (DATA[0],), DATA, whole, **given)
+    wanted = tune(MODEL, (DATA[0],), DATA, whole, **options)
     broken = Agreement(breaks_after=2)
     with pytest.raises(KeyboardInterrupt):
-        tune(MODEL, (DATA[0],), DATA, broken, log=log, **given)
+        tune(MODEL, (DATA[0],), DATA, broken, log=log, **options)
     assert len(log.read_text().splitlines()) == 1 + 2
     rest = Agreement()
-    assert tune(MODEL, (DATA[0],), DATA, rest, log=log, **given) == wanted
+    assert tune(MODEL, (DATA[0],), DATA, rest, log=log, **options) == wanted
     assert rest.calls == whole.calls - 2
     again = Agreement(breaks_after=0)
-    assert tune(MODEL, (DATA[0],), DATA, again, log=log, **given) == wanted
+    assert tune(MODEL, (DATA[0],), DATA, again, log=log, **options) == wanted
 
 
 SCRIPT = """
 import sys, time
 sys.path.insert(0, {folder!r})
-import test_tuning as t
+import tuning_models as t
+from quantplug.tuning import tune
 class Slow(t.Agreement):
     def __call__(self, run):
         time.sleep(0.3)
         return super().__call__(run)
 Slow.__name__ = "Agreement"
-t.tune(t.MODEL, (t.DATA[0],), t.DATA, Slow(), log={log!r}, backend="x86", candidates=["int8", None], drop=0.0)
+tune(t.MODEL, (t.DATA[0],), t.DATA, Slow(), log={log!r}, backend="x86", candidates=["int8", None], drop=0.0)
 """
 
 
@@ -152,10 +106,10 @@ def test_a_process_that_was_killed_leaves_a_log_that_can_be_read(tmp_path):
     process.wait()
     made = len(log.read_text().splitlines()) - 1
     assert made >= 2
-    given: dict[str, Any] = {"backend": "x86", "candidates": ["int8", None], "drop": 0.0}
+    options: dict[str, Any] = {"backend": "x86", "candidates": ["int8", None], "drop": 0.0}
     whole, rest = Agreement(), Agreement()
-    wanted = tune(MODEL, (DATA[0],), DATA, whole, **given)
-    assert tune(MODEL, (DATA[0],), DATA, rest, log=log, **given) == wanted
+    wanted = tune(MODEL, (DATA[0],), DATA, whole, **options)
+    assert tune(MODEL, (DATA[0],), DATA, rest, log=log, **options) == wanted
     assert rest.calls == whole.calls - made
 
 
@@ -164,6 +118,235 @@ def test_a_trial_is_a_job_that_can_be_sent():
     sent = pickle.loads(pickle.dumps(job))
     scopes = (("*", "int8"), ("blocks.1.layer", None))
     assert run_trial(sent, scopes) == run_trial(job, scopes)
+
+
+GIVEN: dict[str, Any] = {"backend": "x86", "candidates": ["int8", None], "drop": 0.0, "progress": False}
+
+
+def test_processes_find_and_log_what_one_process_does(tmp_path):
+    """Also of an exported program, whose file goes to them; no process is left."""
+    one, several = tmp_path / "one.jsonl", tmp_path / "several.jsonl"
+    exported = torch.export.export(MODEL, (DATA[0],))
+    wanted = tune(MODEL, (DATA[0],), DATA, Agreement(), log=one, **GIVEN)
+    assert len(wanted.trials) > 3
+    assert tune(exported, (DATA[0],), DATA, Agreement(), log=several, workers=2, **GIVEN) == wanted
+    assert several.read_bytes() == one.read_bytes()
+    assert not active_children()
+
+
+class Pickling:
+    """An executor that makes each trial from bytes, as a cluster's would, when its result is asked for."""
+
+    def __init__(self):
+        self.submitted = []
+
+    def submit(self, function, *args):
+        sent = pickle.dumps((function, *args))
+        self.submitted.append(args[1])
+
+        def made():
+            function, *args = pickle.loads(sent)
+            return function(*args)
+
+        return SimpleNamespace(result=made, done=lambda: False)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("is_exported", [False, True])
+def test_any_executor_makes_the_trials_those_ahead_too(workers, is_exported):
+    executor = Pickling()
+    wanted = tune(MODEL, (DATA[0],), DATA, Agreement(), **GIVEN)
+    model = torch.export.export(MODEL, (DATA[0],)) if is_exported else MODEL
+    assert tune(model, (DATA[0],), DATA, Agreement(), executor=executor, workers=workers, **GIVEN) == wanted
+    made = [trial.scopes for trial in wanted.trials if any(config for _, config in trial.scopes)]
+    assert len(executor.submitted) == len(set(executor.submitted))
+    assert set(made) <= {*executor.submitted, *(trial.scopes for trial in wanted.trials if trial.metric == 60.0)}
+    if workers == 1:
+        assert len(executor.submitted) <= len(wanted.trials)
+
+
+@pytest.mark.slow
+def test_a_pool_of_processes_is_an_executor():
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as executor:
+        found = tune(MODEL, (DATA[0],), DATA, Agreement(), executor=executor, workers=2, **GIVEN)
+    assert found == tune(MODEL, (DATA[0],), DATA, Agreement(), **GIVEN)
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_is_a_sentence_and_none_is_left():
+    with pytest.raises(TrialError, match="ended with code -9; run fewer workers"):
+        tune(MODEL, (DATA[0],), DATA, Deadly(), workers=2, **GIVEN)
+    assert not active_children()
+
+
+ENDLESS = """
+import sys
+sys.path.insert(0, {folder!r})
+import tuning_models as t
+from quantplug.tuning import tune
+if __name__ == "__main__":
+    tune(t.MODEL, (t.DATA[0],), t.DATA, t.Endless(), backend="x86", drop=0.0, workers=2, log={log!r})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_is_left_when_the_search_is_broken_off_or_killed(how, tmp_path):
+    log, folder, script = tmp_path / "log.jsonl", os.path.dirname(__file__), tmp_path / "script.py"
+    script.write_text(ENDLESS.format(folder=folder, log=str(log)))
+    process = subprocess.Popen([sys.executable, script], start_new_session=True, stderr=subprocess.PIPE, text=True)
+    began = time.monotonic()
+    while not (tmp_path / "endless").exists() and time.monotonic() < began + 120:
+        time.sleep(0.1)
+    (os.killpg if how == signal.SIGINT else os.kill)(process.pid, how)  # as the keys of a terminal do
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == -how if how == signal.SIGKILL else "KeyboardInterrupt" in said
+    until = time.monotonic() + 10
+    while _is_alive(process.pid) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not _is_alive(process.pid)
+    assert len(log.read_text().splitlines()) == 2
+
+
+def _is_alive(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_what_cannot_be_sent_is_a_sentence():
+    wrong: tuple[tuple[Any, Any, Any, str], ...] = (
+        (MODEL, DATA, lambda run: 1.0, "The metric of the trials cannot be sent to another process"),
+        (MODEL, [Unsendable()], Agreement(), "The calibration of the trials cannot be sent"),
+        (torch.export.export(MODEL, (DATA[0],)).module(), DATA, Agreement(), "pass the model as nn.Module"),
+    )
+    for model, data, metric, sentence in wrong:
+        with pytest.raises(ConfigError, match=sentence):
+            tune(model, (DATA[0],), data, metric, workers=2, **GIVEN)
+
+
+class Unsendable:
+    """Data that cannot leave its process."""
+
+    def __reduce__(self):
+        raise TypeError("it holds a file that is open")
+
+
+def test_an_exported_program_that_is_sent_stays_as_it_was():
+    program = torch.export.export(MODEL, (DATA[0],))
+    before = program.example_inputs, [dict(node.meta) for node in program.graph.nodes]
+    job = Job(program, (DATA[0],), DATA, Agreement(), backend="x86")
+    sent, scopes = pickle.loads(pickle.dumps(job)), (("*", "int8"), ("blocks.1.layer", None))
+    assert run_trial(sent, scopes) == run_trial(Job(MODEL, (DATA[0],), DATA, Agreement(), backend="x86"), scopes)
+    assert (program.example_inputs, [dict(node.meta) for node in program.graph.nodes]) == before
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("backend", ["x86", "xnnpack"])
+def test_time_is_that_of_the_program_as_a_share_of_the_float_one(backend):
+    """And the cheaper one is chosen, be it float, where integers keep the metric too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512)).eval()
+    data = [torch.randn(128, 512) for _ in range(2)]
+    tuned = tune(model, (data[0],), data, backend=backend, candidates=["int8", None], at_least=20.0, cost="time")
+    integers, floats = tuned.trials
+    assert (integers.scopes, floats.cost) == ((("*", "int8"),), 1.0)
+    assert tuned.best == (integers if integers.cost < 1.03 else floats)
+    assert 0.01 < integers.cost < 10  # the load of the machine is in it
+    job = Job(model, (data[0],), data, None, backend, cost="time")
+    assert float_trial(job).cost == 1.0
+
+
+def test_time_of_a_backend_without_kernels_is_refused():
+    with pytest.raises(ConfigError, match="backend 'native' has no kernels here whose time could be taken"):
+        tune(MODEL, (DATA[0],), DATA, Agreement(), backend="native", cost="time")
+
+
+class Sleeping(ReferenceProgram):
+    """A program that takes a time that is known."""
+
+    def __init__(self, seconds):
+        self.seconds, self.restarts = seconds, 0
+
+    def __call__(self, *inputs, **keywords):
+        time.sleep(self.seconds)
+
+    def restart(self):
+        self.restarts += 1
+
+
+def test_the_ratio_of_times_is_that_of_programs_whose_times_are_known():
+    slow, fast = Sleeping(0.03), Sleeping(0.01)
+    assert time_ratio(slow, fast, ()) == pytest.approx(3, rel=0.2)
+    assert slow.restarts == fast.restarts >= 11
+
+
+def test_a_module_is_offered_what_its_operators_take():
+    """A layer that the first candidate leaves float is tried with the second."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.convolution, self.linear = nn.Conv2d(3, 8, 3), nn.Linear(8 * 36, 64)
+
+        def forward(self, x):
+            return self.linear(self.convolution(x).flatten(1))
+
+    data = [torch.randn(4, 3, 8, 8) for _ in range(2)]
+    options: dict[str, Any] = {"backend": "x86", "at_least": 20.0, "progress": False}
+    tuned = tune(Mixed().eval(), (data[0],), data, candidates=["int8_dynamic", "int8", None], **options)
+    assert tuned.scopes == (("*", "int8_dynamic"), ("convolution", "int8"))
+    assert tuned.best.cost == 0
+
+
+CONFIGS = ["int8", "int8_dynamic", "int8_weight_only", "int4_weight_only", "float16"]
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(
+    backend=st.sampled_from(["x86", "xnnpack"]),
+    names=st.lists(
+        st.sampled_from(["int8", "int8_dynamic", "int8_weight_only", "int4_weight_only", "float16"]),
+        min_size=1,
+        max_size=3,
+        unique=True,
+    ),
+    with_float=st.booleans(),
+    at_least=st.floats(5, 60),
+)
+@pytest.mark.filterwarnings("ignore")
+def test_any_candidates_end_in_a_plan_that_is_replayed_on_a_new_export(backend, names, with_float, at_least):
+    candidates = [*names, *([None] if with_float else [])]
+    options: dict[str, Any] = {"backend": backend, "candidates": candidates, "at_least": at_least, "progress": False}
+    tuned = tune(MODEL, (DATA[0],), DATA, trials=8, **options)
+    assert tuned.is_met == (tuned.best.metric >= at_least)
+    if tuned.plan.nodes:
+        replayed = Plan.from_json(tuned.plan.json()).quantizer()
+        exported = torch.export.export(MODEL, (DATA[0],), strict=True).module()
+        prepared = quantplug.prepare_pt2e(exported, replayed)
+        assert plan_of(prepared) == tuned.plan
+        quantplug.calibrate(prepared, DATA, progress=False)
+        with torch.no_grad():
+            found = torch.cat([quantplug.convert_pt2e(prepared)(x) for x in DATA])
+            assert sqnr(found, torch.cat([MODEL(x) for x in DATA])) == pytest.approx(tuned.best.metric, abs=1e-3)
+
+
+def test_trials_measure_emulated_kernels():
+    found = tune(MODEL, (DATA[0],), DATA, backend="xnnpack", candidates=["int8"], at_least=0.0, evaluate="emulation")
+    exported = torch.export.export(MODEL, (DATA[0],)).module()
+    prepared = quantplug.prepare_pt2e(exported, quantplug.get_quantizer("xnnpack"))
+    quantplug.calibrate(prepared, DATA, progress=False)
+    program = quantplug.emulate(quantplug.convert_pt2e(prepared), (DATA[0],), "xnnpack")
+    with torch.no_grad():
+        wanted = sqnr(torch.cat([program(x) for x in DATA]), torch.cat([MODEL(x) for x in DATA]))
+    assert found.best.metric == pytest.approx(wanted, abs=1e-4)
+    with pytest.raises(ConfigError, match="names no kernels to emulate"):
+        tune(MODEL, (DATA[0],), DATA, backend="openvino", candidates=["int8"], at_least=5.0, evaluate="emulation")
 
 
 def test_scopes_are_as_a_person_would_write_them():
@@ -226,7 +409,8 @@ def test_bad_input_is_a_sentence(tmp_path):
         ({"candidates": ["int8", "int8"]}, "different names"),
         ({"drop": -1}, "drop takes a number from 0 on, found -1"),
         ({"evaluate": "file"}, "evaluate takes one of"),
-        ({"cost": "time"}, "cost takes one of"),
+        ({"cost": "watts"}, "cost takes one of"),
+        ({"workers": 0}, "workers takes a number from 1 on"),
         ({"trials": 0}, "trials takes a number from 1 on"),
         ({"at_least": float("nan")}, "at_least takes a finite number"),
         ({"backend": "none"}, "none"),

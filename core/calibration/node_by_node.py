@@ -29,7 +29,8 @@ class BatchRun(fx.Interpreter):
     def __init__(self, model: fx.GraphModule, batch: Batch) -> None:
         super().__init__(model)
         inputs = model.graph.find_nodes(op="placeholder")
-        self.env = {node: _own(node, value) for node, value in zip(inputs, batch, strict=True) if node.users}
+        values = zip(inputs, pytree.tree_leaves(batch), strict=True)
+        self.env = {node: _own(node, value) for node, value in values if node.users}
         self.own = {name: attribute(model, name).clone() for name in written_buffers(model.graph)}
         self._next: fx.Node = next(iter(model.graph.nodes))
 

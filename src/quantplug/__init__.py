@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from quantplug.core.errors import ModelError as ModelError
     from quantplug.core.errors import PatternError as PatternError
     from quantplug.core.errors import QuantplugError as QuantplugError
+    from quantplug.core.errors import TrialError as TrialError
     from quantplug.core.observers import observer as observer
     from quantplug.core.pt2e.convert import convert_pt2e as convert_pt2e
     from quantplug.core.pt2e.prepare import prepare_pt2e as prepare_pt2e
@@ -88,6 +89,8 @@ if TYPE_CHECKING:
     from quantplug.quantizers.x86 import X86Quantizer as X86Quantizer
     from quantplug.quantizers.x86_config import get_x86_quantization_config as get_x86_quantization_config
     from quantplug.quantizers.xnnpack import XNNPACKQuantizer as XNNPACKQuantizer
+    from quantplug.trials import Job as Job
+    from quantplug.trials import run_trial as run_trial
     from quantplug.tuning import tune as tune
 
     OPENVINO_INTEGER_PRODUCTS: tuple[_Annotator, ...]
@@ -112,6 +115,7 @@ _HOME = {
     "EmbeddingQuantizer": "quantplug.quantizers.embedding",
     "Equalize": "quantplug.algorithms.equalize",
     "GPTQ": "quantplug.algorithms.gptq",
+    "Job": "quantplug.trials",
     "LoweringError": "quantplug.core.errors",
     "ModelError": "quantplug.core.errors",
     "OPENVINO_INTEGER_PRODUCTS": "quantplug.quantizers.openvino:INTEGER_PRODUCTS",
@@ -126,6 +130,7 @@ _HOME = {
     "Rotate": "quantplug.algorithms.rotate",
     "Smooth": "quantplug.algorithms.smooth",
     "TensorRTQuantizer": "quantplug.quantizers.tensorrt",
+    "TrialError": "quantplug.core.errors",
     "X86Program": "quantplug.lowering.x86",
     "X86Quantizer": "quantplug.quantizers.x86",
     "XNNPACKQuantizer": "quantplug.quantizers.xnnpack",
@@ -162,6 +167,7 @@ _HOME = {
     "quantize": "quantplug.flow",
     "quantized_inputs": "quantplug.core.qdq.integer_io",
     "register_for_plans": "quantplug.core.specs.written",
+    "run_trial": "quantplug.trials",
     "sensitivity": "quantplug.algorithms.sensitivity",
     "sqnr": "quantplug.core.specs.levels",
     "tune": "quantplug.tuning",

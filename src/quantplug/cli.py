@@ -1,4 +1,4 @@
-"""The command line: `quantplug demo`, `backends`, `new-backend`, `quantize`, `explain`, `numerics`.
+"""The command line: `quantplug demo`, `backends`, `new-backend`, `quantize`, `explain`, `sensitivity`, `numerics`.
 
 Errors on what the user passed are one sentence on the error stream and exit code 2.
 """
@@ -21,7 +21,10 @@ from rich.table import Table
 from quantplug.core.errors import ConfigError, QuantplugError
 
 if TYPE_CHECKING:
+    from torch import fx
+
     from quantplug.core.report.explain import Report
+    from quantplug.lowering.program import Program
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Quantize exported PyTorch models for real kernels.")
 
@@ -123,7 +126,7 @@ def quantize(
     require_apart((model, calibration), (out, report))
     for path in filter(None, (out, report)):
         require_writable(path)
-    _require_report_kind(report)
+    _require_kind(report, ".html", ".json")
     program = load_exported(model, trust=trust)
     batches = load_batches(calibration, program, batch_size) if calibration else None
     biases = bias_samples or correct_bias
@@ -167,7 +170,7 @@ def explain(
     quantizer = get_quantizer(backend, strict=False)  # it tells why nothing is quantized, too
     if config is not None:
         quantizer.set_global(config)
-    _require_report_kind(report)
+    _require_kind(report, ".html", ".json")
     require_apart((model,), (report,))
     if report is not None:
         require_writable(report)
@@ -176,6 +179,53 @@ def explain(
     console = Console()
     console.print(found.table())
     console.print(found.summary())
+
+
+@app.command()
+def sensitivity(
+    model: ModelArgument,
+    calibration: Annotated[Path, typer.Option(metavar="DATA.npz", help=escape("Arrays [samples, ...]."))],
+    backend: BackendOption = "xnnpack",
+    config: ConfigOption = None,
+    program: Annotated[
+        bool, typer.Option("--program", help="Measure a program of each operator on the backend's kernels: slower.")
+    ] = False,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Samples of a batch; that of the export by default.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Draw it to this .png file, or write it to this .json.")] = None,
+    trust: TrustOption = False,
+) -> None:
+    """Show which quantized operators the error of the model's output comes from."""
+    from quantplug.algorithms.sensitivity import sensitivity as sensitivity_of
+    from quantplug.core.calibration.calibrate import calibrate
+    from quantplug.core.files.whole import require_writable, write_content
+    from quantplug.core.pt2e.prepare import prepare_pt2e
+    from quantplug.files import load_batches, load_exported, require_apart
+    from quantplug.quantizers.framework.registry import get_quantizer
+
+    quantizer = get_quantizer(backend)
+    if config is not None:
+        quantizer.set_global(config)
+    _require_kind(report, ".png", ".json")
+    require_apart((model, calibration), (report,))
+    if report is not None:
+        require_writable(report)
+    exported = load_exported(model, trust=trust)
+    batches = load_batches(calibration, exported, batch_size)
+    prepared = prepare_pt2e(exported.module(), quantizer)
+    calibrate(prepared, batches)
+    args, kwargs = exported.example_inputs or ((), {})
+
+    def lower(graph: "fx.GraphModule") -> "Program":
+        return quantizer.backend.lower(graph, args, example_kwargs=kwargs)
+
+    found = sensitivity_of(prepared, batches, run=lower if program else None)
+    if report is not None and report.suffix == ".png":
+        found.plot(report)
+    elif report is not None:
+        write_content(report, found.to_json().encode())
+    Console().print(escape(str(found)), soft_wrap=True)
 
 
 @app.command()
@@ -201,9 +251,9 @@ def numerics(backend: BackendOption = "xnnpack") -> None:
         raise typer.Exit(1)
 
 
-def _require_report_kind(path: Path | None) -> None:
-    if path is not None and path.suffix not in (".html", ".json"):
-        raise ConfigError(f"The report '{path}' has no known kind; end its name in .html or .json.")
+def _require_kind(path: Path | None, *kinds: str) -> None:
+    if path is not None and path.suffix not in kinds:
+        raise ConfigError(f"The report '{path}' has no known kind; end its name in {' or '.join(kinds)}.")
 
 
 def _write_report(report: "Report", path: Path | None, title: str) -> None:

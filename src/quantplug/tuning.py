@@ -6,135 +6,60 @@ is that of `sensitivity`, the strategy that of `quantplug.algorithms.search`.
 """
 
 import json
-import math
 import re
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from io import StringIO
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from quantplug.algorithms.recipe import Algorithm, apply, by_stage, recipe_of
-from quantplug.algorithms.search import Levels, Outcome, search
+from quantplug.algorithms.recipe import Algorithm, recipe_of
+from quantplug.algorithms.search import Found, Levels, Outcome, search, upcoming
 from quantplug.algorithms.sensitivity import sensitivity
 from quantplug.core.annotation.plan import Plan, plan_of
-from quantplug.core.calibration.batches import BatchReader, digest, picked
-from quantplug.core.calibration.calibrate import calibrate
+from quantplug.core.calibration.batches import digest
 from quantplug.core.calibration.progress import progress_bar
-from quantplug.core.errors import ArtefactError, ConfigError, first_line
+from quantplug.core.errors import ArtefactError, ConfigError, ModelError, first_line
 from quantplug.core.files.typed import typed
 from quantplug.core.files.whole import require_writable, write_content
-from quantplug.core.graph.multiplications import multiplications
-from quantplug.core.graph.working_copy import working_copy
 from quantplug.core.peers.torch_names import pytree
-from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e
 from quantplug.core.report.explain import explain
-from quantplug.core.specs.levels import sqnr
-from quantplug.flow import export, waits_for_data
+from quantplug.flow import export
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.framework.registry import get_quantizer
-
-Metric: TypeAlias = Callable[[Callable[..., Any]], float]
-"""Takes what is called as the model is, and returns a number, the higher the better."""
-
-Scope: TypeAlias = tuple[str, str | None]
-"""A module path, or a pattern of paths, and the name of a config; None for float."""
+from quantplug.trial_processes import Ahead, Executor, Processes
+from quantplug.trials import (
+    COSTS,
+    EVALUATIONS,
+    Job,
+    Metric,
+    Scope,
+    Trial,
+    calibrated,
+    float_trial,
+    is_number,
+    run_trial,
+    scoped,
+)
 
 _DEFAULTS = ("int8", "int8_dynamic")
-_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One quantized model that was measured.
-
-    Attributes:
-        scopes: what was set, "*" for the whole model first.
-        metric: the higher the better.
-        cost: share of multiplications that are not on integer kernels, or bytes of the constants.
-    """
-
-    scopes: tuple[Scope, ...]
-    metric: float
-    cost: float
-
-
-@dataclass(frozen=True)
-class Job:
-    """What all trials have in common; a scheduler may pickle it where model, data and metric can be.
-
-    Attributes:
-        model: an `nn.Module`, or the graph module that it was exported to.
-        example_inputs: one batch of positional inputs.
-        calibration: batches that can be read again.
-        metric: takes the quantized model; None for decibels against float on the calibration batches.
-        backend: its name.
-        evaluate: "reference" measures the q/dq graph, "program" the lowered program.
-        cost: "multiplications" or "size".
-        dynamic_shapes: as for `torch.export.export`.
-        inputs: picks the model's inputs out of a batch.
-        recipe: algorithms that are applied to it.
-    """
-
-    model: nn.Module
-    example_inputs: tuple[Any, ...]
-    calibration: Sequence[Any]
-    metric: Metric | None
-    backend: str = "xnnpack"
-    evaluate: str = "reference"
-    cost: str = "multiplications"
-    dynamic_shapes: Any = None
-    inputs: Callable[[Any], Any] | None = None
-    recipe: Sequence[Algorithm] = ()
-
-
-def run_trial(job: Job, scopes: Sequence[Scope]) -> Trial:
-    """Quantizes the model of a job with scopes and measures it: scopes in, numbers out, nothing else changed.
-
-    Args:
-        job: what all trials have in common.
-        scopes: see `scoped`.
-
-    Raises:
-        ConfigError: the metric is no finite number.
-        CalibrationError: the calibration data does not fit the model.
-        LoweringError: the program of a trial cannot be made.
-    """
-    exported = export(job.model, job.example_inputs, job.dynamic_shapes)
-    quantizer = scoped(job.backend, scopes)
-    reference = convert_pt2e(_calibrated(job, exported, quantizer))
-    run: Callable[..., Any] = reference
-    if job.evaluate == "program":
-        run = quantizer.backend.lower(reference, job.example_inputs, dynamic_shapes=job.dynamic_shapes)
-    return Trial(tuple(scopes), _measured(job, exported, run), _cost(job, reference))
-
-
-def scoped(backend: str, scopes: Sequence[Scope]) -> BackendQuantizer:
-    """Returns a backend's quantizer with scopes of modules; "*" names the config of all others.
-
-    Raises:
-        ConfigError: there is no such backend or config.
-    """
-    quantizer = get_quantizer(backend)
-    for pattern, config in scopes:
-        if pattern == "*":
-            quantizer.set_global(config)
-        else:
-            quantizer.set_module_name(pattern, config)
-    return quantizer
+_VERSION = 2
+# Times that differ by less than this share are noise.
+_NOISE = 0.03
 
 
 @dataclass(frozen=True)
@@ -211,6 +136,8 @@ def tune(
     inputs: Callable[[Any], Any] | None = None,
     recipe: str | Sequence[Algorithm] = (),
     trials: int = 64,
+    workers: int = 1,
+    executor: Executor | None = None,
     progress: bool = True,
 ) -> Tuned:
     """Searches for each module's config, so that the model keeps its metric at the least cost.
@@ -225,15 +152,20 @@ def tune(
         drop: by how much the metric may be below that of the float model.
         at_least: how high it has to be, in place of `drop`; decibels where there is no metric.
         candidates: names of the backend's configs, the cheapest first, None for float; by default those of "int8" and
-            "int8_dynamic" that it has, and float.
-        evaluate: "reference" measures q/dq graphs, "program" lowered programs.
-        cost: "multiplications" for the share of them that is not on integer kernels, "size" for the constants' bytes.
+            "int8_dynamic" that it has, and float. A module is offered those that its operators take.
+        evaluate: "reference" measures q/dq graphs, "emulation" the backend's kernels in PyTorch, "program" lowered
+            programs.
+        cost: "multiplications" for the share of them that is not on integer kernels, "size" for the constants' bytes,
+            "time" for the time of the lowered program on the example inputs as a share of the float program's.
         log: a file of JSON lines with every trial; a search that finds it there reads them and makes the others. It
             is for one model, data and metric.
         dynamic_shapes: as for `torch.export.export`.
         inputs: picks the model's inputs out of a batch.
         recipe: algorithms that are applied in each trial, or the name of some, as for `quantize`.
         trials: how many are made at most.
+        workers: how many are made at once, in processes of their own from 2 on: what is found is the same, and there
+            are trials that turn out not to be needed.
+        executor: makes them in their place, such as Dask's: `executor.submit(run_trial, job, scopes)`.
         progress: whether a bar shows them.
 
     Returns:
@@ -244,39 +176,42 @@ def tune(
         ModelError: the model cannot be exported, or no operator of it can be quantized.
         CalibrationError: the calibration data is empty or does not fit the model.
         ArtefactError: the log is of another search, or cannot be written.
+        TrialError: a process that made a trial ended.
     """
     names = _candidates(backend, candidates)
-    _require_options(metric, drop, at_least, evaluate, cost, trials)
-    exported = export(model, example_inputs, dynamic_shapes)
-    data = list(calibration)
-    job = Job(
-        exported, example_inputs, data, metric, backend, evaluate, cost, dynamic_shapes, inputs, recipe_of(recipe)
-    )
-    made = _Trials(job, names, None if log is None else Path(log))
-    base = made.base()
-    if base == sys.float_info.max and at_least is None:
-        raise ConfigError("The metric of the float model is infinite, from which nothing can drop; pass at_least=.")
-    least = base - drop if at_least is None else at_least
-    ranked = _ranked(job, names[0])
-    with progress_bar(progress, trials, "tune", "trials") as advance:
-
-        def measured(levels: Levels) -> Outcome:
-            outcome = made.outcome(ranked, levels)
-            advance()
-            return outcome
-
-        found = search(len(ranked), len(names), measured, least, trials)
-    scopes = made.scopes(ranked, found.best)
+    _require_options(metric, drop, at_least, evaluate, cost, trials, workers)
+    data, algorithms = list(calibration), recipe_of(recipe)
+    given = Job(model, example_inputs, data, metric, backend, evaluate, cost, dynamic_shapes, inputs, algorithms)
+    job = replace(given, model=export(model, example_inputs, dynamic_shapes))
+    with _elsewhere(given, workers, executor) as ahead, progress_bar(progress, trials, "tune", "trials") as advance:
+        made = _Trials(job, names, None if log is None else Path(log), ahead)
+        least = made.least(drop) if at_least is None else at_least
+        made.base()
+        made.offered = _ranked(job, names)
+        found = made.search(least, trials, advance)
     if not found.is_met:
-        reached = found.tried[found.best].metric
-        warnings.warn(
-            f"No trial keeps {least:.6g}; the best reaches {reached:.6g} with {_text(scopes)}. Allow more trials, a "
-            "larger drop or another candidate.",
-            stacklevel=3,
-        )
-    plan = plan_of(exported if made.is_float(found.best) else prepare_pt2e(exported, scoped(backend, scopes)))
-    tried = tuple(made.trial(made.scopes(ranked, levels)) for levels in found.tried)
-    return Tuned(backend, scopes, found.is_met, least, base, made.trial(scopes), tried, plan)
+        _tell_of_the_best(found.tried[found.best].metric, least, made.scopes(found.best))
+    return made.tuned(found, least)
+
+
+def _tell_of_the_best(reached: float, least: float, scopes: tuple[Scope, ...]) -> None:
+    warnings.warn(
+        f"No trial keeps {least:.6g}; the best reaches {reached:.6g} with {_text(scopes)}. Allow more trials, a "
+        "larger drop or another candidate.",
+        stacklevel=4,
+    )
+
+
+@contextmanager
+def _elsewhere(job: Job, workers: int, executor: Executor | None) -> Iterator[Ahead | None]:
+    """Yields what makes trials elsewhere, None where this process makes them."""
+    if executor is not None:
+        yield Ahead(lambda scopes: executor.submit(run_trial, job, scopes), workers)
+    elif workers == 1:
+        yield None
+    else:
+        with Processes(job, workers) as processes:
+            yield Ahead(processes.submit, workers)
 
 
 def _candidates(backend: str, candidates: Sequence[str | None] | None) -> tuple[str | None, ...]:
@@ -295,92 +230,63 @@ def _candidates(backend: str, candidates: Sequence[str | None] | None) -> tuple[
     return found
 
 
-def _require_options(metric: Any, drop: Any, at_least: Any, evaluate: Any, cost: Any, trials: Any) -> None:
+def _require_options(metric: Any, drop: Any, at_least: Any, evaluate: Any, cost: Any, *counts: Any) -> None:
     if metric is not None and not callable(metric):
         raise ConfigError(f"metric takes a function of the quantized model, found {type(metric).__name__}.")
     if metric is None and at_least is None:
         raise ConfigError("Without a metric decibels are measured; pass at_least=decibels, or a metric.")
-    if not _is_number(drop) or drop < 0:
+    if not is_number(drop) or drop < 0:
         raise ConfigError(f"drop takes a number from 0 on, found {drop!r}; pass by how much the metric may fall.")
-    if at_least is not None and not _is_number(at_least):
+    if at_least is not None and not is_number(at_least):
         raise ConfigError(f"at_least takes a finite number, found {at_least!r}.")
     for name, value, known in (
-        ("evaluate", evaluate, ("reference", "program")),
-        ("cost", cost, ("multiplications", "size")),
+        ("evaluate", evaluate, EVALUATIONS),
+        ("cost", cost, COSTS),
     ):
         if value not in known:
             raise ConfigError(f"{name} takes one of {list(known)}, found {value!r}.")
-    if isinstance(trials, bool) or not isinstance(trials, int) or trials < 1:
-        raise ConfigError(f"trials takes a number from 1 on, found {trials!r}; leave it out for 64.")
+    for name, count in zip(("trials", "workers"), counts, strict=True):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigError(f"{name} takes a number from 1 on, found {count!r}; leave it out.")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _offered(job: Job, names: Sequence[str | None]) -> dict[str, tuple[str | None, ...]]:
+    """Returns by module path the candidates that quantize it, and float where it is one."""
+    found: dict[str, list[str | None]] = defaultdict(list)
+    for name in filter(None, names):
+        prepared = prepare_pt2e(job.exported(), scoped(job.backend, (("*", name),)))
+        for path in {row.module_path for row in explain(prepared).rows if row.quantized}:
+            found[path].append(name)
+    return {path: (*taken, *([None] if None in names else [])) for path, taken in found.items()}
 
 
-def _calibrated(job: Job, exported: fx.GraphModule, quantizer: BackendQuantizer) -> fx.GraphModule:
-    floats, others = by_stage(job.recipe)
-    exported = working_copy(exported) if floats else exported
-    apply(floats, exported, job.calibration, job.inputs, progress=False)
-    prepared = prepare_pt2e(exported, quantizer)
-    if waits_for_data(prepared):
-        calibrate(prepared, job.calibration, progress=False, inputs=job.inputs)
-    apply(others, prepared, job.calibration, job.inputs, progress=False)
-    return prepared
-
-
-def _ranked(job: Job, cheapest: str | None) -> tuple[str, ...]:
-    """Returns the paths of modules with quantized operators, those with the most noise first."""
-    exported = export(job.model, job.example_inputs, job.dynamic_shapes)
-    prepared = _calibrated(job, exported, scoped(job.backend, (("*", cheapest),)))
+def _ranked(job: Job, names: Sequence[str | None]) -> dict[str, tuple[str | None, ...]]:
+    """Returns what each module is offered; those with the most noise first where each has its cheapest."""
+    offered = _offered(job, names)
+    scopes = written({path: choices[0] for path, choices in offered.items()}, names[0])
+    prepared = calibrated(job, job.exported(), scoped(job.backend, scopes))
     noise: dict[str, float] = defaultdict(float)
     for row in sensitivity(prepared, job.calibration, inputs=job.inputs).rows:
         noise[row.module_path] += row.noise
-    return tuple(sorted(noise, key=lambda path: -noise[path]))
-
-
-@torch.no_grad()
-def _measured(job: Job, exported: fx.GraphModule, run: Callable[..., Any]) -> float:
-    found: Any = _decibels(job, exported, run) if job.metric is None else job.metric(run)
-    number = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
-    if number == math.inf:  # nothing is lost, as of float against itself; JSON has no infinity
-        return sys.float_info.max
-    if isinstance(number, bool) or not _is_number(number):
-        raise ConfigError(f"The metric returned {found!r}; let it return one finite number, the higher the better.")
-    return float(number)
-
-
-def _decibels(job: Job, exported: fx.GraphModule, run: Callable[..., Any]) -> float:
-    reader = BatchReader(exported)
-    named = [reader.arguments(picked(batch, job.inputs), place) for place, batch in enumerate(job.calibration)]
-    batches = [tuple(arguments.values()) for arguments in named]
-    found, wanted = (torch.cat([_flat(model(*batch)) for batch in batches]) for model in (run, exported))
-    return sqnr(found, wanted)
-
-
-def _flat(result: Any) -> Tensor:
-    tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    if not tensors:
-        raise ConfigError("The model returns no tensor of floating point to measure decibels of; pass a metric.")
-    return torch.cat([tensor.flatten() for tensor in tensors])
-
-
-def _cost(job: Job, reference: fx.GraphModule) -> float:
-    if job.cost == "size":
-        held = (*reference.parameters(), *reference.buffers())
-        return float(sum(tensor.numel() * tensor.itemsize for tensor in held))
-    quantized = {row.node for row in explain(reference).rows if row.quantized}
-    counts = {node.name: multiplications(node) for node in reference.graph.nodes}
-    floats = sum(count for name, count in counts.items() if name not in quantized)
-    return floats / max(sum(counts.values()), 1)
+    if not noise:
+        raise ModelError(
+            f"No operator of the model can be quantized with any of {list(names)}; choose other candidates."
+        )
+    return {path: offered[path] for path in sorted(noise, key=lambda path: -noise[path])}
 
 
 class _Trials:
-    """The trials of one search, each made once, in memory and in a log."""
+    """The trials of one search, each made once, in memory and in a log.
 
-    def __init__(self, job: Job, candidates: tuple[str | None, ...], log: Path | None) -> None:
-        self._job, self._candidates, self._log = job, candidates, log
-        self._exported = export(job.model, job.example_inputs, job.dynamic_shapes)
+    Attributes:
+        offered: by module path the candidates that it may have, in the order of the levels' items.
+    """
+
+    def __init__(
+        self, job: Job, candidates: tuple[str | None, ...], log: Path | None, ahead: Ahead | None = None
+    ) -> None:
+        self.offered: dict[str, tuple[str | None, ...]] = {}
+        self._job, self._candidates, self._log, self._ahead = job, candidates, log, ahead
         self._made: dict[tuple[Scope, ...], Trial] = {}
         if log is not None:
             require_writable(log)
@@ -390,31 +296,74 @@ class _Trials:
         """Returns the metric of the float model."""
         whole: tuple[Scope, ...] = (("*", None),)
         if whole not in self._made:
-            metric = _measured(self._job, self._exported, self._exported)
-            self._add(Trial(whole, metric, _cost(self._job, self._exported)))
+            self._add(float_trial(self._job))
         return self._made[whole].metric
 
-    def outcome(self, ranked: tuple[str, ...], levels: Levels) -> Outcome:
-        """Returns what a trial measures."""
-        scopes = self.scopes(ranked, levels)
-        if scopes not in self._made and self.is_float(levels):  # prepare refuses a model of which it quantizes nothing
-            self._add(Trial(scopes, self.base(), _cost(self._job, self._exported)))
-        elif scopes not in self._made:
-            self._add(run_trial(self._job, scopes))
+    def least(self, drop: float) -> float:
+        """Returns the metric that may be reached by a drop.
+
+        Raises:
+            ConfigError: the float model's is infinite.
+        """
+        base = self.base()
+        if base == sys.float_info.max:
+            raise ConfigError("The metric of the float model is infinite, from which nothing can drop; pass at_least=.")
+        return base - drop
+
+    def search(self, least: float, trials: int, advance: Callable[[], object]) -> Found:
+        """Makes the trials of a search.
+
+        Args:
+            least: the metric that is asked for.
+            trials: how many are made at most.
+            advance: is called behind each.
+        """
+        items, levels = len(self.offered), max(map(len, self.offered.values()))
+        asked: dict[Levels, Outcome] = {}
+        times = self._job.cost == "time"
+
+        def measured(each: Levels) -> Outcome:
+            count = 0 if self._ahead is None else 2 * self._ahead.count
+            asked[each] = self._outcome(each, upcoming(items, levels, asked, least, trials, count, at_each=times))
+            advance()
+            return asked[each]
+
+        return search(items, levels, measured, least, trials, alike=_NOISE if times else 0.0, at_each=times)
+
+    def tuned(self, found: Found, least: float) -> Tuned:
+        """Returns what a search found, with the plan of its scopes."""
+        scopes, exported, backend = self.scopes(found.best), self._job.exported(), self._job.backend
+        plan = plan_of(exported if self._is_float(found.best) else prepare_pt2e(exported, scoped(backend, scopes)))
+        tried = tuple(self._made[self.scopes(levels)] for levels in found.tried)
+        return Tuned(backend, scopes, found.is_met, least, self.base(), self._made[scopes], tried, plan)
+
+    def _outcome(self, levels: Levels, behind: Sequence[Levels]) -> Outcome:
+        """Returns what a trial measures; those that may be asked for next are begun where that is elsewhere."""
+        scopes = self.scopes(levels)
+        if scopes not in self._made:
+            self._add(self._trial(scopes, levels, behind))
         return Outcome(self._made[scopes].metric, self._made[scopes].cost)
 
-    def is_float(self, levels: Levels) -> bool:
+    def _trial(self, scopes: tuple[Scope, ...], levels: Levels, behind: Sequence[Levels]) -> Trial:
+        if self._is_float(levels):  # prepare warns of a model of which it quantizes nothing
+            return replace(self._made[(("*", None),)], scopes=scopes)
+        if self._ahead is None:
+            return run_trial(self._job, scopes)
+        others = [self.scopes(each) for each in behind if not self._is_float(each)]
+        return self._ahead.trial([scopes, *(each for each in others if each not in self._made)])
+
+    def _is_float(self, levels: Levels) -> bool:
         """Tells whether levels leave every operator float."""
-        return all(self._candidates[level] is None for level in levels)
+        return all(config is None for config in self._chosen(levels).values())
 
-    def trial(self, scopes: tuple[Scope, ...]) -> Trial:
-        """Returns a trial that was made."""
-        return self._made[scopes]
-
-    def scopes(self, ranked: tuple[str, ...], levels: Levels) -> tuple[Scope, ...]:
+    def scopes(self, levels: Levels) -> tuple[Scope, ...]:
         """Returns the scopes that say which config each module has."""
-        chosen = {path: self._candidates[level] for path, level in zip(ranked, levels, strict=True)}
-        return written(chosen, self._candidates[0])
+        return written(self._chosen(levels), self._candidates[0])
+
+    def _chosen(self, levels: Levels) -> dict[str, str | None]:
+        """Returns each module's config; one with fewer candidates has its last for the levels above."""
+        pairs = zip(self.offered.items(), levels, strict=True)
+        return {path: choices[min(level, len(choices) - 1)] for (path, choices), level in pairs}
 
     def _add(self, trial: Trial) -> None:
         self._made[trial.scopes] = trial
@@ -424,15 +373,12 @@ class _Trials:
 
     @cached_property
     def _heading(self) -> str:
-        job, tensors = (
-            self._job,
-            [leaf for leaf in pytree.tree_leaves(self._job.calibration) if isinstance(leaf, Tensor)],
-        )
-        graph: Any = job.model.graph
+        job, exported = self._job, self._job.exported()
+        tensors = [leaf for leaf in pytree.tree_leaves(job.calibration) if isinstance(leaf, Tensor)]
         fields = {
             "tune": _VERSION,
-            "model": digest((*job.model.parameters(), *job.model.buffers())),
-            "graph": [f"{node.name} {node.target}" for node in graph.nodes if node.op == "call_function"],
+            "model": digest((*exported.parameters(), *exported.buffers())),
+            "graph": [f"{node.name} {node.target}" for node in exported.graph.nodes if node.op == "call_function"],
             "calibration": digest(tensors),
             "backend": job.backend,
             "candidates": self._candidates,

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,10 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 
 import quantplug
 from quantplug.algorithms.sensitivity import Sensitivity, sensitivity
-from quantplug.core.errors import ArtefactError, CalibrationError, ModelError
+from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError, ModelError
 from quantplug.core.specs.levels import sqnr
+from quantplug.lowering.emulation import KernelSet, Numerics, Row
+from quantplug.lowering.emulation.rows import products, quantizations
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 
 WIDTH = 32
@@ -219,6 +222,154 @@ def test_passes_are_three_and_for_each_operator_the_rest_of_one(blocks):
     assert calls.counts["aten.native_layer_norm.default"] == len(data) * (whole + last + 1 + rests - blocks)
     passes = calls.counts["aten.native_layer_norm.default"] / (blocks * len(data))
     assert passes < operators / 2 + 4 < 2 * operators + 20
+
+
+class Counted:
+    """Lowers graphs, and counts them and the calls of what they become."""
+
+    def __init__(self, lower, *inputs):
+        self.lower, self.inputs = lower, inputs
+        self.made = self.calls = 0
+
+    def __call__(self, graph):
+        self.made += 1
+        program = self.lower(graph, self.inputs)
+
+        def run(*batch):
+            self.calls += 1
+            return program(*batch)
+
+        return run
+
+
+def lowered(name, data):
+    """Returns what makes a program of a quantizer's graph on real kernels."""
+    backend = {"executorch": "xnnpack", "torchao": "x86"}.get(name, name)
+    return Counted(quantplug.get_quantizer(backend).backend.lower, data[0])
+
+
+OTHERS = [
+    ("executorch", ""),
+    ("torchao", ""),
+    ("xnnpack", "int8"),
+    ("xnnpack", "int8_dynamic"),
+    ("xnnpack", "int4_dynamic_groups"),
+]
+OTHERS += [("xnnpack", "float16"), ("x86", "int8_dynamic"), ("x86", "float16")]
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "strict"),
+    [
+        ("x86", "int8", True),
+        *(pytest.param(*case, strict, marks=pytest.mark.slow) for case in OTHERS for strict in (False, True)),
+    ],
+)
+def test_of_programs_each_row_is_what_the_program_loses_in_which_only_this_operator_is_quantized(name, config, strict):
+    data = batches(16, WIDTH, count=3)
+    model = torch.export.export(Planted(blocks=2).eval(), (data[0],), strict=strict).module()
+    quantizer = foreign(name)
+    if isinstance(quantizer, BackendQuantizer):
+        quantizer.set_global(None).set_module_type(nn.Linear, config)
+    prepared, run = prepared_with(model, quantizer, data), lowered(name, data)
+    together = lowered(name, data)(quantplug.convert_pt2e(prepared))  # torchao's observers of weights see them here
+    before = everything(prepared)
+    found = sensitivity(prepared, data, run=run)
+    assert same(before, everything(prepared))
+    assert run.made == len(found.rows) + 1
+    assert run.calls == len(data) * run.made
+    assert run.made + 1 <= 2 * len(found.rows) + 20  # the float graph is the one pass more
+    assert found.rows[0].module_path == "blocks.1.layer" or config == "float16"
+    assert found.decibels == pytest.approx(level(together, model, data), abs=1e-2)
+    for row in (row for row in found.rows if row.operator == "linear"):
+        only = quantplug.convert_pt2e(prepared_with(model, alone(name, row.module_path, config), data))
+        assert row.decibels == pytest.approx(level(lowered(name, data)(only), model, data), abs=1e-2), row
+
+
+class Overflowing(nn.Module):
+    """Layers of which the second adds numbers of one sign up, beyond what narrow accumulators hold."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        with torch.no_grad():
+            self.layers[1].weight.abs_()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(nn.functional.layer_norm(x, (WIDTH,)).abs())
+        return x
+
+
+def test_an_emulated_backend_shows_what_its_accumulators_lose_and_the_graph_does_not():
+    narrow = Row("linear", products(Numerics(torch.int16, saturate=True), "linear"))
+    kernels = KernelSet("narrow", (narrow,), (Row("quantize", quantizations()),))
+    data, model = batches(16, WIDTH), Overflowing().eval()
+    quantizer = quantplug.get_quantizer("xnnpack").set_global(None).set_module_type(nn.Linear, "int8")
+    prepared = prepared_with(model, quantizer, data)
+
+    def emulated(graph):
+        return quantplug.emulate(graph, (data[0],), kernels)
+
+    graph, found = sensitivity(prepared, data), sensitivity(prepared, data, run=emulated)
+    assert graph.row("linear_1").decibels > 25
+    assert found.row("linear_1").decibels < 5
+    assert found.rows[0].module_path == "layers.1"
+    for row in found.rows:
+        only = quantplug.convert_pt2e(prepared_with(model, alone("xnnpack", row.module_path, "int8"), data))
+        assert row.decibels == pytest.approx(level(emulated(only), model, data), abs=1e-3)
+
+
+def test_programs_with_state_begin_each_batch_as_the_model_does():
+    data = batches(1, FEATURES, count=3)
+
+    def lower(graph):
+        return quantplug.get_quantizer("x86").backend.lower(graph, (data[0],))
+
+    for model in (Average, Slots, Cache):
+        exported = torch.export.export(model().eval(), (data[0],)).module()
+        prepared = quantplug.prepare_pt2e(exported, quantplug.get_quantizer("x86"))
+        quantplug.calibrate(prepared, data, progress=False)
+        plain, found = sensitivity(prepared, data), sensitivity(prepared, data, run=lower)
+        for row in plain.rows:
+            assert found.row(row.node).decibels == pytest.approx(row.decibels, abs=0.5)
+
+
+def test_open_sizes_and_containers_are_measured_in_programs():
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, parts):
+            hidden = torch.tanh(self.first(parts["left"])) + parts["right"]
+            return {"out": self.last(hidden), "best": hidden.argmax(1)}
+
+    sizes = {"parts": {"left": {0: torch.export.Dim("n")}, "right": {0: torch.export.Dim("n")}}}
+    data = [({"left": torch.randn(n, 8), "right": torch.randn(n, 8)},) for n in (3, 5, 2)]
+    exported = torch.export.export(Parts().eval(), data[0], dynamic_shapes=sizes).module()
+    prepared = quantplug.prepare_pt2e(exported, quantplug.get_quantizer("x86"))
+    quantplug.calibrate(prepared, data, progress=False)
+    lower = quantplug.get_quantizer("x86").backend.lower
+    plain, found = sensitivity(prepared, data), sensitivity(prepared, data, run=lambda graph: lower(graph, data[0]))
+    assert {row.node for row in plain.rows} == {row.node for row in found.rows} >= {"linear", "linear_1"}
+    for row in plain.rows:
+        assert found.row(row.node).decibels == pytest.approx(row.decibels, abs=0.5)
+
+
+def test_what_run_makes_is_checked_in_a_sentence():
+    data = batches(4, WIDTH)
+    prepared = prepared_with(Planted().eval(), quantplug.get_quantizer("x86"), data)
+    wrong: tuple[tuple[Any, type[Exception], str], ...] = (
+        ("program", ConfigError, "run takes a function of a converted graph, found str"),
+        (lambda graph: None, ConfigError, "run returned NoneType, which cannot be called"),
+        (lambda graph: lambda x: graph(x)[1:], ModelError, r"returns tensors of shapes \[\(3, 32\)\]"),
+    )
+    for run, kind, sentence in wrong:
+        with pytest.raises(kind, match=sentence):
+            sensitivity(prepared, data, run=run)
 
 
 def everything(module):
