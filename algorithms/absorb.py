@@ -178,7 +178,7 @@ class _Biases:
         layer = reader.layer
         change = self._change(layer.node, layer.weight, layer.bias)
         weight = self._held(layer.weight).double().flatten(2).sum(-1) if layer.spatial else self._held(layer.weight)
-        by_group = weight.double().unflatten(0, (layer.groups, -1))
+        by_group = weight.double().reshape(layer.groups, -1, *weight.shape[1:])
         moved = shift[reader.channels].to(by_group).reshape(layer.groups, -1, 1)
         change.value = change.value + (by_group @ moved).flatten()
 

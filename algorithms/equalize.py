@@ -143,8 +143,9 @@ class Equalize:
         passes = 0 if batches is None else len(batches) * (2 if self.absorb is None else 4)
         with progress_bar(shown=passes > 0, total=passes, step="Equalize") as advance:
             found, changed = self._scaled(graph, batches or (), advance)
-            absorbs = self.absorb is not None and batches is not None
-            biases = self._absorbed(graph, changed, batches, found, advance) if absorbs else []
+            biases = []
+            if self.absorb is not None and batches is not None:
+                biases = self._absorbed(graph, changed, batches, found, advance)
         put_parameters(graph, changed)
         put_changes(graph, biases)
         return found

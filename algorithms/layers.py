@@ -44,7 +44,8 @@ class Layer:
         """Returns its weight as [out, in / groups, ...]."""
         if not self.is_transposed:
             return weight
-        return weight.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
+        by_group = weight.reshape(self.groups, -1, *weight.shape[1:])
+        return by_group.transpose(1, 2).flatten(0, 1)
 
     def as_held(self, by_rows: Tensor) -> Tensor:
         """Returns a weight [out, in / groups, ...] as the layer holds it."""

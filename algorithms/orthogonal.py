@@ -50,7 +50,8 @@ def _sylvester(power: int) -> Tensor:
     found = torch.ones(1, 1, dtype=torch.float64)
     while len(found) < power:
         found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])
-    return found / power**0.5
+    scaled: Tensor = found / power**0.5
+    return scaled
 
 
 def _paley(order: int) -> Tensor | None:
@@ -84,6 +85,6 @@ def _is_prime(number: int) -> bool:
 def _cosines(size: int) -> Tensor:
     """Returns the orthonormal discrete cosine transform, of type 2."""
     places = torch.arange(size, dtype=torch.float64)
-    found = torch.cos(math.pi / size * (places + 0.5) * places[:, None]) * (2 / size) ** 0.5
+    found: Tensor = torch.cos(math.pi / size * (places + 0.5) * places[:, None]) * (2 / size) ** 0.5
     found[0] /= 2**0.5
     return found

@@ -235,6 +235,6 @@ def _turned(value: Tensor, axis: int, channels: Tensor, matrix: Tensor) -> Tenso
     """Returns a parameter with its blocks along an axis multiplied by a matrix; channels of number 0 stay."""
     moved = value.movedim(axis, -1).clone()
     places = channels.to(value.device) > 0
-    blocks = moved[..., places].unflatten(-1, (-1, len(matrix)))
+    blocks = moved[..., places].reshape(*moved.shape[:-1], -1, len(matrix))
     moved[..., places] = (blocks @ matrix.to(value.device)).flatten(-2)
     return moved.movedim(-1, axis).contiguous()

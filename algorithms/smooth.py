@@ -257,7 +257,7 @@ class _Ends:
 
 
 def _rows(reader: Reader, run: BatchRun) -> Tensor:
-    value = run.env[reader.layer.input].float()
+    value: Tensor = run.env[reader.layer.input].float()
     return value if reader.layer.spatial else value.reshape(-1, value.shape[-1])
 
 

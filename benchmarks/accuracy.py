@@ -138,8 +138,8 @@ class Case:
         seconds = time.perf_counter() - begin
         graph, program = (logits(run, self.inputs) for run in (artefact.reference, artefact))
         top1 = float((program.argmax(1) == self.labels).float().mean()) * 100
-        decibels = (quantplug.sqnr(found, self.expected) for found in (graph, program))
-        return Measured(*decibels, top1, seconds)
+        of_graph, of_program = (quantplug.sqnr(found, self.expected) for found in (graph, program))
+        return Measured(of_graph, of_program, top1, seconds)
 
 
 def rows(case: Case, backend: str, table: Table, progress: Console) -> list[str]:

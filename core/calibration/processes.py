@@ -28,7 +28,7 @@ def is_distributed() -> bool:
 class Alone:
     """What an exchange is for a process that is the only one."""
 
-    rank, size, is_over = 0, 1, True
+    rank, size = 0, 1
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the value of the only rank."""
@@ -114,7 +114,7 @@ def telling(exchange: Exchange | Alone | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if exchange is None or exchange.is_over:
+        if not isinstance(exchange, Exchange) or exchange.is_over:
             raise
         try:
             exchange.gather(None, str(error) or type(error).__name__)
