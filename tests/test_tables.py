@@ -30,6 +30,7 @@ WITHOUT_MODELS = {
         "operators",
         "kernel",
         "config",
+        "rounding",
         "rewrite",
         "option",
         "name",
