@@ -31,6 +31,7 @@ WITHOUT_MODELS = {
         "kernel",
         "config",
         "rounding",
+        "cost",
         "rewrite",
         "option",
         "name",
