@@ -110,7 +110,7 @@ class Smooth:
 
         Args:
             model: an exported float graph, of `torch.export.export(...).module()`; its parameters are replaced.
-            loader: batches as for `calibrate`; activations that a later operator reads are in memory for all of them.
+            loader: batches as for `calibrate`.
             inputs: picks the model's inputs out of a batch, as for `calibrate`.
 
         Raises:
@@ -238,7 +238,7 @@ class _Ends:
 
 
 def _rows(reader: Reader, run: BatchRun) -> Tensor:
-    value = run.env[reader.layer.input].float()
+    value: Tensor = run.env[reader.layer.input].float()
     return value if reader.layer.spatial else value.reshape(-1, value.shape[-1])
 
 

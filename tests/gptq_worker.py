@@ -10,6 +10,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,7 @@ def rank_main(folder, scenario):
             spoiled = rank == 1 and index == 1 and scenario == "spoiled"
             yield batch[:, :2] if spoiled else batch * (float("nan") if scenario == "nan" and rank == 1 else 1)
 
-    found = {"error": ""}
+    found: dict[str, Any] = {"error": ""}
     try:
         GPTQ(checkpoint=folder / "run").apply(model, shard())
     except Exception as error:
@@ -83,7 +84,7 @@ def slow_main(folder):
         time.sleep(0.3)
         return rounded(*given)
 
-    GPTQ._round = slowly
+    GPTQ._round = slowly  # type: ignore[method-assign]
     GPTQ(checkpoint=folder / "run").apply(prepared(), data())
 
 

@@ -212,12 +212,12 @@ def _is_turned(tensor: Tensor) -> bool:
 
 def _bytes(tensor: Tensor) -> tuple[int, int]:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.storage_offset()
-    return start * tensor.itemsize, (start + last + 1) * tensor.itemsize
+    start = int(tensor.storage_offset())
+    return start * tensor.itemsize, (start + int(last) + 1) * tensor.itemsize
 
 
 def _view(tensor: Tensor, region: int, start: int) -> _View:
-    own = tensor.storage_offset() * tensor.itemsize - start
+    own = int(tensor.storage_offset()) * tensor.itemsize - start
     return _View(region, tensor.dtype, max(own, 0), tuple(tensor.shape), tensor.stride())
 
 

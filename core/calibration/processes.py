@@ -30,8 +30,8 @@ class Alone:
 
     rank, size, is_over = 0, 1, True
 
-    def gather(self, value: Any) -> list[Any]:
-        """Returns the value of the only rank."""
+    def gather(self, value: Any, failure: str = "") -> list[Any]:
+        """Returns the value of the only rank, which nobody has to be told of a failure."""
         return [value]
 
 

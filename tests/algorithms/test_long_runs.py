@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,14 +64,19 @@ class InPlace(nn.Module):
         return self.third(y) + self.seen
 
 
-ALGORITHMS = [quantplug.Equalize(), quantplug.Smooth(alpha=0.5), GPTQ(), quantplug.CorrectBiases()]
+ALGORITHMS: list[Any] = [quantplug.Equalize(), quantplug.Smooth(alpha=0.5), GPTQ(), quantplug.CorrectBiases()]
 
 
 @pytest.mark.parametrize("model", ["in place", "ours"])
 def test_what_waits_in_a_file_changes_no_bit(model, monkeypatch):
     made = []
     opened = tempfile.TemporaryFile
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **given: made.append(1) or opened(**given))
+
+    def opening(**given):
+        made.append(1)
+        return opened(**given)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", opening)
     net = InPlace().eval() if model == "in place" else small()
     shape = (6, 8) if model == "in place" else (2, 3, 8, 8)
     batches = [torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
@@ -241,7 +247,12 @@ def test_a_run_that_was_killed_goes_on_and_ends_with_the_same_bits(tmp_path, mon
         GPTQ(damping=0.02, checkpoint=path).apply(prepared(), data())
     rounded = []
     round_ = GPTQ._round
-    monkeypatch.setattr(GPTQ, "_round", lambda self, *given: rounded.append(given[0].paths[0]) or round_(self, *given))
+
+    def rounding(self, weight, *given):
+        rounded.append(weight.paths[0])
+        return round_(self, weight, *given)
+
+    monkeypatch.setattr(GPTQ, "_round", rounding)
     model = prepared()
     GPTQ(checkpoint=path).apply(model, data())
     assert kept.isdisjoint(rounded)
@@ -264,7 +275,7 @@ def test_bars_show_the_time_left_on_a_terminal_and_can_be_switched_off(capfd, mo
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "160")
     batches = [torch.randn(2, 3, 8, 8) for _ in range(2)]
-    given = {"backend": "xnnpack", "calibration": batches, "recipe": ALGORITHMS}
+    given: dict[str, Any] = {"backend": "xnnpack", "calibration": batches, "recipe": ALGORITHMS}
     quantplug.quantize(small(), (batches[0],), **given)
     shown = capfd.readouterr().err
     assert all(step in shown for step in ("calibrate", "Equalize", "Smooth", "GPTQ", "correct biases"))
