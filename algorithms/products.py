@@ -19,6 +19,9 @@ from quantplug.core.calibration.processes import Alone, Exchange, in_turns
 from quantplug.core.errors import CalibrationError
 from quantplug.core.graph.facts import describe, operands, operator_name
 
+# Numbers of the columns of a part of a batch, whose products are added before those of the next.
+_AT_ONCE = 2**23
+
 
 class Sums:
     """Sums of products of what layers read; layers that read the same tensor share them.
@@ -77,8 +80,31 @@ class Sums:
         """Yields sums of products of each batch, float32 [2, groups, columns, columns]."""
         source = operands(layer.node)["input"]
         for run, other in zip(self._runs.visits(), self._floats.visits(), strict=True):
-            columns, others = (_columns(layer, each.env[source].float(), shape) for each in (run, other))
-            yield torch.stack([columns @ columns.transpose(1, 2), others @ columns.transpose(1, 2)])
+            parts = zip(*(_parts(layer, each.env[source], shape) for each in (run, other)), strict=True)
+            yield torch.stack(list(_total(_products(layer, *part, shape) for part in parts)))
+
+
+def _products(layer: Layer, value: Tensor, wanted: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    columns, others = (_columns(layer, each.float(), shape) for each in (value, wanted))
+    return columns @ columns.transpose(1, 2), others @ columns.transpose(1, 2)
+
+
+def _total(products: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    first, second = next(products)
+    for one, other in products:
+        first += one
+        second += other
+    return first, second
+
+
+def _parts(layer: Layer, value: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
+    """Returns what a layer reads in parts of a few rows or samples, whose columns need little memory."""
+    if operator_name(layer.node) == "aten::linear":
+        value = value.reshape(-1, value.shape[-1])
+    elif value.dim() < len(shape):  # one sample, without an axis for more
+        return (value,)
+    numbers = value[:1].numel() * math.prod(shape[2:])
+    return value.split(max(1, _AT_ONCE // max(1, numbers)))
 
 
 def _columns(layer: Layer, value: Tensor, shape: torch.Size) -> Tensor:

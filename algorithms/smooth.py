@@ -127,7 +127,7 @@ class Smooth:
 
         Args:
             model: an exported float graph, of `torch.export.export(...).module()`; its parameters are replaced.
-            loader: batches as for `calibrate`; activations that a later operator reads are in memory for all of them.
+            loader: batches as for `calibrate`.
             inputs: picks the model's inputs out of a batch, as for `calibrate`.
 
         Raises:

@@ -84,7 +84,7 @@ def slow_main(folder):
         time.sleep(0.3)
         return rounded(*given)
 
-    setattr(GPTQ, "_round", slowly)  # noqa: B010
+    GPTQ._round = slowly  # type: ignore[method-assign]
     GPTQ(checkpoint=folder / "run").apply(prepared(), data())
 
 

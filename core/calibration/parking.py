@@ -213,7 +213,7 @@ def _is_turned(tensor: Tensor) -> bool:
 def _bytes(tensor: Tensor) -> tuple[int, int]:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = int(tensor.storage_offset())
-    return start * tensor.itemsize, (start + last + 1) * tensor.itemsize
+    return start * tensor.itemsize, (start + int(last) + 1) * tensor.itemsize
 
 
 def _view(tensor: Tensor, region: int, start: int) -> _View:

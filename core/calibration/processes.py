@@ -30,8 +30,8 @@ class Alone:
 
     rank, size = 0, 1
 
-    def gather(self, value: Any) -> list[Any]:
-        """Returns the value of the only rank."""
+    def gather(self, value: Any, failure: str = "") -> list[Any]:
+        """Returns the value of the only rank, which nobody has to be told of a failure."""
         return [value]
 
 

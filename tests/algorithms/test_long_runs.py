@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from torch import nn
 
 import quantplug
 from quantplug.algorithms.gptq import GPTQ
-from quantplug.algorithms.recipe import Algorithm
 from quantplug.core.calibration import parking
 from quantplug.core.calibration.parking import Parking
 from quantplug.core.errors import ArtefactError, CalibrationError
@@ -64,7 +64,7 @@ class InPlace(nn.Module):
         return self.third(y) + self.seen
 
 
-ALGORITHMS: list[Algorithm] = [quantplug.Equalize(), quantplug.Smooth(alpha=0.5), GPTQ(), quantplug.CorrectBiases()]
+ALGORITHMS: list[Any] = [quantplug.Equalize(), quantplug.Smooth(alpha=0.5), GPTQ(), quantplug.CorrectBiases()]
 
 
 @pytest.mark.parametrize("model", ["in place", "ours"])
@@ -72,11 +72,11 @@ def test_what_waits_in_a_file_changes_no_bit(model, monkeypatch):
     made = []
     opened = tempfile.TemporaryFile
 
-    def file(**given):
+    def opening(**given):
         made.append(1)
         return opened(**given)
 
-    monkeypatch.setattr(tempfile, "TemporaryFile", file)
+    monkeypatch.setattr(tempfile, "TemporaryFile", opening)
     net = InPlace().eval() if model == "in place" else small()
     shape = (6, 8) if model == "in place" else (2, 3, 8, 8)
     batches = [torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
@@ -248,11 +248,11 @@ def test_a_run_that_was_killed_goes_on_and_ends_with_the_same_bits(tmp_path, mon
     rounded = []
     round_ = GPTQ._round
 
-    def told(self, weight, *given):
+    def rounding(self, weight, *given):
         rounded.append(weight.paths[0])
         return round_(self, weight, *given)
 
-    monkeypatch.setattr(GPTQ, "_round", told)
+    monkeypatch.setattr(GPTQ, "_round", rounding)
     model = prepared()
     GPTQ(checkpoint=path).apply(model, data())
     assert kept.isdisjoint(rounded)
@@ -275,12 +275,13 @@ def test_bars_show_the_time_left_on_a_terminal_and_can_be_switched_off(capfd, mo
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "160")
     batches = [torch.randn(2, 3, 8, 8) for _ in range(2)]
-    quantplug.quantize(small(), (batches[0],), "xnnpack", batches, recipe=ALGORITHMS)
+    given: dict[str, Any] = {"backend": "xnnpack", "calibration": batches, "recipe": ALGORITHMS}
+    quantplug.quantize(small(), (batches[0],), **given)
     shown = capfd.readouterr().err
     assert all(step in shown for step in ("calibrate", "Equalize", "Smooth", "GPTQ", "correct biases"))
     assert "weights/s" in shown
     assert "0:00:00" in shown
-    quantplug.quantize(small(), (batches[0],), "xnnpack", batches, recipe=ALGORITHMS, progress=False)
+    quantplug.quantize(small(), (batches[0],), **given, progress=False)
     quantplug.tune(small(), (batches[0],), batches, at_least=-99.0, recipe=[GPTQ()], progress=False)
     assert capfd.readouterr().err == ""
     quantplug.tune(small(), (batches[0],), batches, at_least=-99.0, recipe=[GPTQ()])
