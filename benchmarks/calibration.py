@@ -166,18 +166,18 @@ def speed_table(name: str, count: int, rounds: int, kinds: list[str]) -> Table:
 def peak_memory(kind: str, count: int) -> float:
     """Returns the peak resident memory in MB of a process that calibrates resnet50 on so many batches of one image.
 
-    It is asked of Linux's /proc: what getrusage says begins with the memory of the process that started this one.
+    What getrusage says would begin with the memory of the process that started this one.
     """
     code = (
         "import sys, torch; sys.path.insert(0, sys.argv[3]); import calibration as c; "
         "from quantplug.core.calibration.calibrate import calibrate; model, _ = c.build('resnet50'); "
         "batch = torch.randn(1, 3, 224, 224); observed = c.prepared(model, batch, sys.argv[1]); "
         "calibrate(observed, (torch.randn(1, 3, 224, 224) for _ in range(int(sys.argv[2]))), progress=False); "
-        "print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')).split()[1])"
+        "from memory import resident; print(resident('VmHWM'))"
     )
     command = [sys.executable, "-c", code, kind, str(count), __file__.rpartition("/")[0] or "."]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(done.stdout.strip().splitlines()[-1]) / 1024
+    return float(done.stdout.strip().splitlines()[-1])
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from memory import resident
 from torch import Tensor, fx, nn
 from torchao.quantization.pt2e import HistogramObserver, MinMaxObserver, PerChannelMinMaxObserver
 from torchao.quantization.pt2e import quantize_pt2e as peer
@@ -151,12 +152,6 @@ class Wide(nn.Module):
 
 
 CORES = {"ours": (prepare_pt2e, convert_pt2e), "torchao": (peer.prepare_pt2e, peer.convert_pt2e)}
-
-
-def resident(field: str) -> float:
-    """Returns MB of this process's memory from Linux's status file: "VmRSS" now, "VmHWM" at its peak."""
-    line = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(field))
-    return int(line.split()[1]) / 1024
 
 
 def peak_of(core: str, megabytes: int) -> None:

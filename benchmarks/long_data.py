@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from core import resident
+from memory import resident
 from torch import Tensor, nn
 
 import quantplug
