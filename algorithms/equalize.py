@@ -9,7 +9,7 @@ layers until nothing changes. Where a batch norm stands behind a layer the range
 are absorbed (section 4.2) if the user asks for it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -32,7 +32,7 @@ from quantplug.algorithms.scaling import (
     require_float_graph,
 )
 from quantplug.algorithms.trial import is_gain, told, trials
-from quantplug.core.calibration.node_by_node import Batch, Batches
+from quantplug.core.calibration.node_by_node import Batches
 from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.errors import CalibrationError, ConfigError
 from quantplug.core.graph.facts import operands
@@ -131,27 +131,22 @@ class Equalize:
                 fit the model, or has NaN.
         """
         graph = require_float_graph(model, "Equalize")
-        if loader is None:
-            if self.absorb is not None:
-                raise CalibrationError("Equalize moves biases by what batches show, and got no loader; pass one.")
-            with torch.no_grad():
-                return self._equalized(graph, None)
+        if loader is None and self.absorb is not None:
+            raise CalibrationError("Equalize moves biases by what batches show, and got no loader; pass one.")
         with numbers_of(graph, loader, self.samples, inputs, "Equalize") as batches, torch.no_grad():
             return self._equalized(graph, batches)
 
-    def _equalized(self, graph: fx.GraphModule, batches: Batches | None) -> Equalized:
-        passes = 0 if batches is None else len(batches) * (2 if self.absorb is None else 4)
+    def _equalized(self, graph: fx.GraphModule, batches: Batches) -> Equalized:
+        passes = len(batches) * (2 if self.absorb is None else 4)
         with progress_bar(shown=passes > 0, total=passes, step="Equalize") as advance:
-            found, changed = self._scaled(graph, batches or (), advance)
-            biases = []
-            if self.absorb is not None and batches is not None:
-                biases = self._absorbed(graph, changed, batches, found, advance)
+            found, changed = self._scaled(graph, batches, advance)
+            biases = [] if self.absorb is None else self._absorbed(graph, changed, batches, found, advance)
         put_parameters(graph, changed)
         put_changes(graph, biases)
         return found
 
     def _scaled(
-        self, graph: fx.GraphModule, batches: Sequence[Batch], advance: Callable[[], None]
+        self, graph: fx.GraphModule, batches: Batches, advance: Callable[[], None]
     ) -> tuple[Equalized, dict[str, Tensor]]:
         """Returns what there is to say of scales, and the parameters with those that gain."""
         channels = channels_of(graph)

@@ -11,7 +11,7 @@ time (R3 and R4) is not done. Where a layer norm subtracts the mean the matrix l
 as they are.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -26,7 +26,7 @@ from quantplug.algorithms.orthogonal import rotation
 from quantplug.algorithms.results import ByLayer
 from quantplug.algorithms.scaling import Scales, numbers_of, require_float_graph
 from quantplug.algorithms.trial import is_gain, told, trials
-from quantplug.core.calibration.node_by_node import Batch
+from quantplug.core.calibration.node_by_node import Batches
 from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.errors import ModelError
 from quantplug.core.graph.facts import attribute, operator_name
@@ -106,13 +106,10 @@ class Rotate:
             CalibrationError: a loader is given and has no batch, one does not fit the model, or has NaN.
         """
         graph = require_float_graph(model, "Rotate")
-        if loader is None:
-            with torch.no_grad():
-                return self._rotated(graph, ())
         with numbers_of(graph, loader, self.samples, inputs, "Rotate") as batches, torch.no_grad():
             return self._rotated(graph, batches)
 
-    def _rotated(self, graph: fx.GraphModule, batches: Sequence[Batch]) -> Rotated:
+    def _rotated(self, graph: fx.GraphModule, batches: Batches) -> Rotated:
         bases, left = bases_of(graph)
         found, changes = _layers(bases), _changes(graph, bases, self.seed)
         if batches and found:

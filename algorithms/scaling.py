@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from quantplug.algorithms.channels import Channels, Reader, Source
 from quantplug.algorithms.layers import Layer, layer_of
 from quantplug.core.calibration.node_by_node import Batches, batches_of
+from quantplug.core.calibration.parking import Parking
 from quantplug.core.errors import CalibrationError, ModelError
 from quantplug.core.graph.editing import replace_parameter
 from quantplug.core.graph.facts import (
@@ -221,13 +222,17 @@ def column_ranges(reader: Reader, weight: Tensor) -> Tensor:
 
 @contextmanager
 def numbers_of(
-    model: fx.GraphModule, loader: Iterable[Any], samples: int, inputs: Callable[[Any], Any] | None, step: str
+    model: fx.GraphModule, loader: Iterable[Any] | None, samples: int, inputs: Callable[[Any], Any] | None, step: str
 ) -> Iterator[Batches]:
-    """Yields batches without NaN, until they hold so many samples; infinity may be a mask.
+    """Yields batches without NaN, until they hold so many samples, and none of no loader; infinity may be a mask.
 
     Raises:
         CalibrationError: there is no batch, one does not fit the model, or one has NaN.
     """
+    if loader is None:
+        with Parking() as parking:
+            yield Batches(parking, ())
+        return
     names = [node.name for node in model.graph.find_nodes(op="placeholder")]
     with batches_of(model, loader, samples, inputs, least=1, step=step) as found:
         for index, batch in enumerate(found):
