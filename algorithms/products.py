@@ -81,7 +81,7 @@ class Sums:
         source = operands(layer.node)["input"]
         for run, other in zip(self._runs.visits(), self._floats.visits(), strict=True):
             parts = zip(*(_parts(layer, each.env[source], shape) for each in (run, other)), strict=True)
-            yield torch.stack(list(_total(_products(layer, *part, shape) for part in parts)))
+            yield torch.stack(list(_total(_products(layer, now, wanted, shape) for now, wanted in parts)))
 
 
 def _products(layer: Layer, value: Tensor, wanted: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ def _parts(layer: Layer, value: Tensor, shape: torch.Size) -> tuple[Tensor, ...]
     elif value.dim() < len(shape):  # one sample, without an axis for more
         return (value,)
     numbers = value[:1].numel() * math.prod(shape[2:])
-    return value.split(max(1, _AT_ONCE // max(1, numbers)))
+    return torch.split(value, max(1, _AT_ONCE // max(1, numbers)))
 
 
 def _columns(layer: Layer, value: Tensor, shape: torch.Size) -> Tensor:
