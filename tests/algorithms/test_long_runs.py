@@ -271,6 +271,7 @@ def test_a_file_that_is_no_checkpoint_is_a_sentence_and_stays(tmp_path):
         GPTQ(checkpoint=tmp_path / "none" / "run").apply(prepared(), data())
 
 
+@pytest.mark.slow
 def test_bars_show_the_time_left_on_a_terminal_and_can_be_switched_off(capfd, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "160")
@@ -288,6 +289,7 @@ def test_bars_show_the_time_left_on_a_terminal_and_can_be_switched_off(capfd, mo
     assert "GPTQ" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_weights_in_pieces_are_as_near_to_float_as_whole_ones(monkeypatch):
     levels = []
     for rows in (256, 10**6):
