@@ -1,118 +1,71 @@
-"""What recipes keep of trained models' accuracy, over our quantizers and over the peers', in graphs and in programs.
+"""What each recipe keeps of a trained model's accuracy, over our quantizers and the peers', in graphs and in programs.
 
-    python benchmarks/accuracy.py --data PATH [--models kws_dscnn resnet20 resnet32] [--backends x86 xnnpack]
+    python benchmarks/accuracy.py --data PATH [--models resnet20 resnet32 kws_dscnn] [--backends xnnpack x86]
+        [--recipes none fast accurate]
 
 PATH is a folder with a `models.py` that has `load(name) -> nn.Module` and `data(name) -> (calibration inputs, test
-inputs, labels)`. Each model is quantized by `quantplug.quantize` with no recipe, with "fast" and with "accurate", by
-our quantizer and by torchao's (x86) or ExecuTorch's (XNNPACK), with weights of 8 and of 4 bits, per channel and per
-tensor. Printed are decibels of the logits against float of the q/dq graph and of the program that is lowered from it
-(oneDNN's kernels; a `.pte` in ExecuTorch's runtime), top-1 of the program, and the seconds of all steps. Weights of 4
-bits are integers from -8 to 7 in 8 bits here: convolutions have no kernels for less. At the end stands where a recipe
-loses more than 0.1 dB against none.
+inputs, labels)`. Each cell has decibels of the logits against float and top-1 of the q/dq graph that
+`quantplug.quantize` gives, for int8 also decibels of the saved and loaded program (a `.pte` in ExecuTorch's runtime, a
+package of x86), and seconds from float to the graph. XNNPACK and x86 have no convolutions of 4-bit weights, so that
+these rows are graphs alone; our XNNPACK quantizer, which leaves such convolutions float, has none. The quantizers are
+ours and, through the same call, ExecuTorch's XNNPACKQuantizer and torchao's X86InductorQuantizer. Where NNCF can be
+imported, its quantize_pt2e over ExecuTorch's quantizer has rows too.
 """
 
 import argparse
-import dataclasses
+import importlib.util
 import logging
+import tempfile
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from data_folder import module_of
-from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
+from executorch.backends.xnnpack.quantizer import xnnpack_quantizer as executorch_quantizer
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torchao.quantization.pt2e import MinMaxObserver
-from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec, Quantizer
-from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
-    X86InductorQuantizer,
-    get_default_x86_inductor_quantization_config,
-)
+from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantizer
+from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as torchao_quantizer
+from trained import SETTINGS, decibels, logits, top1, whole_batches
 
 import quantplug
 
-BATCH, CALIBRATION = 32, 128
-RECIPES = ("none", "fast", "accurate")
-MOST_LOST = 0.1
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How weights are quantized."""
-
-    bits: int
-    per_channel: bool
-
-    def __str__(self) -> str:
-        return f"{self.bits} bits per {'channel' if self.per_channel else 'tensor'}"
-
-    def bounded(self, weight: QuantizationSpec) -> QuantizationSpec:
-        """Returns a spec of weights with the least and greatest integer of the setting."""
-        return weight if self.bits == 8 else dataclasses.replace(weight, quant_min=-8, quant_max=7)
-
-
-SETTINGS = tuple(Setting(bits, per_channel) for bits in (8, 4) for per_channel in (True, False))
-
-
-def ours(backend: str, setting: Setting) -> Quantizer:
-    """Returns our quantizer for a backend."""
-    quantizer = quantplug.get_quantizer(backend)
-    config = quantizer.backend.config("int8" if setting.per_channel else "int8_per_tensor")
-    return quantizer.set_global(dataclasses.replace(config, weight=setting.bounded(config.weight)))
-
-
-def torchao_x86(setting: Setting) -> Quantizer:
-    """Returns torchao's quantizer."""
-    config: QuantizationConfig = get_default_x86_inductor_quantization_config()
-    weight = setting.bounded(config.weight)
-    if not setting.per_channel:
-        scheme, observer = torch.per_tensor_symmetric, MinMaxObserver
-        weight = dataclasses.replace(weight, qscheme=scheme, ch_axis=None, observer_or_fake_quant_ctr=observer)
-    return X86InductorQuantizer().set_global(dataclasses.replace(config, weight=weight))
-
-
-def executorch_xnnpack(setting: Setting) -> Quantizer:
-    """Returns ExecuTorch's quantizer."""
-    low, high = (-127, 127) if setting.bits == 8 else (-8, 7)
-    config = get_symmetric_quantization_config(setting.per_channel, weight_qmin=low, weight_qmax=high)
-    return XNNPACKQuantizer().set_global(config)
-
-
-PEERS: dict[str, tuple[str, Callable[[Setting], Quantizer]]] = {
-    "x86": ("torchao", torchao_x86),
-    "xnnpack": ("ExecuTorch", executorch_xnnpack),
-}
+SIZE, SAMPLES = 32, 128
+# How much less than without a recipe is still nothing, in decibels.
+SLACK = 0.1
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one artefact keeps: decibels of graph and program, top-1 of the program in percent, seconds to make it."""
+    """What is left of a model.
+
+    Attributes:
+        graph: decibels of the q/dq graph's logits.
+        top1: of the graph, in per cent.
+        program: decibels of the program's logits, None where no kernels run the setting.
+        seconds: from the float model to the graph.
+    """
 
     graph: float
-    program: float
     top1: float
+    program: float | None
     seconds: float
 
     def __str__(self) -> str:
-        return f"{self.graph:5.1f} {self.program:5.1f} {self.top1:5.1f}"
-
-
-def logits(run: Callable[[Tensor], Any], inputs: Tensor) -> Tensor:
-    """Returns outputs for inputs whose number is a multiple of the batch, also of programs that return a list."""
-    with torch.no_grad():
-        found = [run(batch) for batch in inputs.split(BATCH)]
-    return torch.cat([each[0] if isinstance(each, (list, tuple)) else each for each in found])
+        """The numbers in a table's cell."""
+        program = "" if self.program is None else f" ({self.program:.1f})"
+        return f"{self.graph:.1f}{program} dB, {self.top1:.1f} %, {self.seconds:.0f} s"
 
 
 @dataclass(frozen=True)
-class Case:
-    """A model with its data, cut to whole batches."""
+class Job:
+    """A trained model with whole batches of its data, and the float model's logits."""
 
     model: nn.Module
     calibration: list[Tensor]
@@ -120,66 +73,199 @@ class Case:
     labels: Tensor
     expected: Tensor
 
-    @classmethod
-    def of(cls, folder: Any, name: str, count: int) -> "Case":
-        """Loads a model, with at most so many test inputs."""
-        model, (calibration, inputs, labels) = folder.load(name), folder.data(name)
-        whole = min(count, len(inputs)) // BATCH * BATCH
-        batches = list(calibration[: min(CALIBRATION, len(calibration)) // BATCH * BATCH].split(BATCH))
-        return cls(model, batches, inputs[:whole], labels[:whole], logits(model, inputs[:whole]))
-
-    def measured(self, backend: str, quantizer: Quantizer, recipe: str) -> Measured:
-        """Quantizes the model as a user does, and measures what it keeps."""
-        begin = time.perf_counter()
-        artefact = quantplug.quantize(
-            self.model, (self.calibration[0],), backend, self.calibration, quantizer=quantizer, progress=False,
-            recipe=() if recipe == "none" else recipe,
-        )  # fmt: skip
-        seconds = time.perf_counter() - begin
-        graph, program = (logits(run, self.inputs) for run in (artefact.reference, artefact))
-        top1 = float((program.argmax(1) == self.labels).float().mean()) * 100
-        of_graph, of_program = (quantplug.sqnr(found, self.expected) for found in (graph, program))
-        return Measured(of_graph, of_program, top1, seconds)
+    def measured(self, graph: Any, seconds: float, program: Any = None) -> Measured:
+        """Returns what a graph, and a program where there is one, keep."""
+        found = logits(graph, self.inputs, SIZE)
+        ran = None if program is None else decibels(logits(program, self.inputs, SIZE), self.expected)
+        return Measured(decibels(found, self.expected), top1(found, self.labels), ran, seconds)
 
 
-def rows(case: Case, backend: str, table: Table, progress: Console) -> list[str]:
-    """Adds a row for each setting and quantizer, and returns those in which a recipe loses."""
-    losses = []
-    for setting in SETTINGS:
-        for name, quantizer in (("ours", partial(ours, backend)), PEERS[backend]):
-            found = [case.measured(backend, quantizer(setting), recipe) for recipe in RECIPES]
-            cells = [str(setting), name, *map(str, found), " ".join(f"{each.seconds:.0f}" for each in found)]
-            table.add_row(*cells)
-            progress.print(backend, *cells)
-            losses += [
-                f"{backend}, {setting}, {name}: {recipe} has {each.program:.1f} dB, none {found[0].program:.1f}"
-                for recipe, each in zip(RECIPES[1:], found[1:], strict=True)
-                if each.program < found[0].program - MOST_LOST
-            ]
-    return losses
+def job(folder: Any, name: str, count: int) -> Job:
+    """Returns a model with at most `count` test inputs."""
+    model, (calibration, inputs, labels) = folder.load(name), folder.data(name)
+    inputs, labels = whole_batches(inputs[:count], labels[:count], size=SIZE)
+    (calibration,) = whole_batches(calibration[:SAMPLES], size=SIZE)
+    return Job(model, list(calibration.split(SIZE)), inputs, labels, logits(model, inputs, SIZE))
+
+
+def ours(backend: str, setting: str) -> quantplug.BackendQuantizer | None:
+    """Returns the backend's quantizer in its usual config with other weights, None where it has none such."""
+    if backend == "x86":
+        return x86(setting)
+    low, high, per_channel = SETTINGS[setting]
+    if low > -127:
+        return None
+    config = quantplug.get_symmetric_quantization_config(per_channel, weight_qmin=low, weight_qmax=high)
+    return quantplug.get_quantizer(backend).set_global(config)
+
+
+def x86(setting: str) -> quantplug.BackendQuantizer:
+    """Returns our x86 quantizer in its usual config with other weights."""
+    low, high, per_channel = SETTINGS[setting]
+    config = with_bounds(quantplug.get_x86_quantization_config(per_channel=per_channel), low, high)
+    return quantplug.get_quantizer("x86").set_global(config)
+
+
+def peers(backend: str, setting: str) -> Quantizer:
+    """Returns ExecuTorch's or torchao's quantizer in its usual config with other weights."""
+    low, high, per_channel = SETTINGS[setting]
+    if backend == "xnnpack":
+        made = executorch_quantizer.get_symmetric_quantization_config(per_channel, weight_qmin=low, weight_qmax=high)
+        return executorch_quantizer.XNNPACKQuantizer().set_global(made)
+    config = with_bounds(torchao_quantizer.get_default_x86_inductor_quantization_config(), low, high)
+    if not per_channel:
+        scheme, observer = torch.per_tensor_symmetric, MinMaxObserver.with_args(eps=2**-12)
+        weight = replace(config.weight, qscheme=scheme, ch_axis=None, observer_or_fake_quant_ctr=observer)
+        config = replace(config, weight=weight)
+    return torchao_quantizer.X86InductorQuantizer().set_global(config)
+
+
+def with_bounds(config: QuantizationConfig, low: int, high: int) -> QuantizationConfig:
+    """Returns a config whose weights have other integers; those of 8 bits stay as they are."""
+    if low == -127:
+        return config
+    return replace(config, weight=replace(config.weight, quant_min=low, quant_max=high))
+
+
+QUANTIZERS: dict[str, Callable[[str, str], Quantizer | None]] = {"ours": ours, "peer's": peers}
+
+
+def graphs(backend: str) -> quantplug.BackendQuantizer:
+    """Returns a quantizer of the backend without its lowering."""
+    base = quantplug.get_quantizer(backend).backend
+    kind = type(
+        "Graphs",
+        (quantplug.BackendQuantizer,),
+        {"backend": quantplug.derive(base, f"{backend}-graphs", lowering=as_it_is)},
+    )
+    made: quantplug.BackendQuantizer = kind()
+    return made
+
+
+def as_it_is(model: fx.GraphModule, inputs: tuple[Any, ...], dynamic_shapes: Any = None) -> fx.GraphModule:
+    """Lowers a graph to itself."""
+    return model
+
+
+def quantized(work: Job, backend: str, quantizer: Quantizer, recipe: str) -> tuple[fx.GraphModule, float]:
+    """Returns the graph of a recipe and the seconds it took."""
+    begin = time.perf_counter()
+    artefact = quantplug.quantize(
+        work.model, (work.calibration[0],), graphs(backend), work.calibration,
+        quantizer=quantizer, recipe=() if recipe == "none" else recipe, progress=False,
+    )  # fmt: skip
+    seconds = time.perf_counter() - begin
+    Console(stderr=True, width=160).print(*map(str, artefact.applied), f"{seconds:.0f} s")
+    return artefact.reference, seconds
+
+
+def loaded(backend: str, graph: fx.GraphModule, example: Tensor) -> Callable[[Tensor], Tensor]:
+    """Returns what runs the program of a graph from its file."""
+    program = quantplug.get_quantizer(backend).backend.lower(graph, (example,))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.pte" if backend == "xnnpack" else "model.pt2")
+        program.save(path)
+        if backend == "x86":
+            return quantplug.X86Program.load(path)
+        import executorch.kernels.quantized  # noqa: F401  what runs outside of delegates
+        from executorch.runtime import Runtime
+
+        content = path.read_bytes()
+    method: Any = Runtime.get().load_program(content).load_method("forward")
+
+    def run(inputs: Tensor, kept: bytes = content) -> Tensor:  # the method points into the file's bytes
+        found: Tensor = method.execute((inputs.contiguous(),))[0]
+        return found
+
+    return run
+
+
+def nncf_graph(work: Job, smooth: bool) -> tuple[fx.GraphModule, float]:
+    """Returns the graph of NNCF's quantize_pt2e over ExecuTorch's quantizer, with fast bias correction."""
+    import nncf
+    from nncf.experimental.torch.fx import quantize_pt2e
+
+    begin = time.perf_counter()
+    exported = torch.export.export(work.model, (work.calibration[0],)).module()
+    graph: fx.GraphModule = quantize_pt2e(
+        exported, peers("xnnpack", next(iter(SETTINGS))), nncf.Dataset(work.calibration),
+        subset_size=len(work.calibration), fast_bias_correction=True, smooth_quant=smooth,
+    )  # fmt: skip
+    return graph, time.perf_counter() - begin
+
+
+def nncf_cell(work: Job, smooth: bool) -> str:
+    """Returns what NNCF keeps; a peer may fail in any way, which is a result."""
+    try:
+        return str(work.measured(*nncf_graph(work, smooth)))
+    except Exception as error:
+        return f"fails: {type(error).__name__}: {str(error).splitlines()[0]}"
+
+
+def row(work: Job, backend: str, setting: str, kind: str, recipes: Sequence[str]) -> dict[str, Measured]:
+    """Returns what each recipe keeps, with one setting over one quantizer; nothing where it has no such setting."""
+    found: dict[str, Measured] = {}
+    quantizer = QUANTIZERS[kind](backend, setting)
+    if quantizer is None:
+        return found
+    for recipe in recipes:
+        graph, seconds = quantized(work, backend, quantizer, recipe)
+        program = loaded(backend, graph, work.calibration[0]) if setting.startswith("int8") else None
+        found[recipe] = work.measured(graph, seconds, program)
+        Console(stderr=True, width=160).print(backend, setting, kind, recipe, str(found[recipe]))
+    return found
+
+
+def verdict(found: dict[str, Measured]) -> str:
+    """Returns whether the last recipe loses anything against the first."""
+    measured = list(found.values())
+    first, last = measured[0], measured[-1]
+    gains = [last.graph - first.graph]
+    if last.program is not None and first.program is not None:
+        gains.append(last.program - first.program)
+    said = "keeps" if min(gains) >= -SLACK else "LOSES"
+    return f"{said}: " + ", ".join(f"{gain:+.1f}" for gain in gains) + " dB"
+
+
+def show(work: Job, name: str, backends: Sequence[str], settings: Sequence[str], recipes: Sequence[str]) -> list[str]:
+    """Prints the table of a model and returns a line for each of its rows."""
+    float_top1 = top1(work.expected, work.labels)
+    title = (
+        f"{name}: float top-1 {float_top1:.1f} % of {len(work.labels)}; graph (program) dB, top-1, time to the graph"
+    )
+    table, lines = Table("backend", "weights", "quantizer", *recipes, title=title), []
+    for backend in backends:
+        for setting in settings:
+            for kind in QUANTIZERS:
+                found = row(work, backend, setting, kind, recipes)
+                if not found:
+                    continue
+                table.add_row(backend, setting, kind, *map(str, found.values()))
+                lines.append(f"{name}, {backend}, {setting}, {kind}: {verdict(found)}")
+    if "xnnpack" in backends and importlib.util.find_spec("nncf") is not None:
+        for kind, smooth in (("NNCF", False), ("NNCF, smooth", True)):
+            table.add_row("xnnpack", next(iter(SETTINGS)), kind, nncf_cell(work, smooth))
+    Console(width=170).print(table)
+    return lines
 
 
 def main() -> None:
-    """Prints a table for each model and backend."""
+    """Prints the tables, and which rows the last recipe makes worse than the first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--models", nargs="*", default=["kws_dscnn", "resnet20", "resnet32"])
-    parser.add_argument("--backends", nargs="*", default=list(PEERS), choices=list(PEERS))
+    parser.add_argument("--backends", nargs="*", default=["xnnpack", "x86"], choices=["xnnpack", "x86"])
+    parser.add_argument("--recipes", nargs="*", default=["none", "fast", "accurate"])
+    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--inputs", type=int, default=400, help="at most so many test inputs")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    folder, console, progress = module_of(arguments.data, "models"), Console(width=120), Console(stderr=True, width=160)
-    losses = []
+    folder = module_of(arguments.data, "models")
     for name in arguments.models:
-        case = Case.of(folder, name, arguments.inputs)
-        top1 = float((case.expected.argmax(1) == case.labels).float().mean()) * 100
-        for backend in arguments.backends:
-            title = f"{name}, {backend}: dB of graph and of program, top-1 (float {top1:.1f})"
-            table = Table("weights", "quantizer", *RECIPES, "seconds", title=title)
-            losses += [f"{name}, {loss}" for loss in rows(case, backend, table, progress)]
-            console.print(table)
-    console.print(f"Lost more than {MOST_LOST} dB by a recipe: {'; '.join(losses) or 'nowhere'}.")
+        work = job(folder, name, arguments.inputs)
+        for line in show(work, name, arguments.backends, arguments.settings, arguments.recipes):
+            print(line)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torchao.quantization.pt2e import HistogramObserver, MinMaxObserver, PerChannelMinMaxObserver
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
+from trained import BATCH, SETTINGS, decibels, logits, top1, whole_batches
 
 import quantplug
 from quantplug.annotators.presets import get_symmetric_quantization_config
@@ -34,17 +35,9 @@ from quantplug.core.calibration.bias_correction import correct_biases
 from quantplug.core.observers import observer
 from quantplug.quantizers.x86_config import get_x86_quantization_config
 
-BATCH = 100
 EPS = 2.0**-12
 # (model, calibration inputs, setting) -> what gives logits of inputs, or None where it cannot quantize so.
 Peer = Callable[[nn.Module, Tensor, str], Callable[[Tensor], Tensor] | None]
-# Setting: integer bounds of weights, weights per channel.
-SETTINGS = {
-    "int8 weights, per channel": (-127, 127, True),
-    "int8 weights, per tensor": (-127, 127, False),
-    "4-bit weights, per channel": (-8, 7, True),
-    "4-bit weights, per tensor": (-8, 7, False),
-}
 # Activation observer, weight observer; "corrected" ones with bias correction, others with weights rounded by GPTQ.
 ROWS = (
     ("torchao minmax", "torchao minmax"),
@@ -83,17 +76,6 @@ def config(backend: str, setting: str, row: tuple[str, str]) -> QuantizationConf
     return dataclasses.replace(base, input_activation=activation, output_activation=activation, weight=weight)
 
 
-def logits(model: Any, inputs: Tensor) -> Tensor:
-    """Returns a model's outputs for inputs whose number is a multiple of the batch."""
-    with torch.no_grad():
-        return torch.cat([model(batch) for batch in inputs.split(BATCH)])
-
-
-def whole_batches(*tensors: Tensor) -> list[Tensor]:
-    """Returns tensors cut to a multiple of the batch."""
-    return [tensor[: len(tensor) // BATCH * BATCH] for tensor in tensors]
-
-
 def quantized(model: nn.Module, calibration: Tensor, backend: str, setting: str, row: tuple[str, str]) -> Any:
     """Returns the reference graph of a model, calibrated."""
     exported = torch.export.export(model, (calibration[:BATCH],)).module()
@@ -109,16 +91,16 @@ def quantized(model: nn.Module, calibration: Tensor, backend: str, setting: str,
 
 def measured(found: Tensor, expected: Tensor, labels: Tensor) -> tuple[str, str, str]:
     """Returns top-1 and agreement in percent and SQNR in dB, as text."""
-    top1 = (found.argmax(1) == labels).float().mean() * 100
     agreement = (found.argmax(1) == expected.argmax(1)).float().mean() * 100
-    noise = 10 * torch.log10(expected.square().sum() / (expected - found).square().sum())
-    return f"{top1:.1f}", f"{agreement:.1f}", f"{noise:.1f}"
+    return f"{top1(found, labels):.1f}", f"{agreement:.1f}", f"{decibels(found, expected):.1f}"
 
 
 def ours(backend: str, row: tuple[str, str]) -> Peer:
     """Returns how our flow quantizes with a pair of observers."""
 
-    def quantize(model: nn.Module, calibration: Tensor, setting: str) -> Callable[[Tensor], Tensor]:
+    def quantize(model: nn.Module, calibration: Tensor, setting: str) -> Callable[[Tensor], Tensor] | None:
+        if backend == "xnnpack" and SETTINGS[setting][0] > -127:
+            return None  # it has no convolutions of 4-bit weights and would leave them float
         graph = quantized(model, calibration, backend, setting, row)
         return lambda inputs: logits(graph, inputs)
 

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy import SETTINGS, Case, logits, ours
+from accuracy import SIZE, Job, job, ours
 from data_folder import module_of
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from trained import SETTINGS, decibels, logits
 
 import quantplug
 from quantplug.algorithms.pieces import Piece
@@ -92,19 +93,21 @@ def candidates(iterations: int) -> dict[str, Callable[[Any, Any], Any]]:
     return {"nearest": lambda prepared, data: {}, **{name: each.apply for name, each in found.items()}}
 
 
-def add_rows(table: Table, case: Case, setting: Any, iterations: int) -> None:
+def add_rows(table: Table, work: Job, setting: str, iterations: int) -> None:
     """Adds a row for each way to round."""
-    exported = torch.export.export(case.model, (case.calibration[0],)).module()
+    exported = torch.export.export(work.model, (work.calibration[0],)).module()
     for name, rounded in candidates(iterations).items():
-        prepared = quantplug.prepare_pt2e(exported, ours("x86", setting))
-        quantplug.calibrate(prepared, case.calibration, progress=False)
+        quantizer = ours("x86", setting)
+        assert quantizer is not None  # x86 has all settings
+        prepared = quantplug.prepare_pt2e(exported, quantizer)
+        quantplug.calibrate(prepared, work.calibration, progress=False)
         begin = time.perf_counter()
-        layers = rounded(prepared, case.calibration)
+        layers = rounded(prepared, work.calibration)
         seconds = time.perf_counter() - begin
         mean = f"{sum(layer.after for layer in layers.values()) / len(layers):.1f}" if layers else ""
         mean = f"{sum(layer.after for layer in layers.values()) / len(layers):.1f}" if layers else ""
-        output = quantplug.sqnr(logits(quantplug.convert_pt2e(prepared), case.inputs), case.expected)
-        table.add_row(str(setting), name, mean, f"{output:.1f}", f"{seconds:.1f}")
+        output = decibels(logits(quantplug.convert_pt2e(prepared), work.inputs, SIZE), work.expected)
+        table.add_row(setting, name, mean, f"{output:.1f}", f"{seconds:.1f}")
 
 
 def main() -> None:
@@ -119,9 +122,9 @@ def main() -> None:
     folder = module_of(arguments.data, "models")
     for name in arguments.models:
         table = Table("weights", "rounding", "layers, dB", "logits, dB", "seconds", title=name)
-        case = Case.of(folder, name, arguments.inputs)
-        for setting in SETTINGS[2:]:
-            add_rows(table, case, setting, arguments.iterations)
+        work = job(folder, name, arguments.inputs)
+        for setting in list(SETTINGS)[2:]:
+            add_rows(table, work, setting, arguments.iterations)
         Console(width=120).print(table)
 
 
