@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy import SIZE, Job, job, ours
+from accuracy import SIZE, Job, job, x86
 from data_folder import module_of
 from rich.console import Console
 from rich.table import Table
@@ -97,9 +97,7 @@ def add_rows(table: Table, work: Job, setting: str, iterations: int) -> None:
     """Adds a row for each way to round."""
     exported = torch.export.export(work.model, (work.calibration[0],)).module()
     for name, rounded in candidates(iterations).items():
-        quantizer = ours("x86", setting)
-        assert quantizer is not None  # x86 has all settings
-        prepared = quantplug.prepare_pt2e(exported, quantizer)
+        prepared = quantplug.prepare_pt2e(exported, x86(setting))
         quantplug.calibrate(prepared, work.calibration, progress=False)
         begin = time.perf_counter()
         layers = rounded(prepared, work.calibration)
