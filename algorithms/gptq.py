@@ -159,7 +159,7 @@ class GPTQ:
     ) -> list[Rounded]:
         found = []
         with progress_bar(shown=True, total=len(weights), step="GPTQ", unit="weights") as advance:
-            for one in self._rounded(model, batches[ranks.rank :: ranks.size], weights, ranks, log):
+            for one in self._rounded(model, batches, weights, ranks, log):
                 found.append(one)
                 log.add(one)
                 advance()
@@ -168,9 +168,10 @@ class GPTQ:
     def _rounded(
         self, model: fx.GraphModule, batches: Batches, weights: list[Weight], ranks: Exchange | Alone, log: Log
     ) -> Iterator[Rounded]:
-        runs, floats = (batches.runs(partial(BatchRun, model)) for _ in range(2))
+        own, count = batches[ranks.rank :: ranks.size], len(batches)
+        runs, floats = (own.runs(partial(BatchRun, model)) for _ in range(2))
         by_layer = {layer.node: (weight, layer) for weight in weights for layer in weight.layers}
-        sums = Sums(runs, floats, ranks)
+        sums = Sums(runs, floats, ranks, count)
         for node, _ in zip(runs.stops(by_layer), floats.stops(by_layer), strict=True):
             weight, layer = by_layer[node]
             one = log.found(weight)

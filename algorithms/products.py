@@ -30,18 +30,19 @@ class Sums:
         runs: of this process's batches, behind rounded layers.
         floats: the same in the float model.
         ranks: who has the other batches, in turns.
+        count: how many batches all have.
     """
 
-    def __init__(self, runs: SideBySide, floats: SideBySide, ranks: Exchange | Alone) -> None:
-        self._runs, self._floats, self._ranks = runs, floats, ranks
+    def __init__(self, runs: SideBySide, floats: SideBySide, ranks: Exchange | Alone, count: int) -> None:
+        self._runs, self._floats, self._ranks, self._count = runs, floats, ranks, count
         self._totals: dict[int, Tensor] = {}
         self._last: tuple[Any, Tensor] | None = None
 
     def added(self, weight: Weight, layer: Layer) -> Tensor:
         """Returns sums over what the weight's layers up to this one read, [2, 2, groups, columns, columns].
 
-        Of every other batch, and of the rest: what they read behind rounded layers with itself, and what they read in
-        the float model with it.
+        Of the first half of the batches, and of the rest: what they read behind rounded layers with itself, and what
+        they read in the float model with it.
 
         Raises:
             CalibrationError: the layer reads NaN or infinity.
@@ -69,11 +70,15 @@ class Sums:
         return self._last[1]
 
     def _summed(self, layer: Layer, shape: torch.Size) -> list[Tensor]:
-        """Returns the sums over every other batch of all processes, and over the rest."""
+        """Returns the sums over the first half of all batches, and over the rest.
+
+        Halves, and not every other batch: pieces of a text are alike if they follow each other, so that every other one
+        confirms whatever its neighbours say.
+        """
         totals: list[Tensor] = []
         for place, part in enumerate(in_turns(self._ranks, self._each(layer, shape))):
             totals = totals or [torch.zeros_like(part) for _ in range(2)]
-            totals[place % 2] += part
+            totals[2 * place // self._count] += part
         return totals
 
     def _each(self, layer: Layer, shape: torch.Size) -> Iterator[Tensor]:

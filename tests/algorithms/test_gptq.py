@@ -359,3 +359,18 @@ def test_a_layer_that_cannot_be_rounded_says_why():
     found = GPTQ().apply(prepared, [x])
     assert list(found) == ["conv2d"]
     assert list(found.left.values()) == ["aten::conv_transpose2d is neither a linear layer nor a convolution"]
+
+
+def test_batches_that_come_twice_in_a_row_confirm_nothing():
+    """Pieces of a text are like their neighbours: what one half of them asks for is held against the other half."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(64, 64), nn.ReLU()))).eval()
+    batches = [torch.randn(20, 64) for _ in range(2)]
+    found = []
+    for loader in (batches, [batches[0], batches[0], batches[1], batches[1]]):
+        exported = torch.export.export(model, (batches[0],)).module()
+        ready = quantplug.prepare_pt2e(exported, OurXNNPACKQuantizer().set_global("int4_dynamic"))
+        quantplug.calibrate(ready, loader, progress=False)
+        GPTQ(samples=1000).apply(ready, loader)
+        found.append(quantplug.convert_pt2e(ready)(batches[0]))
+    assert torch.equal(*found)
