@@ -11,20 +11,19 @@ less a margin, and the function is the same as long as inputs do not go beyond t
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
 
-from quantplug.algorithms.changes import Change
+from quantplug.algorithms.changes import Change, Changes
 from quantplug.algorithms.channels import MOVING, Channels, Reader, Source, Walk
 from quantplug.algorithms.layers import Layer, layer_of
 from quantplug.algorithms.numbering import Value, distinct
 from quantplug.algorithms.scaling import Group, groups_of
 from quantplug.core.calibration.node_by_node import Batches, BatchRun
-from quantplug.core.graph.facts import attribute, likely_sizes, operands, operator_name
+from quantplug.core.graph.facts import likely_sizes, operands, operator_name
 from quantplug.core.graph.operators import CLAMPS, COPIES, IDENTITIES, MAXIMA, overloads_of
 from quantplug.core.graph.traits import clamp_bounds
 
@@ -52,7 +51,7 @@ def absorbed(model: fx.GraphModule, batches: Batches, *, behind_relu: bool) -> t
             told[source.node.name] = max(told.get(source.node.name, 0.0), float(shift[source.channels].abs().max()))
         for reader in group.readers:
             changes.give(reader, shift)
-    return changes.found(), {name: most for name, most in told.items() if most}
+    return changes.found("With biases absorbed"), {name: most for name, most in told.items() if most}
 
 
 class _ShiftWalk(Walk):
@@ -154,41 +153,19 @@ def _shift(group: Group, ends: dict[fx.Node, tuple[Tensor, Tensor]], clipped: se
     return torch.where(torch.isfinite(shift), shift, 0.0)
 
 
-class _Biases:
-    """Biases that are being moved; the model is only read."""
-
-    def __init__(self, model: fx.GraphModule) -> None:
-        self._model = model
-        self._changes: dict[fx.Node, Change] = {}
-
-    def found(self) -> list[Change]:
-        """Returns the changes, with values of the types that the parameters have."""
-        return [
-            replace(change, value=change.value.to(self._held(change.parameter).dtype))
-            for change in self._changes.values()
-        ]
+class _Biases(Changes):
+    """Biases that are being moved."""
 
     def take(self, source: Source, shift: Tensor) -> None:
         """Takes what is moved from a bias."""
-        change = self._change(source.node, source.parameters[0], source.parameters[1])
+        change = self.of_bias(source.node, source.parameters[0], source.parameters[1])
         change.value = change.value - shift[source.channels].to(change.value)
 
     def give(self, reader: Reader, shift: Tensor) -> None:
         """Adds what a layer makes of what was moved to its bias."""
         layer = reader.layer
-        change = self._change(layer.node, layer.weight, layer.bias)
-        weight = self._held(layer.weight).double().flatten(2).sum(-1) if layer.spatial else self._held(layer.weight)
-        by_group = weight.double().reshape(layer.groups, -1, *weight.shape[1:])
+        change, weight = self.of_bias(layer.node, layer.weight, layer.bias), self.held(layer.weight)
+        sums = weight.flatten(2).sum(-1) if layer.spatial else weight
+        by_group = sums.reshape(layer.groups, -1, *sums.shape[1:])
         moved = shift[reader.channels].to(by_group).reshape(layer.groups, -1, 1)
         change.value = change.value + (by_group @ moved).flatten()
-
-    def _change(self, reader: fx.Node, weight: fx.Node, bias: fx.Node | None) -> Change:
-        if reader not in self._changes:
-            held = self._held(weight if bias is None else bias).double()
-            value = held.new_zeros(len(held)) if bias is None else held
-            self._changes[reader] = Change(weight if bias is None else bias, reader, bias is None, value)
-        return self._changes[reader]
-
-    def _held(self, parameter: fx.Node) -> Tensor:
-        value: Tensor = attribute(self._model, str(parameter.target)).detach()
-        return value

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.algorithms.absorb import absorbed
-from quantplug.algorithms.changes import Change, put_changes
+from quantplug.algorithms.changes import Change, put_changes, put_parameters
 from quantplug.algorithms.channels import Source, channels_of
 from quantplug.algorithms.layers import Layer, layer_of
 from quantplug.algorithms.results import ByLayer
@@ -28,7 +28,6 @@ from quantplug.algorithms.scaling import (
     groups_of,
     is_batch_norm,
     numbers_of,
-    put_parameters,
     require_float_graph,
 )
 from quantplug.algorithms.trial import is_gain, told, trials

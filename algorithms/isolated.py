@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from quantplug.algorithms.operators import QuantizedGraph, QuantizedOperator, cut
 from quantplug.core.calibration.node_by_node import BatchRun
+from quantplug.core.calibration.outputs import floats_of
 from quantplug.core.graph.editing import as_recorded, constant, finish, replace
 from quantplug.core.graph.facts import tensor_value, written_argument
 from quantplug.core.graph.working_copy import working_copy
@@ -90,11 +91,6 @@ def _store(model: fx.GraphModule, constants: Collection[fx.Node], quantizes: Col
             run.env[stored] = value
             replace(node, stored)
     finish(model)
-
-
-def tensors_of(result: Any) -> Outputs:
-    """Returns the tensors of a model's result that have an error: those of floating point."""
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 class _Run(BatchRun):
@@ -180,7 +176,7 @@ class _Runs:
         """Runs the nodes that are left and returns the outputs that have an error, batch after batch."""
         for node in nodes:
             self.step(node)
-        return [value for run in self._runs for value in tensors_of(run.env[nodes[-1]])]
+        return [value for run in self._runs for value in floats_of(run.env[nodes[-1]])]
 
     def with_only(self, operator: QuantizedOperator) -> "_Runs":
         """Returns runs that go on from here with one operator's pairs."""

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from quantplug.algorithms.changes import put_parameters
 from quantplug.algorithms.channels import channels_of
 from quantplug.algorithms.layers import Layer, Readers, layer_of
-from quantplug.algorithms.scaling import put_parameters
 from quantplug.core.graph.editing import constant, replace_inputs
 from quantplug.core.graph.facts import likely_sizes
 from quantplug.core.graph.working_copy import over_same_tensors

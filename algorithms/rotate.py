@@ -13,13 +13,13 @@ as they are.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 
 from quantplug.algorithms.blocks import Basis, Norm, bases_of
-from quantplug.algorithms.changes import Change, put_changes
+from quantplug.algorithms.changes import Change, Changes, put_changes
 from quantplug.algorithms.channels import Reader, Source
 from quantplug.algorithms.layers import Layer
 from quantplug.algorithms.orthogonal import rotation
@@ -28,8 +28,7 @@ from quantplug.algorithms.scaling import Scales, numbers_of, require_float_graph
 from quantplug.algorithms.trial import is_gain, told, trials
 from quantplug.core.calibration.node_by_node import Batches
 from quantplug.core.calibration.progress import progress_bar
-from quantplug.core.errors import ModelError
-from quantplug.core.graph.facts import attribute, operator_name
+from quantplug.core.graph.facts import operator_name
 from quantplug.core.graph.working_copy import over_same_tensors
 
 
@@ -140,9 +139,6 @@ def _norms_before(reader: Reader, basis: Basis) -> list[Norm]:
     return [norm for norm in basis.norms if not read.isdisjoint(norm.channels[1].tolist())]
 
 
-_Changes: TypeAlias = "dict[tuple[fx.Node, fx.Node, bool], Change]"
-
-
 def _changes(model: fx.GraphModule, bases: list[Basis], seed: int) -> list[Change]:
     """Returns what becomes of each parameter."""
     changes = _Turned(model)
@@ -156,42 +152,35 @@ def _changes(model: fx.GraphModule, bases: list[Basis], seed: int) -> list[Chang
             changes.written(source, matrix)
         for norm in basis.norms:
             changes.given_away(norm)
-    return changes.found()
+    return changes.found("Rotated")
 
 
-class _Turned:
-    """Values of parameters that are being turned; the model is only read."""
-
-    def __init__(self, model: fx.GraphModule) -> None:
-        self._model = model
-        self._changes: _Changes = {}
-
-    def found(self) -> list[Change]:
-        """Returns the changes, with values of the types that the parameters have."""
-        return [self._fitting(change) for change in self._changes.values()]
+class _Turned(Changes):
+    """Values of parameters that are being turned."""
 
     def read(self, reader: Reader, norms: list[Norm], matrix: Tensor) -> None:
         """Turns the columns of a layer, after it took the weights and biases of the norms before it."""
-        weight = self._change(reader.layer.weight, reader.layer.node)
+        weight = self.of(reader.layer.weight, reader.layer.node)
         for norm in norms:
             places = torch.isin(reader.channels, norm.channels[1])
             channels = torch.searchsorted(norm.channels[1], reader.channels[places])
             if norm.bias is not None:
-                self._take_bias(reader.layer, weight.value[:, places] @ self._of(norm.bias)[channels])
+                self._take_bias(reader.layer, weight.value[:, places] @ self.held(norm.bias).flatten()[channels])
             if norm.weight is not None:
-                weight.value[:, places] *= self._of(norm.weight)[channels].reshape(-1, *[1] * (weight.value.dim() - 2))
+                factors = self.held(norm.weight).flatten()[channels]
+                weight.value[:, places] *= factors.reshape(-1, *[1] * (weight.value.dim() - 2))
         weight.value = _turned(weight.value, 1, reader.channels, matrix)
 
     def _take_bias(self, layer: Layer, added: Tensor) -> None:
-        bias = self._change(layer.bias or layer.weight, layer.node, is_new=layer.bias is None)
+        bias = self.of_bias(layer.node, layer.weight, layer.bias)
         bias.value = bias.value + added
 
     def written(self, source: Source, matrix: Tensor) -> None:
         """Turns what writes channels: rows of a layer and its bias, or the last dimension of a table."""
         is_table = source.node in source.parameters or operator_name(source.node) == "aten::embedding"
         reader = next(iter(source.node.users)) if source.node in source.parameters else source.node
-        changes = [self._change(parameter, reader) for parameter in source.parameters]
-        new = self._changes.get((source.parameters[0], reader, True))
+        changes = [self.of(parameter, reader) for parameter in source.parameters]
+        new = self.new_bias(reader, source.parameters[0])
         for change in [*changes, *([] if new is None else [new])]:
             change.value = _turned(change.value, -1 if is_table else 0, source.channels, matrix)
 
@@ -199,33 +188,8 @@ class _Turned:
         """Leaves a norm a weight of ones and a bias of zeros."""
         for parameter, value in ((norm.weight, 1.0), (norm.bias, 0.0)):
             if parameter is not None:
-                change = self._change(parameter, norm.node)
+                change = self.of(parameter, norm.node)
                 change.value = torch.full_like(change.value, value)
-
-    def _change(self, parameter: fx.Node, reader: fx.Node, *, is_new: bool = False) -> Change:
-        key = (parameter, reader, is_new)
-        if key not in self._changes:
-            held = self._held(parameter)
-            value = held.new_zeros(len(held)) if is_new else held.clone()
-            self._changes[key] = Change(parameter, reader, is_new, value)
-        return self._changes[key]
-
-    def _held(self, parameter: fx.Node) -> Tensor:
-        value: Tensor = attribute(self._model, str(parameter.target)).detach().double()
-        return value
-
-    def _of(self, parameter: fx.Node) -> Tensor:
-        return self._held(parameter).reshape(-1)
-
-    def _fitting(self, change: Change) -> Change:
-        dtype = attribute(self._model, str(change.parameter.target)).dtype
-        value = change.value.to(dtype)
-        if bool((torch.isfinite(change.value) & ~torch.isfinite(value)).any()):
-            raise ModelError(
-                f"Rotated, the parameter '{change.parameter.target}' leaves the range of {dtype}; export the model in "
-                "float32."
-            )
-        return Change(change.parameter, change.reader, change.is_new, value)
 
 
 def _turned(value: Tensor, axis: int, channels: Tensor, matrix: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ multiplied by it.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from quantplug.algorithms.changes import require_in_range
 from quantplug.algorithms.channels import Channels, Reader, Source
 from quantplug.algorithms.layers import Layer, layer_of
 from quantplug.core.calibration.node_by_node import Batches, batches_of
 from quantplug.core.calibration.parking import Parking
 from quantplug.core.errors import CalibrationError, ModelError
-from quantplug.core.graph.editing import replace_parameter
 from quantplug.core.graph.facts import (
     attribute,
     constant_value,
@@ -81,7 +81,7 @@ def _group(parts: list[Source | Reader]) -> Group:
 
 
 class Scales:
-    """The scales of all groups of a model, and its parameters under them; the model is changed by `keep` alone."""
+    """The scales of all groups of a model, and its parameters under them; the model is only read."""
 
     def __init__(self, model: fx.GraphModule, groups: list[Group]) -> None:
         self.model = model
@@ -141,14 +141,6 @@ class Scales:
         total[0] = 1.0
         self.by_group[index] = total
 
-    def keep(self) -> None:
-        """Puts the parameters into the model, as tensors of their own: those that it had may be the caller's.
-
-        Raises:
-            ModelError: a number leaves the range of its type; nothing is changed.
-        """
-        put_parameters(self.model, self.changed())
-
     def changed(self) -> dict[str, Tensor]:
         """Returns by name the parameters that are not what they were.
 
@@ -164,21 +156,8 @@ class Scales:
     def _fitting(self, parameter: fx.Node) -> Tensor:
         original = self.original(parameter)
         value = self.value(parameter).to(original.dtype)
-        if bool((torch.isfinite(original) & ~torch.isfinite(value)).any()):
-            raise ModelError(
-                f"Scaled, the parameter '{parameter.target}' leaves the range of {original.dtype}; export the model in "
-                "float32."
-            )
+        require_in_range(value, original, parameter, "Scaled")
         return value
-
-
-def put_parameters(model: fx.GraphModule, changed: Mapping[str, Tensor]) -> None:
-    """Gives a model other parameters, each under all names that it has."""
-    paths = defaultdict(list)
-    for path, held in model.named_parameters(remove_duplicate=False):
-        paths[id(held)].append(path)
-    for name, value in changed.items():
-        replace_parameter(model, paths[id(attribute(model, name))], value)
 
 
 def _divided(source: Source) -> Callable[[Tensor, Tensor], Tensor]:

@@ -29,10 +29,11 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, fx
 
-from quantplug.algorithms.isolated import Outputs, one_at_a_time, outputs, rounding_only, tensors_of
+from quantplug.algorithms.isolated import Outputs, one_at_a_time, outputs, rounding_only
 from quantplug.algorithms.operators import QuantizedGraph, QuantizedOperator, quantized_graph
 from quantplug.core.calibration.node_by_node import batches_of
 from quantplug.core.calibration.observer_places import require_observers
+from quantplug.core.calibration.outputs import floats_of
 from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError, ModelError, first_line
 from quantplug.core.files.typed import typed
 from quantplug.core.files.whole import write_whole
@@ -246,7 +247,7 @@ def _returned(program: Callable[..., Any], batch: tuple[Any, ...], wanted: Outpu
     restart: Callable[[], None] = getattr(program, "restart", lambda: None)
     restart()
     with torch.random.fork_rng(devices=[]):
-        found = tensors_of(program(*batch))
+        found = floats_of(program(*batch))
     shapes, expected = ([tuple(value.shape) for value in values] for values in (found, wanted))
     if shapes != expected:
         raise ModelError(

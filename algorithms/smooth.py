@@ -37,8 +37,8 @@ from quantplug.algorithms.scaling import (
     require_float_graph,
 )
 from quantplug.algorithms.trial import STEPS, STEPS_OF_WEIGHTS, is_gain, round_to, told, trials
-from quantplug.core.calibration.bias_correction import LEAST_GAIN
 from quantplug.core.calibration.node_by_node import Batches, BatchRun, SideBySide
+from quantplug.core.calibration.outputs import LEAST_GAIN
 from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.errors import CalibrationError, ConfigError
 from quantplug.core.graph.facts import describe, operands

@@ -5,7 +5,6 @@ gain while the model loses, because outputs of a layer do not count alike for wh
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,42 +12,18 @@ from torch import Tensor, fx
 
 from quantplug.algorithms.layers import Layer, layer_of
 from quantplug.algorithms.scaling import Scales
-from quantplug.core.calibration.bias_correction import LEAST_GAIN, is_no_chance
 from quantplug.core.calibration.node_by_node import BatchRun
+from quantplug.core.calibration.outputs import OutputNoise, by_sample
 from quantplug.core.graph.facts import is_constant
-from quantplug.core.peers.torch_names import pytree
-from quantplug.core.specs.levels import decibels
 
 # Decibels that may be lost in a trial where another one gains.
 _LEAST_LOSS = 0.1
 
 
-@dataclass(frozen=True)
-class Tried:
-    """A model's outputs with every layer in 8 bits.
-
-    Attributes:
-        errors: squared error of each sample's outputs, [samples].
-        energy: of the float outputs of all samples.
-    """
-
-    errors: Tensor
-    energy: float
-
-    @property
-    def decibels(self) -> float:
-        """How near the outputs are to float."""
-        return decibels(self.energy, float(self.errors.sum()))
-
-    def is_better_than(self, other: "Tried") -> bool:
-        """Tells whether the outputs are nearer to float, by more than chance."""
-        return self.decibels > other.decibels + LEAST_GAIN and is_no_chance(other.errors - self.errors)
-
-
 def trials(
     scales: Scales, batches: Iterable[tuple[Any, ...]], per_channel: bool | None, advance: Callable[[], None]
-) -> list[Tried]:
-    """Returns a model's outputs under scales, with what layers read and their weights in 8 bits.
+) -> list[OutputNoise]:
+    """Returns what a model's outputs lose under scales, with what layers read and their weights in 8 bits.
 
     Args:
         scales: the scales, of the model to try.
@@ -59,35 +34,26 @@ def trials(
     """
     kinds = (True, False) if per_channel is None else (per_channel,)
     parameters = [_parameters(scales, per_channel=kind) for kind in kinds]
-    errors, energy = [[torch.zeros(0)] for _ in kinds], 0.0
+    found = [OutputNoise() for _ in kinds]
     for batch in batches:
-        wanted = _outputs(BatchRun(scales.model, batch))
-        energy += float(wanted.square().sum())
-        for found, given in zip(errors, parameters, strict=True):
-            found.append((_outputs(_RoundedRun(scales.model, batch, given)) - wanted).square().sum(1))
+        wanted = by_sample(BatchRun(scales.model, batch).result())
+        for noise, given in zip(found, parameters, strict=True):
+            noise.add(by_sample(_RoundedRun(scales.model, batch, given).result()), wanted)
         advance()
-    return [Tried(torch.cat(found), energy) for found in errors]
+    return found
 
 
-def is_gain(before: list[Tried], after: list[Tried]) -> bool:
+def is_gain(before: list[OutputNoise], after: list[OutputNoise]) -> bool:
     """Tells whether a trial gains and none loses."""
     pairs = list(zip(before, after, strict=True))
-    gains = any(now.is_better_than(then) for then, now in pairs)
+    gains = any(now.is_less_than(then) for then, now in pairs)
     return gains and all(now.decibels > then.decibels - _LEAST_LOSS for then, now in pairs)
 
 
-def told(before: list[Tried], after: list[Tried], changed: str = "with scales") -> str:
+def told(before: list[OutputNoise], after: list[OutputNoise], changed: str = "with scales") -> str:
     """Returns in words what trials keep before and after something changed."""
     then, now = (" and ".join(f"{each.decibels:.1f}" for each in tried) for tried in (before, after))
     return f"the outputs keep {then} dB in 8 bits, and {now} {changed}"
-
-
-def _outputs(run: BatchRun) -> Tensor:
-    """Returns all numbers of floating point that a run yields, [samples, numbers]."""
-    leaves = pytree.tree_leaves(run.result())
-    floats = [leaf.double() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    samples = len(floats[0]) if floats and floats[0].dim() and len({len(each) for each in floats}) == 1 else 1
-    return torch.cat([each.reshape(samples, -1) for each in floats], 1) if floats else torch.zeros(1, 0)
 
 
 # Of 8 bits: of a range, and of a weight around 0 to either side.

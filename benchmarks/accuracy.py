@@ -32,7 +32,7 @@ from torch import Tensor, fx, nn
 from torchao.quantization.pt2e import MinMaxObserver
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantizer
 from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as torchao_quantizer
-from trained import SETTINGS, decibels, logits, top1, whole_batches
+from trained import SETTINGS, logits, top1, whole_batches
 
 import quantplug
 
@@ -76,8 +76,8 @@ class Job:
     def measured(self, graph: Any, seconds: float, program: Any = None) -> Measured:
         """Returns what a graph, and a program where there is one, keep."""
         found = logits(graph, self.inputs, SIZE)
-        ran = None if program is None else decibels(logits(program, self.inputs, SIZE), self.expected)
-        return Measured(decibels(found, self.expected), top1(found, self.labels), ran, seconds)
+        ran = None if program is None else quantplug.sqnr(logits(program, self.inputs, SIZE), self.expected)
+        return Measured(quantplug.sqnr(found, self.expected), top1(found, self.labels), ran, seconds)
 
 
 def job(folder: Any, name: str, count: int) -> Job:

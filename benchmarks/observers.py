@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torchao.quantization.pt2e import HistogramObserver, MinMaxObserver, PerChannelMinMaxObserver
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
-from trained import BATCH, SETTINGS, decibels, logits, top1, whole_batches
+from trained import BATCH, SETTINGS, logits, top1, whole_batches
 
 import quantplug
 from quantplug.annotators.presets import get_symmetric_quantization_config
@@ -92,7 +92,7 @@ def quantized(model: nn.Module, calibration: Tensor, backend: str, setting: str,
 def measured(found: Tensor, expected: Tensor, labels: Tensor) -> tuple[str, str, str]:
     """Returns top-1 and agreement in percent and SQNR in dB, as text."""
     agreement = (found.argmax(1) == expected.argmax(1)).float().mean() * 100
-    return f"{top1(found, labels):.1f}", f"{agreement:.1f}", f"{decibels(found, expected):.1f}"
+    return f"{top1(found, labels):.1f}", f"{agreement:.1f}", f"{quantplug.sqnr(found, expected):.1f}"
 
 
 def ours(backend: str, row: tuple[str, str]) -> Peer:

@@ -25,7 +25,7 @@ from data_folder import module_of
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from trained import SETTINGS, decibels, logits
+from trained import SETTINGS, logits
 
 import quantplug
 from quantplug.algorithms.pieces import Piece
@@ -104,7 +104,7 @@ def add_rows(table: Table, work: Job, setting: str, iterations: int) -> None:
         seconds = time.perf_counter() - begin
         mean = f"{sum(layer.after for layer in layers.values()) / len(layers):.1f}" if layers else ""
         mean = f"{sum(layer.after for layer in layers.values()) / len(layers):.1f}" if layers else ""
-        output = decibels(logits(quantplug.convert_pt2e(prepared), work.inputs, SIZE), work.expected)
+        output = quantplug.sqnr(logits(quantplug.convert_pt2e(prepared), work.inputs, SIZE), work.expected)
         table.add_row(setting, name, mean, f"{output:.1f}", f"{seconds:.1f}")
 
 

@@ -1,4 +1,4 @@
-"""What the tables of trained classifiers share: settings, batches, logits, how near they are to the float model's."""
+"""What the tables of trained classifiers share: settings, batches, logits, and how many of them are right."""
 
 from typing import Any
 
@@ -24,11 +24,6 @@ def logits(model: Any, inputs: Tensor, size: int = BATCH) -> Tensor:
 def whole_batches(*tensors: Tensor, size: int = BATCH) -> list[Tensor]:
     """Returns tensors cut to a multiple of the batch's size."""
     return [tensor[: len(tensor) // size * size] for tensor in tensors]
-
-
-def decibels(found: Tensor, expected: Tensor) -> float:
-    """Returns the signal to quantization noise ratio."""
-    return float(10 * torch.log10(expected.square().sum() / (expected - found).square().sum()))
 
 
 def top1(found: Tensor, labels: Tensor) -> float:

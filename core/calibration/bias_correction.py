@@ -27,17 +27,14 @@ from torch import Tensor, fx
 
 from quantplug.core.calibration.node_by_node import Batches, BatchRun, SideBySide, batches_of
 from quantplug.core.calibration.observer_places import channel_axis, require_observers
+from quantplug.core.calibration.outputs import OutputNoise, by_sample
 from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.graph.editing import replace_parameter
 from quantplug.core.graph.facts import attribute, is_observer, operands, tensor_value
 from quantplug.core.graph.operators import operator_overloads
 from quantplug.core.observers.from_specs import is_derived
-from quantplug.core.peers.torch_names import pytree
 from quantplug.core.pt2e.convert import convert_pt2e
-from quantplug.core.specs.levels import decibels
 
-# A gain below this may be chance: moving the end of one range by a few percent changes as much.
-LEAST_GAIN = 0.2
 SAMPLES = 128
 _ADDS = operator_overloads("add.Tensor") | operator_overloads("add_.Tensor")
 
@@ -117,7 +114,7 @@ def _corrected(model: fx.GraphModule, biases: Mapping[str, str], batches: Batche
         advance()
     best = max(range(len(tried)), key=lambda place: tried[place].decibels)
     before, after = tried[0], tried[best]
-    if not (after.decibels > before.decibels + LEAST_GAIN and is_no_chance(before.errors - after.errors)):
+    if not after.is_less_than(before):
         return BiasCorrection({}, before.decibels, before.decibels)
     for name, change in changes[best].items():
         _add(model, biases[name], change)
@@ -196,30 +193,13 @@ def _changes(
     return changes
 
 
-@dataclass(frozen=True)
-class _Tried:
-    """What a model with changed biases makes of held-back batches.
-
-    Attributes:
-        errors: squared error of each sample's outputs, [samples].
-        decibels: of all outputs; minus infinity where nothing can be compared: then no correction is kept.
-    """
-
-    errors: Tensor
-    decibels: float
-
-
-def _tried(model: fx.GraphModule, batches: Batches, wanted: SideBySide, changes: Mapping[str, Tensor]) -> _Tried:
-    axes = _axes(model, {name: name for name in changes})
+def _tried(model: fx.GraphModule, batches: Batches, wanted: SideBySide, changes: Mapping[str, Tensor]) -> OutputNoise:
+    """Returns what a model with changed biases makes of held-back batches."""
+    axes, noise = _axes(model, {name: name for name in changes}), OutputNoise()
     runs = batches.runs(lambda batch: _ChangedRun(model, batch, changes, axes))
-    errors, energy = [torch.zeros(0, dtype=torch.float64)], 0.0
     for run, floats in zip(runs.visits(), wanted.visits(), strict=True):
-        found, rows = _outputs(run), _outputs(floats)
-        if found is not None and rows is not None:
-            errors.append((found - rows).square().sum(1).cpu())
-            energy += float(rows.square().sum())
-    every = torch.cat(errors)
-    return _Tried(every, decibels(energy, float(every.sum())) if len(every) else -math.inf)
+        noise.add(by_sample(run.result()), by_sample(floats.result()))
+    return noise
 
 
 class _ChangedRun(BatchRun):
@@ -236,33 +216,6 @@ class _ChangedRun(BatchRun):
         found = super().run_node(n)
         change = self._changes.get(n.name)
         return found if change is None else found + _along_channels(change, found, self._axes[n.name])
-
-
-def _outputs(run: BatchRun) -> Tensor | None:
-    """Returns the outputs of a run that have an error, tensors of floating point: a row for each sample."""
-    ends = pytree.tree_leaves(run.result())
-    kept = [found for found in ends if isinstance(found, Tensor) and found.is_floating_point()]
-    return _side_by_side(kept) if kept else None
-
-
-def _side_by_side(tensors: list[Tensor]) -> Tensor:
-    """Returns tensors side by side, in one row where they do not all begin with the samples."""
-    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
-    rows = sizes.pop() if len(sizes) == 1 else 0
-    return torch.cat([tensor.double().reshape(rows or 1, -1) for tensor in tensors], 1)
-
-
-def is_no_chance(gains: Tensor) -> bool:
-    """Tells whether samples gain, and not by chance (one-sided t-test, 95 %); one sample tells nothing.
-
-    Args:
-        gains: by sample, [samples].
-    """
-    if len(gains) < 2:
-        return True
-    # Student's quantile, to within 7 % from three samples on.
-    quantile = 1.65 * (1 + 1.5 / (len(gains) - 1))
-    return bool(gains.mean() > quantile * gains.std() / math.sqrt(len(gains)))
 
 
 def _axes(model: fx.GraphModule, places: Mapping[str, str]) -> dict[str, int]:

@@ -19,10 +19,10 @@ from torch import Tensor, fx, nn
 from quantplug.algorithms.recipe import Algorithm, apply, by_stage
 from quantplug.core.calibration.batches import BatchReader, picked
 from quantplug.core.calibration.calibrate import calibrate
+from quantplug.core.calibration.outputs import floats_of
 from quantplug.core.errors import ConfigError
 from quantplug.core.graph.multiplications import multiplications
 from quantplug.core.graph.working_copy import working_copy
-from quantplug.core.peers.torch_names import pytree
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e
 from quantplug.core.report.explain import explain
@@ -249,7 +249,7 @@ def _decibels(job: Job, exported: fx.GraphModule, run: Callable[..., Any]) -> fl
 
 
 def _flat(result: Any) -> Tensor:
-    tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    tensors = floats_of(result)
     if not tensors:
         raise ConfigError("The model returns no tensor of floating point to measure decibels of; pass a metric.")
     return torch.cat([tensor.flatten() for tensor in tensors])

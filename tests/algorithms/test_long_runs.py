@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ import torch
 from gptq_worker import bits, data, prepared
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import run_ranks
 from torch import nn
 
 import quantplug
@@ -176,20 +176,7 @@ def test_a_full_disk_is_a_sentence(monkeypatch):
 
 def ranks(count, scenario, folder):
     """Runs one worker for each rank and returns what each wrote; None for one that died."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), "rank", str(folder), scenario],
-            env=common | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(count)
-    ]
-    for process in started:
-        process.communicate(timeout=200)
+    run_ranks(count, WORKER, "rank", folder, scenario, timeout=200)
     files = [folder / f"rank{rank}.pt" for rank in range(count)]
     return [torch.load(file) if file.exists() else None for file in files]
 

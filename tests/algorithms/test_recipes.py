@@ -18,8 +18,8 @@ def batches(count=4, first=0):
     return [torch.randn(16, 16, generator=torch.Generator().manual_seed(first + seed)) @ mix for seed in range(count)]
 
 
-def perceptron():
-    torch.manual_seed(0)
+def perceptron(seed=0):
+    torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(16, 48), nn.ReLU(), nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
 
 
@@ -47,14 +47,19 @@ def test_an_algorithm_of_a_users_own_changes_a_copy_before_annotation():
 
 
 def test_the_accurate_recipe_keeps_more_of_few_bits_and_says_what_it_did():
-    model, data, fresh = perceptron(), batches(), batches(1, first=50)[0]
-    levels = {}
-    for recipe in ("fast", "accurate"):
-        artefact = quantplug.quantize(model, (fresh,), "xnnpack", data, "int4_dynamic", recipe=recipe, progress=False)
-        levels[recipe] = sqnr(artefact(fresh), model(fresh))
-        assert len(artefact.applied) == len(RECIPES[recipe])
-        assert all(str(done).endswith(".") for done in artefact.applied)
-    assert levels["accurate"] > levels["fast"] + 2
+    gains = []
+    for seed in range(4):  # what one net of random numbers gains differs by 2 dB
+        model, data, fresh = perceptron(seed), batches(first=1000 * seed), batches(1, first=1000 * seed + 50)[0]
+        levels = {}
+        for recipe in ("fast", "accurate"):
+            artefact = quantplug.quantize(
+                model, (fresh,), "xnnpack", data, "int4_dynamic", recipe=recipe, progress=False
+            )
+            levels[recipe] = sqnr(artefact(fresh), model(fresh))
+            assert len(artefact.applied) == len(RECIPES[recipe])
+            assert all(str(done).endswith(".") for done in artefact.applied)
+        gains.append(levels["accurate"] - levels["fast"])
+    assert sum(gains) / len(gains) > 3
 
 
 def test_what_is_no_recipe_is_refused_before_anything_is_done():

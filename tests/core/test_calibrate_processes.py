@@ -2,13 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from calibration_models import batches, prepared, qparams
+from ranks import run_ranks
 
 from quantplug.core.calibration.calibrate import calibrate
 
@@ -17,21 +17,7 @@ WORKER = Path(__file__).parents[1] / "calibration_worker.py"
 
 def ranks(count, scenario, folder):
     """Runs one worker for each rank and returns what each wrote; None for one that died."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), "rank", scenario, str(folder)],
-            env=common | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    for process in started:
-        process.communicate(timeout=150)
+    run_ranks(count, WORKER, "rank", scenario, folder, timeout=150)
     files = [folder / f"rank{rank}.json" for rank in range(count)]
     return [json.loads(file.read_text()) if file.exists() else None for file in files]
 
