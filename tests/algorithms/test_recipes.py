@@ -46,6 +46,7 @@ def test_an_algorithm_of_a_users_own_changes_a_copy_before_annotation():
     assert all(torch.equal(value, before[name]) for name, value in exported.state_dict().items())
 
 
+@pytest.mark.slow
 def test_the_accurate_recipe_keeps_more_of_few_bits_and_says_what_it_did():
     gains = []
     for seed in range(4):  # what one net of random numbers gains differs by 2 dB
