@@ -424,8 +424,10 @@ def test_bad_input_is_a_sentence(tmp_path):
     for answer in answers:
         with pytest.raises(ConfigError, match="The metric returned"):
             tune(MODEL, example, DATA, MagicMock(return_value=answer))
-    with pytest.raises(CalibrationError):
+    with pytest.raises(CalibrationError, match="tune takes 1 or more batches"):
         tune(MODEL, example, [], Agreement())
+    with pytest.raises(CalibrationError, match="tune takes 1 or more batches"):
+        tune(MODEL, example, iter([]), at_least=20.0)
     log = tmp_path / "log.jsonl"
     tune(MODEL, example, DATA, Agreement(), log=log, backend="x86", candidates=["int8"], drop=60)
     with pytest.raises(ArtefactError, match="of a search with another candidates"):

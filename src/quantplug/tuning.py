@@ -32,7 +32,7 @@ from quantplug.algorithms.sensitivity import sensitivity
 from quantplug.core.annotation.plan import Plan, plan_of
 from quantplug.core.calibration.batches import digest
 from quantplug.core.calibration.progress import progress_bar
-from quantplug.core.errors import ArtefactError, ConfigError, ModelError, first_line
+from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError, ModelError, first_line
 from quantplug.core.files.typed import typed
 from quantplug.core.files.whole import require_writable, write_content
 from quantplug.core.peers.torch_names import pytree
@@ -181,6 +181,10 @@ def tune(
     names = _candidates(backend, candidates)
     _require_options(metric, drop, at_least, evaluate, cost, trials, workers)
     data, algorithms = list(calibration), recipe_of(recipe)
+    if not data:
+        raise CalibrationError(
+            "tune takes 1 or more batches, and calibration yielded none (a generator can be read only once); pass more."
+        )
     given = Job(model, example_inputs, data, metric, backend, evaluate, cost, dynamic_shapes, inputs, algorithms)
     job = replace(given, model=export(model, example_inputs, dynamic_shapes))
     with _elsewhere(given, workers, executor) as ahead, progress_bar(progress, trials, "tune", "trials") as advance:
