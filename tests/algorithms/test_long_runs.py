@@ -21,6 +21,7 @@ import quantplug
 from quantplug.algorithms.gptq import GPTQ
 from quantplug.core.calibration import parking
 from quantplug.core.calibration.parking import Parking
+from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.errors import ArtefactError, CalibrationError
 
 WORKER = Path(__file__).parents[1] / "gptq_worker.py"
@@ -45,7 +46,7 @@ def small():
 
 
 class InPlace(nn.Module):
-    """Views of one memory that are written, a buffer that is written, and an input that is."""
+    """Views of one memory that are written, and a buffer that is."""
 
     def __init__(self):
         super().__init__()
@@ -284,3 +285,35 @@ def test_weights_in_pieces_are_as_near_to_float_as_whole_ones(monkeypatch):
         levels.append(GPTQ().apply(prepared(), data()))
     for name, layer in levels[0].items():
         assert layer.after == pytest.approx(levels[1][name].after, abs=0.2)
+
+
+class WritesItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x.mul_(2))))
+
+
+@pytest.mark.parametrize("algorithm", [quantplug.Equalize(), quantplug.Smooth()])
+@pytest.mark.parametrize("budget", [2**28, 0])
+def test_batches_stay_what_they_are_where_a_model_writes_its_input(algorithm, budget, monkeypatch):
+    monkeypatch.setattr(parking, "BUDGET", budget)
+    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    before = [batch.clone() for batch in batches]
+    algorithm.apply(torch.export.export(WritesItsInput().eval(), (torch.randn(4, 8),)).module(), batches)
+    assert all(map(torch.equal, batches, before))
+
+
+def test_a_bar_inside_a_bar_is_not_shown(capfd, monkeypatch):
+    """As where the metric of a search calibrates something; rich refuses two at a time."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress_bar(shown=True, total=1, step="outside") as outer:
+        with progress_bar(shown=True, total=1, step="inside") as inner:
+            inner()
+        outer()
+    shown = capfd.readouterr().err
+    assert "outside" in shown
+    assert "inside" not in shown
