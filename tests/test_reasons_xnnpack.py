@@ -100,6 +100,7 @@ LIMITED = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LIMITED)
 def test_what_kernels_do_not_take_is_told_before_calibration(name):
     model, shape, shapes, reason = LIMITED[name]

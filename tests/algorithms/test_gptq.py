@@ -231,7 +231,7 @@ def perceptron(width=64):
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("backend", "config"),
-    [("xnnpack", "int4_dynamic_groups"), ("xnnpack", "int4_dynamic"), ("x86", "int4_weight_only")],
+    [("x86", "int4_weight_only"), ("xnnpack", "int4_dynamic_groups"), ("xnnpack", "int4_dynamic")],
 )
 def test_the_file_that_a_user_gets_is_nearer_to_float(backend, config):
     model, data = perceptron(), [correlated(64, 64, seed=seed) for seed in range(2)]

@@ -188,7 +188,7 @@ def alone():
     return bits(model)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 def test_ranks_end_with_the_bits_of_one_process_with_all_data(count, tmp_path):
     found, wanted = ranks(count, "", tmp_path), alone()
@@ -217,6 +217,7 @@ def test_a_rank_that_fails_is_an_error_on_all(scenario, first, second, tmp_path)
             assert rank["clean"]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_and_ends_with_the_same_bits(tmp_path, monkeypatch):
     path = tmp_path / "run"
     process = subprocess.Popen(

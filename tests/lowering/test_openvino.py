@@ -87,6 +87,7 @@ def test_a_saved_openvino_program_loads_with_its_weights_as_integers(residual, t
         program.save(tmp_path / "nowhere" / "model.zip")
 
 
+@pytest.mark.slow
 def test_attention_and_weight_only_models_reach_openvino():
     pytest.importorskip("openvino")
     torch.manual_seed(0)

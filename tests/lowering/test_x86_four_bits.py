@@ -57,6 +57,7 @@ def test_b26_e08_a_saved_file_holds_four_bits_and_computes_what_its_graph_does(t
     assert "int8 of 4 bits per group" in str(artefact.report)
 
 
+@pytest.mark.slow
 def test_open_sizes_and_compiled_programs_have_the_kernel_too():
     batch = torch.export.Dim("batch", min=2, max=64)
     x = torch.randn(4, 256)

@@ -86,6 +86,7 @@ def test_a_plan_carries_the_limit():
     assert limits.pairs == ONEDNN_PAIRS
 
 
+@pytest.mark.slow
 def test_the_conformance_kit_tries_the_limit():
     limit = Pairs(2**15 - 1, "this device adds two products in 16 bits", "quantize with weight_bits=7")
     configs = {"int8": lambda **o: get_x86_quantization_config(weight_bits=8, **o)}
