@@ -227,6 +227,7 @@ def test_quantize_takes_any_quantizer_and_the_backend_lowers(name):
     assert sqnr(artefact(x).logits, model(x).logits) > 25
 
 
+@pytest.mark.slow
 def test_a_quantizer_of_one_backend_that_another_lowers_is_told():
     """Given as `quantizer=` alone, one of x86 was lowered to XNNPACK in silence."""
     x, quantizer = torch.randn(2, 3, 8, 8), quantplug.get_quantizer("x86").set_global("int8_weight_only")

@@ -128,6 +128,7 @@ def test_quantize_corrects_biases_with_as_many_samples_as_asked(run, monkeypatch
     assert seen == [6, 128]
 
 
+@pytest.mark.slow
 def test_quantize_takes_a_recipe_by_its_name_and_says_what_was_done(run):
     line = "quantize model.pt2 --calibration data.npz --out better.pte"
     code, out, _ = run(f"{line} --recipe accurate")

@@ -126,6 +126,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 def test_files_of_other_kinds_are_named_and_trust_is_not_asked_for(tmp_path):
     write_kinds(tmp_path)
     for name, kind in KINDS.items():

@@ -136,6 +136,7 @@ def test_what_stands_behind_a_layer_is_float_where_its_result_is(config):
     assert config == "int8" or report["relu_"] == "nearest rule 'linear_relu': the layer before it yields floats"
 
 
+@pytest.mark.slow
 def test_a_program_lists_the_operators_of_the_graph_and_none_that_legalization_wrote():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5)).eval()
     artefact = quantized(model, (torch.randn(1, 3, 8, 8),), "int8_weight_only")

@@ -40,6 +40,7 @@ def found(made, check):
 MIXED = backend(linear(()), under(binary("add", (), shared_inputs=True), UINT8))
 
 
+@pytest.mark.slow
 def test_b26_int8_layers_are_tried_before_a_uint8_sum_and_the_other_way_round():
     _, behind = found(MIXED, "level")
     assert {name: verdict.status for name, verdict in behind.items()} == {

@@ -69,6 +69,7 @@ def test_b26_to_share_a_scale_and_to_use_an_own_one_fails_the_output():
     }
 
 
+@pytest.mark.slow
 def test_b26_a_wrong_kind_of_output_fails_the_output():
     def shared(annotations, match):
         annotations[match.root].output_qspec = SharedQuantizationSpec((match["a"], match["op"]))
@@ -209,6 +210,7 @@ def rescaling(low, high, rewrite=to_kernel, *, or_float=False):
     return replace(with_row(HONEST.rescaling(low, high, "each", or_float=or_float)), lowering=lower)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_rescales_less_than_its_row_declares_fails_rescaled():
     found = failed(rescaling(2**-10, 2**8, narrow), "add")
     assert set(found) == {"rescaled"}
@@ -267,6 +269,7 @@ def test_an_annotation_that_cannot_be_carried_out_fails_verified():
     assert set(failed(with_row(replace(deciding(of_no_input), dtypes=())))) == {"verified"}
 
 
+@pytest.mark.slow
 def test_what_does_not_survive_saving_fails_serialised(monkeypatch):
     monkeypatch.setattr(torch.export, "save", lambda program, where: where.write(b"gone"))
     found = failed(replace(TINY_NPU, name="liar", lowering=lambda c, i: Unsaved(TINY_NPU.lower(c, i))))

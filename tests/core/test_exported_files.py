@@ -224,6 +224,7 @@ def test_arithmetic_of_models_is_read(text):
     assert is_size(text)
 
 
+@pytest.mark.slow
 def test_an_archive_of_many_records_is_read_in_no_time(saved, tmp_path):
     path = rewritten(saved, tmp_path, lambda records: records.update({f"extra/{n}": b"" for n in range(20_000)}))
     begun = time.perf_counter()

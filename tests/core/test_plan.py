@@ -174,6 +174,7 @@ def test_a_malformed_plan_is_one_sentence(net, how):
     assert len(str(error.value)) < 500
 
 
+@pytest.mark.slow
 def test_what_is_registered_may_be_named_by_a_plan_of_another_process(net, tmp_path):
     """The observer of a user's own module: refused where nobody knows it, used where it was registered."""
     (tmp_path / "mine.py").write_text(

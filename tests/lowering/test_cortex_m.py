@@ -74,6 +74,7 @@ def test_whole_networks_stay_in_integers(model, tmp_path):
     assert saved.stat().st_size == artefact.nbytes
 
 
+@pytest.mark.slow
 def test_what_the_kernels_do_not_take_stays_float_with_the_reason():
     for model, x, reason in (
         (nn.Conv2d(4, 4, 3, groups=2), MAP, "2 groups over 4 channels, the kernels take 1 or all"),

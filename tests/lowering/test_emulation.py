@@ -118,6 +118,7 @@ def test_r23_whole_models_have_no_mismatching_element(backend, model, shape):
         assert (ours.node, ours.placement) == (theirs.node, theirs.placement) or backend == "xnnpack"
 
 
+@pytest.mark.slow
 def test_r08_quantization_of_floats_rounds_as_the_runtime_does():
     """Numbers next to the middle between two steps show the last bit of the reciprocal."""
     torch.manual_seed(0)

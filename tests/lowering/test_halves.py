@@ -131,6 +131,7 @@ def test_e13_recurrent_layers_say_what_their_weights_are_stored_in(layer, config
         assert "its weight can be stored in torch.float16 alone, not in torch.int8" in row.reason
 
 
+@pytest.mark.slow
 def test_e13_numbers_that_float16_does_not_hold_are_told():
     """A program of zeros passed: its graph, computed in float16 as well, kept as little."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)).eval()
@@ -224,6 +225,7 @@ def test_e13_a_constant_beyond_float16_that_a_foreign_quantizer_asks_for_is_one_
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_e13_masks_of_the_least_float32_do_not_become_nan_on_xnnpack():
     def attend(m, x):
         scores = m.key(x) @ x.transpose(1, 2)

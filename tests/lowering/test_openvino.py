@@ -101,6 +101,7 @@ def test_attention_and_weight_only_models_reach_openvino():
         assert any("OpenVINO runs it in f32" in operator.reason for operator in program.ops)
 
 
+@pytest.mark.slow
 def test_the_open_sizes_of_a_model_of_any_number_of_inputs_stay_open():
     pytest.importorskip("openvino")
     torch.manual_seed(0)
@@ -126,6 +127,7 @@ def test_the_open_sizes_of_an_exported_program_stay_open_without_being_named_aga
             assert sqnr(expected, each(x)["logits"]) > 60
 
 
+@pytest.mark.slow
 def test_what_stays_float_computes_in_bfloat16_on_demand_also_when_loaded(tmp_path):
     pytest.importorskip("openvino")
     torch.manual_seed(0)

@@ -96,6 +96,7 @@ class Shipped(Program):
         return self.inner.nbytes
 
 
+@pytest.mark.slow
 def test_r22_r24_a_function_of_ones_own_lowers_stock_rows_to_a_file_that_the_runtime_runs(tmp_path):
     def ship(converted, example_inputs, **options):
         return Shipped(xnnpack.lower(converted, example_inputs, **options))

@@ -85,11 +85,13 @@ def test_angles_of_run_time_stay_float(backend, product):
         assert sqnr(artefact(*call), artefact.reference(*call)) > 30
 
 
+@pytest.mark.slow
 def test_the_report_says_so():
     reason = quantized(Rotary(mul), "xnnpack").report.row("mul").reason
     assert reason.endswith("'mul' (aten.mul.Tensor) is an angle of sin or cos, which 8 bits do not hold")
 
 
+@pytest.mark.slow
 def test_operators_that_scale_positions_stay_float():
     model = ByPosition()
     artefact = quantized(model, "xnnpack")
@@ -116,6 +118,7 @@ def test_images_of_integers_are_no_positions():
         assert all(row.quantized for row in artefact.report.rows if row.operator.startswith(("conv", "linear")))
 
 
+@pytest.mark.slow
 def test_a_scope_that_names_the_operator_is_obeyed():
     quantizer = quantplug.get_quantizer("xnnpack")
     quantizer.set_global("int8").set_operator_type("mul", "int8")

@@ -121,6 +121,7 @@ def test_what_the_kernel_does_not_read_stays_float_with_the_reason(layer, wide, 
     assert sqnr(artefact(x), artefact.reference(x)) > 45
 
 
+@pytest.mark.slow
 def test_a_decomposed_graph_whose_weights_lie_the_other_way_stays_float_with_the_reason():
     x = torch.randn(3, 256)
     exported = torch.export.export(Block().eval(), (x,)).run_decompositions().module()
@@ -159,6 +160,7 @@ def test_openvino_says_that_it_stores_eight_bits_for_four():
         quantplug.prepare_pt2e(exported, quantizer)
 
 
+@pytest.mark.slow
 def test_openvino_lowers_weights_in_groups():
     """Lowering ended in an assertion without words."""
     pytest.importorskip("openvino")

@@ -84,6 +84,7 @@ def test_what_every_step_says_holds(config):
     checked(*small(), config=config)
 
 
+@pytest.mark.slow
 def test_what_every_step_says_holds_of_a_decomposed_graph():
     checked(*small(), decomposed=True)
 

@@ -256,6 +256,7 @@ def test_what_no_integer_kernel_computes_stays_float_and_says_why(name):
     assert program.delegates == 1
 
 
+@pytest.mark.slow
 def test_zero_pad_between_an_integer_and_a_float_operator():
     program = lowered(Net(lambda s, x: F.pad(fake(torch.relu(fake(x))), (1, 1, 1, 1)).softmax(-1)), IMAGE)
     assert [op.placement for op in program.ops if "reshape" not in op.target] == ["int8", "int8", "float"]
@@ -274,6 +275,7 @@ def test_a_dequantize_shared_by_an_integer_and_a_float_operator():
     assert [op.placement for op in program.ops if "reshape" not in op.target] == ["int8", "int8", "float", "float"]
 
 
+@pytest.mark.slow
 def test_weight_only_linear_keeps_integer_weights_in_the_file():
     torch.manual_seed(0)
     program = lowered(Net(lambda s, x: F.linear(x, s.w(), s.b), w=Weight(256, 256), b=bias(256)), (4, 256))

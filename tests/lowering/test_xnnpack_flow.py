@@ -152,6 +152,7 @@ def test_a_local_response_norm_and_a_volume_run():
     assert (program.counts.f32, program.delegates) == (1, 1)
 
 
+@pytest.mark.slow
 def test_a_dynamic_linear_behind_a_convolution_runs():
     flow(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(6, 4)), (1, 3, 8, 8), config="int8_dynamic", minimum=30.0)
 

@@ -59,6 +59,7 @@ def test_a_single_weight_of_four_bits_stays_float_with_the_reason(config):
     assert sqnr(artefact(x), artefact.reference(x)) > 100
 
 
+@pytest.mark.slow
 def test_weights_of_four_bits_beside_calibrated_inputs_are_told():
     """Their kernels store 8 bits; the file was as large as that of int8, and nobody was told."""
     backend = quantplug.get_quantizer("xnnpack").backend

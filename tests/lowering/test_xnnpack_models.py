@@ -151,6 +151,7 @@ class Remembers(nn.Module):
         return y
 
 
+@pytest.mark.slow
 def test_a_program_begins_with_the_state_of_its_model_and_keeps_it_between_calls():
     torch.manual_seed(0)
     model, inputs = Remembers().eval(), [torch.randn(1, 4) for _ in range(6)]

@@ -69,6 +69,7 @@ def test_a_float_convolution_of_one_dimension_between_integers_runs_in_the_deleg
     assert placed == ["int8", "float", "int8"]
 
 
+@pytest.mark.slow
 def test_a_convolution_of_one_dimension_beyond_its_ratio_is_float_with_that_reason():
     torch.manual_seed(0)
     first, last = nn.Conv1d(2, 3, 1, bias=False), nn.Conv1d(3, 3, 1)

@@ -121,6 +121,7 @@ def test_images_of_a_single_number_stay_float_with_the_reason():
         assert sqnr(artefact(images), artefact.reference(images)) > 60
 
 
+@pytest.mark.slow
 def test_images_of_open_size_have_a_scale_each():
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1)), fading(4, 8, 12, 12)

@@ -25,6 +25,7 @@ def require_agreement(artefact, *batches):
         assert decibels(artefact(x), artefact.reference(x)) >= 40
 
 
+@pytest.mark.slow
 def test_a_program_of_convolutions_takes_every_batch_that_was_exported():
     """Fake convolutions ask whether the batch is below 16."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))

@@ -154,6 +154,7 @@ class Offered(Partitioner):
         return PartitionResult(tagged_exported_program=exported_program, partition_tags={})
 
 
+@pytest.mark.slow
 def test_the_head_is_offered_to_other_delegates():
     reference, other = converted(Images().eval(), mixed(), X), Offered()
     get_quantizer("xnnpack").backend.lower(reference, (X,), accepts=lambda node: node in BACKBONE, partitioners=[other])
