@@ -23,22 +23,21 @@ import torch
 from torch import Tensor, fx, nn
 from torchao.quantization.pt2e import FixedQParamsObserver
 
-from quantplug.algorithms.frozen import freeze, is_frozen
+from quantplug.algorithms.frozen import is_frozen
 from quantplug.algorithms.pieces import Piece, pieces_of
 from quantplug.algorithms.pieces import joined as joined_pieces
 from quantplug.algorithms.products import Sums
 from quantplug.algorithms.results import ByLayer
 from quantplug.algorithms.rounded import Log, Rounded
 from quantplug.algorithms.rounding import Passing, Tried, descended, errors_of, factors_of, refitted, target_of
-from quantplug.algorithms.weights import Grid, Weight, weights_of
+from quantplug.algorithms.weights import Grid, Weight, keep, weights_of
 from quantplug.core.calibration.batches import digest
-from quantplug.core.calibration.node_by_node import Batches, BatchRun, batches_of
+from quantplug.core.calibration.node_by_node import Batches, BatchRun, FloatRun, batches_of
 from quantplug.core.calibration.observer_places import require_observers
 from quantplug.core.calibration.processes import Alone, Exchange, joined, telling
 from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.errors import ConfigError
 from quantplug.core.files.whole import require_writable
-from quantplug.core.graph.editing import new_parameter, replace_parameter
 from quantplug.core.peers.torch_names import pytree
 from quantplug.core.specs.levels import decibels
 
@@ -139,7 +138,7 @@ class GPTQ:
                 found = self._all_rounded(model, batches, weights, ranks, log)
                 ranks.gather(None)  # what fails after this fails on all
             for one in found:
-                _keep(model, one)
+                keep(model, one.weight, one.value, one.scale)
             model.recompile()
             log.remove()
         return RoundedWeights({layer.node.name: _quality(one) for one in found for layer in one.weight.layers}, left)
@@ -169,7 +168,7 @@ class GPTQ:
         self, model: fx.GraphModule, batches: Batches, weights: list[Weight], ranks: Exchange | Alone, log: Log
     ) -> Iterator[Rounded]:
         own, count = batches[ranks.rank :: ranks.size], len(batches)
-        runs, floats = (own.runs(partial(BatchRun, model)) for _ in range(2))
+        runs, floats = (own.runs(partial(kind, model)) for kind in (BatchRun, FloatRun))
         by_layer = {layer.node: (weight, layer) for weight in weights for layer in weight.layers}
         sums = Sums(runs, floats, ranks, count)
         for node, _ in zip(runs.stops(by_layer), floats.stops(by_layer), strict=True):
@@ -249,16 +248,3 @@ def _is_given(observer: nn.Module) -> bool:
     scheme: Any = getattr(observer, "scheme", None)
     powers = getattr(scheme, "power_of_two", False)
     return is_frozen(observer) or isinstance(observer, FixedQParamsObserver) or bool(powers)
-
-
-def _keep(model: fx.GraphModule, one: Rounded) -> None:
-    """Puts a rounded weight into the model; the tensor that it had may be the caller's, or read in float."""
-    layers = one.weight.layers
-    if one.weight.is_read_in_float:
-        own = new_parameter(model, layers[0].constant, "rounded", one.value)
-        for layer in layers:
-            layer.observed.replace_input_with(layer.constant, own)
-    else:
-        replace_parameter(model, one.weight.paths, one.value)
-    for layer in layers:
-        freeze(layer.observer, one.scale, one.weight.grid.zero_point)

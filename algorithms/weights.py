@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, fx, nn
 from torchao.quantization.pt2e import AffineQuantizedObserverBase
 
+from quantplug.algorithms.frozen import freeze
+from quantplug.core.calibration.node_by_node import move_parameter
+from quantplug.core.graph.editing import new_parameter
 from quantplug.core.graph.facts import attribute, observer_of, operands, operator_name
 from quantplug.core.observers.torchao_histogram import calculate_qparams
 from quantplug.core.pt2e.observed import calls_of_observers, observe_constants
@@ -54,6 +57,14 @@ class Grid:
             return matrix.sum().reshape(self.scale.shape)
         blocks = matrix.reshape(*matrix.shape[:2], -1, self.block) if self.block else matrix.unsqueeze(2)
         return blocks.sum(-1).reshape(self.scale.shape)
+
+    def multiplied(self, matrix: Tensor, factor: Tensor) -> Tensor:
+        """Returns a matrix [groups, rows, columns] times a factor for each scale, in the scale's shape."""
+        if not self.by_row:
+            return matrix * factor.reshape(1, 1, 1)
+        groups, rows, columns = matrix.shape
+        blocks = matrix.reshape(groups, rows, -1, self.block or columns)
+        return (blocks * factor.reshape(groups, rows, -1, 1)).reshape(matrix.shape)
 
     def rounded(self, matrix: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
         """Returns the nearest values, given a scale and zero point for each element."""
@@ -140,6 +151,26 @@ def weights_of(model: fx.GraphModule) -> tuple[list[Weight], dict[str, str]]:
         else:
             left |= {layer.node.name: weight for layer in readers}
     return weights, left
+
+
+def keep(model: fx.GraphModule, weight: Weight, value: Tensor, scale: Tensor) -> None:
+    """Gives a weight's layers another value, and its observers a scale; who reads the weight in float keeps it.
+
+    Args:
+        model: the prepared graph module.
+        weight: of it.
+        value: on the grid of the scale.
+        scale: in the shape in which the observers give theirs.
+    """
+    paths = weight.paths
+    if weight.is_read_in_float:
+        own = new_parameter(model, weight.layers[0].constant, "rounded", weight.value)
+        for layer in weight.layers:
+            layer.observed.replace_input_with(layer.constant, own)
+        paths = (str(own.target),)
+    move_parameter(model, paths, value)
+    for layer in weight.layers:
+        freeze(layer.observer, scale, weight.grid.zero_point)
 
 
 def _layer(node: fx.Node) -> Layer | str | None:

@@ -25,11 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.calibration.node_by_node import Batches, BatchRun, SideBySide, batches_of
+from quantplug.core.calibration.node_by_node import Batches, BatchRun, FloatRun, SideBySide, batches_of, move_parameter
 from quantplug.core.calibration.observer_places import channel_axis, require_observers
 from quantplug.core.calibration.outputs import OutputNoise, by_sample
 from quantplug.core.calibration.progress import progress_bar
-from quantplug.core.graph.editing import replace_parameter
 from quantplug.core.graph.facts import attribute, is_observer, operands, tensor_value
 from quantplug.core.graph.operators import operator_overloads
 from quantplug.core.observers.from_specs import is_derived
@@ -103,14 +102,16 @@ def correct_biases(
 
 def _corrected(model: fx.GraphModule, biases: Mapping[str, str], batches: Batches) -> BiasCorrection:
     sums, names, quantized = _sums(model, biases), list(biases), convert_pt2e(model)
-    wanted, starts = batches[1::2].runs(partial(BatchRun, model)), _starts(len(names))
+    half = (len(batches) + 1) // 2
+    seen, held_back = batches[:half], batches[half:]
+    wanted, starts = held_back.runs(partial(FloatRun, model)), _starts(len(names))
     changes, tried = [], []
     with progress_bar(shown=True, total=1 + len(starts), step="correct biases", unit="passes") as advance:
-        expected = _means(model, batches[::2], {sums.get(name, name): name for name in names})
+        expected = _means(model, seen, {sums.get(name, name): name for name in names})
         for start in starts:
             advance()
-            changes.append(_changes(quantized, batches[::2], names[start:], sums, expected))
-            tried.append(_tried(quantized, batches[1::2], wanted, changes[-1]))
+            changes.append(_changes(quantized, seen, names[start:], sums, expected))
+            tried.append(_tried(quantized, held_back, wanted, changes[-1]))
         advance()
     best = max(range(len(tried)), key=lambda place: tried[place].decibels)
     before, after = tried[0], tried[best]
@@ -166,7 +167,7 @@ def _sum(model: fx.GraphModule, layer: fx.Node) -> fx.Node | None:
 
 def _means(model: fx.GraphModule, batches: Batches, places: Mapping[str, str]) -> dict[str, Tensor]:
     """Returns the channels' means in the float model at {place: layer}."""
-    runs, axes = batches.runs(partial(BatchRun, model)), _axes(model, places)
+    runs, axes = batches.runs(partial(FloatRun, model)), _axes(model, places)
     return {node.name: _mean(runs, node, axes[node.name]) for node in runs.behind(_named(model, places))}
 
 
@@ -241,4 +242,4 @@ def _along_channels(change: Tensor, value: Tensor, axis: int) -> Tensor:
 def _add(model: fx.GraphModule, name: str, change: Tensor) -> None:
     """Replaces a bias: the tensor itself may be the caller's."""
     before = attribute(model, name)
-    replace_parameter(model, [name], (before + change).to(before.dtype))
+    move_parameter(model, [name], (before + change).to(before.dtype))

@@ -16,7 +16,9 @@ from quantplug.core.calibration.parking import Parked, Parking, memories
 from quantplug.core.calibration.processes import in_turns, joined, telling
 from quantplug.core.errors import CalibrationError
 from quantplug.core.graph.constants import written_buffers
+from quantplug.core.graph.editing import replace_parameter
 from quantplug.core.graph.facts import attribute, is_observer, is_written
+from quantplug.core.graph.meta import FLOATS
 from quantplug.core.peers.torch_names import pytree
 
 Batch: TypeAlias = tuple[Any, ...]
@@ -58,6 +60,33 @@ class BatchRun(fx.Interpreter):
         if is_observer(self.fetch_attr(str(target))):
             return args[0]
         return super().call_module(target, args, kwargs)
+
+
+class FloatRun(BatchRun):
+    """Runs a prepared model as it was before algorithms moved its weights and biases."""
+
+    def __init__(self, model: fx.GraphModule, batch: Batch) -> None:
+        super().__init__(model, batch)
+        self._floats = FLOATS.get(model, {})
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Reads a parameter that was moved as it was."""
+        found = self._floats.get(str(target))
+        return super().get_attr(target, args, kwargs) if found is None else found
+
+
+def move_parameter(model: fx.GraphModule, names: Sequence[str], value: Tensor, before: Tensor | None = None) -> None:
+    """Gives a parameter of a prepared model another value under all its names; runs in float keep what it was.
+
+    Args:
+        model: the prepared model.
+        names: of the parameter.
+        value: what takes its place.
+        before: what it is in the float model, if not what it was.
+    """
+    was = attribute(model, names[0]) if before is None else before
+    FLOATS.put(model, {**dict.fromkeys(names, was), **FLOATS.get(model, {})})
+    replace_parameter(model, names, value)
 
 
 def _own(node: fx.Node, value: Any) -> Any:

@@ -70,10 +70,10 @@ class OutputNoise:
 
     def is_less_than(self, other: "OutputNoise") -> bool:
         """Tells whether the outputs are nearer to float than others, by more than chance."""
-        return self.decibels > other.decibels + LEAST_GAIN and _is_no_chance(other.errors - self.errors)
+        return self.decibels > other.decibels + LEAST_GAIN and is_no_chance(other.errors - self.errors)
 
 
-def _is_no_chance(gains: Tensor) -> bool:
+def is_no_chance(gains: Tensor) -> bool:
     """Tells whether samples gain, and not by chance (one-sided t-test, 95 %); one sample tells nothing.
 
     Args:

@@ -36,7 +36,7 @@ class HalfFakeQuantize(FakeQuantizeBase):
         """Returns x as its half numbers stand for it, or x itself while fake quantization is disabled."""
         if self.fake_quant_enabled[0] == 0:
             return x
-        return _straight_through(x, x.detach().to(self.dtype).to(x.dtype))
+        return straight_through(x, x.detach().to(self.dtype).to(x.dtype))
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
         """Returns the scale and zero point of a cast, which changes neither."""
@@ -71,7 +71,7 @@ class RunTimeFakeQuantize(FakeQuantizeBase):
             tail = (*chosen, *limits, self.dtype)
             integers = _OPS.quantize_per_tensor.tensor(x, *tail)
             rounded = _OPS.dequantize_per_tensor.tensor(integers, *tail, out_dtype=x.dtype)
-        return _straight_through(x, rounded)
+        return straight_through(x, rounded)
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
         """Raises, since there is no range before the program runs.
@@ -94,6 +94,7 @@ class _StraightThrough(torch.autograd.Function):
         return gradient, None
 
 
-def _straight_through(x: Tensor, rounded: Tensor) -> Tensor:
+def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
+    """Returns the second value, whose gradient passes to the first one as it is."""
     passed: Tensor = _StraightThrough.apply(x, rounded)  # type: ignore[no-untyped-call]
     return passed

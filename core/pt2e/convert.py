@@ -16,7 +16,7 @@ from quantplug.core.errors import ConfigError, ConvertError
 from quantplug.core.graph.control import run_as_operators
 from quantplug.core.graph.editing import erase_dead_code
 from quantplug.core.graph.facts import attribute, require_graph_module
-from quantplug.core.graph.meta import PHASE
+from quantplug.core.graph.meta import FLOATS, PHASE
 from quantplug.core.graph.phases import CONVERTED, PREPARED, phase_of
 from quantplug.core.graph.submodels import lift_constants, submodel_targets
 from quantplug.core.graph.working_copy import collection_paused, rebuilt, working_copy
@@ -86,6 +86,7 @@ def _convert(prepared: fx.GraphModule, fold: bool) -> fx.GraphModule:
     erase_dead_code(model.graph)
     converted = rebuilt(model, submodels)
     PHASE.put(converted, CONVERTED)
+    FLOATS.drop(converted)
     return converted
 
 

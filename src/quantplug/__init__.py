@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from quantplug.algorithms.rotate import Rotate as Rotate
     from quantplug.algorithms.sensitivity import sensitivity as sensitivity
     from quantplug.algorithms.smooth import Smooth as Smooth
+    from quantplug.algorithms.train_scales import TrainScales as TrainScales
     from quantplug.annotators.presets import get_symmetric_quantization_config as get_symmetric_quantization_config
     from quantplug.annotators.qspecs import get_bias_qspec as get_bias_qspec
     from quantplug.annotators.qspecs import get_input_act_qspec as get_input_act_qspec
@@ -129,6 +130,7 @@ _HOME = {
     "Report": "quantplug.core.report.explain",
     "Rotate": "quantplug.algorithms.rotate",
     "Smooth": "quantplug.algorithms.smooth",
+    "TrainScales": "quantplug.algorithms.train_scales",
     "TensorRTQuantizer": "quantplug.quantizers.tensorrt",
     "TrialError": "quantplug.core.errors",
     "X86Program": "quantplug.lowering.x86",

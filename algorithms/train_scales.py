@@ -1,0 +1,282 @@
+"""Scales that are trained: integers of few bits stay, and what they are multiplied by is fitted to the model's outputs.
+
+Before: a prepared, calibrated graph, best with weights that `GPTQ` has rounded, and batches. After: the same graph
+with other scales of its weights, biases and norms, with which the outputs are nearer to those of the float model.
+
+Chen et al., "EfficientQAT: Efficient Quantization-Aware Training for Large Language Models", arXiv:2407.11062, section
+3.3, who train the scales end to end by the labels. Here the float model teaches (Hinton et al., arXiv:1503.02531): the
+loss is the divergence of the outputs' softmax and the squared error of the outputs, each as a share of what it was. The
+divergence tells which of a language model's 50,000 logits count; alone it fits the batches that it sees, and the
+squared error, which asks for all of them, holds it back.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+from torchao.quantization.pt2e import FixedQParamsObserver
+
+from quantplug.algorithms.frozen import is_frozen
+from quantplug.algorithms.trainable import Trainable
+from quantplug.algorithms.weights import Weight, keep, weights_of
+from quantplug.core.calibration.node_by_node import Batches, FloatRun, batches_of, move_parameter
+from quantplug.core.calibration.observer_places import require_observers
+from quantplug.core.calibration.outputs import floats_of, is_no_chance
+from quantplug.core.calibration.parking import Parked, Parking
+from quantplug.core.calibration.progress import progress_bar
+from quantplug.core.errors import CalibrationError, ConfigError, first_line
+from quantplug.core.specs.levels import decibels
+
+# Weights with more integers than these bits give are near enough to float that their scales do not matter.
+_BITS = 5
+# Of eight batches one is held back.
+_HELD_BACK = 8
+# The rate grows over so many steps.
+_WARM = 8
+# As in the paper's code: of noisy gradients, a mean over the last twenty squares.
+_BETAS = (0.9, 0.95)
+# What the loss has to fall by, and what the squared error may grow by: 0.2 and 0.1 decibels.
+_LEAST_GAIN, _MOST_LOSS = 10**-0.02, 10**0.01
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far outputs are from those of the float model.
+
+    Attributes:
+        decibels: signal to quantization noise ratio.
+        divergence: Kullback-Leibler divergence of the softmax over the last dimension, in nats, in the mean.
+    """
+
+    decibels: float
+    divergence: float
+
+
+@dataclass(frozen=True)
+class TrainedScales:
+    """What training did.
+
+    Attributes:
+        scales: by the node name of each layer how many scales its weight has; empty if nothing was kept.
+        vectors: names of the biases and of the weights of norms that were trained too.
+        before: how far outputs of held-back batches were from float, None where nothing was trained.
+        after: how far they are now.
+        left: by node name why the scales of another layer are as they were.
+    """
+
+    scales: dict[str, int] = field(default_factory=dict)
+    vectors: tuple[str, ...] = ()
+    before: Distance | None = None
+    after: Distance | None = None
+    left: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """What was done, in a sentence."""
+        if self.before is None or self.after is None:
+            return "No scale was trained" + (f": {next(iter(self.left.values()))}." if self.left else ".")
+        if not self.scales:
+            return f"No trained scale was kept: held-back batches keep {self.before.decibels:.1f} dB, and gain no more."
+        return (
+            f"Scales of {len(self.scales)} layers and {len(self.vectors)} biases and norms trained: held-back batches "
+            f"keep {self.after.decibels:.1f} dB instead of {self.before.decibels:.1f}, and a divergence of "
+            f"{self.after.divergence:.3g} instead of {self.before.divergence:.3g}."
+        )
+
+
+@dataclass(frozen=True)
+class TrainScales:
+    """Trains scales of weights of few bits, biases and norms, for the outputs of the whole model; see `apply`.
+
+    Attributes:
+        samples: batches are taken until they hold so many samples, but two at least; one of eight is held back.
+        steps: of the optimizer, each on one batch.
+        rate: of learning, as a share of each number.
+        stage: which graph it is for.
+
+    Raises:
+        ConfigError: `steps` or `rate` is no positive number.
+    """
+
+    samples: int = 128
+    steps: int = 256
+    rate: float = 1e-3
+    stage: ClassVar[str] = "rounded"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
+            raise ConfigError(f"TrainScales takes a number of steps from 1 on, found {self.steps!r}; leave it out.")
+        if not isinstance(self.rate, int | float) or not 0 < self.rate < 1:
+            raise ConfigError(f"TrainScales takes a rate between 0 and 1, found {self.rate!r}; leave it out for 0.001.")
+
+    @torch.inference_mode(False)
+    def apply(
+        self, prepared: fx.GraphModule, loader: Iterable[Any], *, inputs: Callable[[Any], Any] | None = None
+    ) -> TrainedScales:
+        """Gives weights other scales, and layers and norms other biases and weights; no integer changes.
+
+        Weights of more than 5 bits are left alone, whose scales gain nothing. The others' observers keep their scales
+        from now on. What held-back batches do not confirm is not kept. Nothing of the model is changed if an error is
+        raised.
+
+        Args:
+            prepared: a calibrated model, of any quantizer, from our prepare or torchao's.
+            loader: batches as for `calibrate`.
+            inputs: picks the model's inputs out of a batch, as for `calibrate`.
+
+        Raises:
+            ModelError: `prepared` is not a prepared graph module, or is prepared for training.
+            CalibrationError: there are fewer than two batches, one does not fit the model, the outputs are not finite,
+                or an operator has no gradient.
+        """
+        model = require_observers(prepared, "TrainScales")
+        step = "TrainScales, which holds some of them back,"
+        with batches_of(model, loader, self.samples, inputs, least=2, step=step) as batches:
+            weights, left = weights_of(model)
+            left |= {
+                layer.node.name: reason for weight in weights if (reason := _kept(weight)) for layer in weight.layers
+            }
+            weights = [weight for weight in weights if not _kept(weight)]
+            if not weights:
+                return TrainedScales(left=left)
+            trainable = Trainable(model, weights)
+            with Parking() as parking, torch.enable_grad():
+                return self._trained(model, trainable, _Data(model, batches, parking), left)
+
+    def _trained(
+        self, model: fx.GraphModule, trainable: Trainable, data: "_Data", left: dict[str, str]
+    ) -> TrainedScales:
+        held_back = data.held_back
+        with progress_bar(
+            shown=True, total=self.steps + 2 * len(held_back), step="TrainScales", unit="steps"
+        ) as advance:
+            before = _Measured(trainable, data, advance)
+            self._train(trainable, data, before, advance)
+            after = _Measured(trainable, data, advance)
+        if not after.is_better_than(before):
+            return TrainedScales({}, (), before.distance, before.distance, left)
+        for each in trainable.scaled:
+            keep(model, each.weight, each.rescaled(), each.scale)
+        for vector in trainable.vectors:
+            move_parameter(model, vector.paths, vector.value().detach())
+        model.recompile()
+        scales = {layer.node.name: each.scale.numel() for each in trainable.scaled for layer in each.weight.layers}
+        vectors = tuple(vector.paths[0] for vector in trainable.vectors)
+        return TrainedScales(scales, vectors, before.distance, after.distance, left)
+
+    def _train(self, trainable: Trainable, data: "_Data", before: "_Measured", advance: Callable[[], None]) -> None:
+        optimizer = torch.optim.Adam(trainable.parameters(), lr=self.rate, betas=_BETAS)
+        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, self._share)
+        generator, order = torch.Generator().manual_seed(0), list[int]()
+        for _ in range(self.steps):
+            order = order or torch.randperm(data.seen, generator=generator).tolist()
+            loss = before.loss(data.losses(trainable, order.pop()).mean(0))
+            optimizer.zero_grad()
+            _backward(loss)
+            optimizer.step()
+            rates.step()
+            advance()
+
+    def _share(self, step: int) -> float:
+        """Returns which share of the rate a step has: all after a few, falling to none with the cosine."""
+        return min((step + 1) / _WARM, (1 + math.cos(math.pi * step / self.steps)) / 2)
+
+
+def _kept(weight: Weight) -> str | None:
+    """Returns why the scales of a weight stay."""
+    if weight.grid.high - weight.grid.low >= 2**_BITS:
+        return f"its weight has more than {_BITS} bits"
+    if not weight.is_alone:
+        return "another weight has the same scales"
+    for layer in weight.layers:
+        powers = getattr(getattr(layer.observer, "scheme", None), "power_of_two", False)
+        if powers or (isinstance(layer.observer, FixedQParamsObserver) and not is_frozen(layer.observer)):
+            return "its scale is given"
+    return None
+
+
+def _backward(loss: Tensor) -> None:
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise CalibrationError(
+            f"TrainScales found an operator without a gradient ({first_line(error)}); leave it out of the recipe."
+        ) from error
+
+
+class _Data:
+    """Batches, with what the float model makes of them; the last ones are held back.
+
+    Attributes:
+        seen: how many batches are trained on.
+        held_back: the places of the others.
+    """
+
+    def __init__(self, model: fx.GraphModule, batches: Batches, parking: Parking) -> None:
+        self._batches = batches
+        self.seen = len(batches) - max(1, len(batches) // _HELD_BACK)
+        self.held_back = range(self.seen, len(batches))
+        self._wanted: list[Parked] = []
+        with torch.no_grad():
+            for batch in batches:
+                found = [value.float() for value in floats_of(FloatRun(model, batch).result())]
+                self._wanted.append(parking.parked(found))
+
+    def losses(self, trainable: Trainable, place: int) -> Tensor:
+        """Returns for each sample of a batch energy, squared error and divergence of its outputs, [samples, 3]."""
+        batch, wanted = self._batches[place], self._wanted[place].values()
+        found = [value.float() for value in floats_of(trainable.result(batch))]
+        return _losses(found, wanted)
+
+
+def _losses(found: list[Tensor], wanted: list[Tensor]) -> Tensor:
+    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in wanted}
+    rows = sizes.pop() if len(sizes) == 1 else 0
+    total = torch.zeros(rows or 1, 3)
+    for one, other in zip(found, wanted, strict=True):
+        squares = (other.square(), (one - other).square())
+        parts = [each.reshape(rows or 1, -1).sum(1) for each in squares]
+        total = total + torch.stack([*parts, _divergence(one, other, rows or 1)], 1)
+    return total
+
+
+def _divergence(found: Tensor, wanted: Tensor, rows: int) -> Tensor:
+    """Returns the Kullback-Leibler divergence of the softmax over the last dimension, in the mean over a sample."""
+    if not wanted.dim() or wanted.shape[-1] < 2:
+        return torch.zeros(rows)
+    logs = torch.log_softmax(wanted, -1)
+    change = torch.log_softmax(found, -1) - logs
+    # Both distributions add up to 1, so that this is -p * change in the sum, whose terms would cancel.
+    each = (logs.exp() * (torch.expm1(change) - change)).sum(-1)
+    return each.reshape(rows, -1).mean(1)
+
+
+class _Measured:
+    """The losses of held-back batches, and the loss that is measured by them."""
+
+    def __init__(self, trainable: Trainable, data: _Data, advance: Callable[[], None]) -> None:
+        found = []
+        with torch.no_grad():
+            for place in data.held_back:
+                found.append(data.losses(trainable, place))
+                advance()
+        self._losses = torch.cat(found).double()
+        if not bool(torch.isfinite(self._losses).all()):
+            raise CalibrationError(
+                "TrainScales found NaN or infinity in what the model returns; take the batch out that makes them."
+            )
+        energy, error, divergence = self._losses.mean(0).tolist()
+        self.distance = Distance(decibels(energy, error), divergence)
+        self._units = torch.tensor([max(error, 1e-12 * energy, 1e-30), max(divergence, 1e-9)])
+
+    def loss(self, losses: Tensor) -> Tensor:
+        """Returns squared error and divergence as shares of what they are here, added, of losses [..., 3]."""
+        return (losses[..., 1:] / self._units).sum(-1)
+
+    def is_better_than(self, before: "_Measured") -> bool:
+        """Tells whether the loss is less, by more than chance, and the squared error not more."""
+        then, now = (before.loss(each._losses) for each in (before, self))
+        gains = bool(now.mean() < _LEAST_GAIN * then.mean()) and is_no_chance(then - now)
+        return gains and bool(self._losses[:, 1].sum() <= _MOST_LOSS * before._losses[:, 1].sum())

@@ -1,0 +1,228 @@
+"""A calibrated graph whose outputs have gradients: to scales of weights whose integers stay, and to biases and norms.
+
+Before: a prepared, calibrated graph, of any quantizer. After: runs of what convert makes of it, in which a weight is
+its integers times scales that are trained, and what is read in float and has one dimension is trained as it is.
+Whatever else is rounded, is rounded as convert would have it, and gradients pass straight through (Bengio et al.,
+arXiv:1308.3432) but for values that a static range clips.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from quantplug.algorithms.operators import quantized_graph
+from quantplug.algorithms.weights import Weight
+from quantplug.core.calibration.node_by_node import Batch, BatchRun
+from quantplug.core.graph.facts import attribute, observer_of, operands
+from quantplug.core.observers.from_specs import is_derived
+from quantplug.core.observers.straight_through import straight_through
+from quantplug.core.qdq.nodes import is_qdq
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """A weight whose scales are trained.
+
+    Attributes:
+        weight: which.
+        start: what its integers stand for with the scales that it has, in its shape.
+        trained: logarithms of what the scales are multiplied by, in the shape of the scales.
+    """
+
+    weight: Weight
+    start: Tensor
+    trained: nn.Parameter
+
+    @classmethod
+    def of(cls, weight: Weight) -> "Scaled":
+        """Returns a weight with the scales that it has, rounded to nearest."""
+        layer, grid = weight.layers[0], weight.grid
+        start = grid.nearest(layer.matrix(weight.value)).reshape(weight.value.shape).to(weight.value.dtype)
+        return cls(weight, start, nn.Parameter(torch.zeros_like(grid.scale)))
+
+    def value(self) -> Tensor:
+        """Returns what its integers stand for with the scales as they are trained so far."""
+        matrix = self.weight.layers[0].matrix(self.start)
+        scaled = self.weight.grid.multiplied(matrix, self.trained.exp())
+        return scaled.reshape(self.start.shape).to(self.start.dtype)
+
+    @property
+    def scale(self) -> Tensor:
+        """The scales as they are trained so far."""
+        return self.weight.grid.scale * self.trained.detach().exp()
+
+    def rescaled(self) -> Tensor:
+        """Returns what its integers stand for with these scales, rounded once."""
+        grid, matrix = self.weight.grid, self.weight.layers[0].matrix(self.start)
+        integers = torch.round(matrix / grid.spread(grid.scale, matrix))
+        return (integers * grid.spread(self.scale, matrix)).reshape(self.start.shape).to(self.start.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Vector:
+    """A parameter of one dimension that is trained, in units of its own size.
+
+    Attributes:
+        paths: the attributes that hold it.
+        start: what it is.
+        unit: the root of the mean of its squares.
+        trained: what is added, in units.
+    """
+
+    paths: tuple[str, ...]
+    start: Tensor
+    unit: Tensor
+    trained: nn.Parameter
+
+    @classmethod
+    def of(cls, paths: tuple[str, ...], value: Tensor) -> "Vector":
+        """Returns a parameter as it is."""
+        start = value.detach()
+        return cls(paths, start, start.float().square().mean().sqrt(), nn.Parameter(torch.zeros_like(start.float())))
+
+    def value(self) -> Tensor:
+        """Returns it as it is trained so far."""
+        return (self.start + self.unit * self.trained).to(self.start.dtype)
+
+
+class Trainable:
+    """A calibrated graph with what can be trained of it.
+
+    Args:
+        prepared: the graph; it is not changed.
+        weights: whose scales are trained.
+
+    Attributes:
+        scaled: these weights.
+        vectors: biases, and weights and biases of norms; none that is 0 everywhere.
+    """
+
+    def __init__(self, prepared: fx.GraphModule, weights: list[Weight]) -> None:
+        self.scaled = [Scaled.of(weight) for weight in weights]
+        self.vectors = list(_vectors(prepared))
+        self._graph = quantized_graph(prepared)
+        self._trained = self._values()
+        self._unread = {
+            quantize
+            for quantize in set(self._graph.pairs.values())
+            if all(user in self._trained for user in quantize.users)
+        }
+        self._constants = self._graph.constants - self._behind()
+        self._computed: dict[fx.Node, Any] = {}
+        self._alive: dict[int, tuple[weakref.ref[Tensor], Callable[[], Tensor]]] = {}
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Returns what an optimizer trains."""
+        return [each.trained for each in self.scaled] + [each.trained for each in self.vectors]
+
+    def result(self, batch: Batch) -> Any:
+        """Returns what the quantized model makes of a batch, with gradients to what is trained."""
+        with torch.autograd.graph.saved_tensors_hooks(self._packed, _unpacked):
+            return _Run(self, batch).result()
+
+    def _values(self) -> dict[fx.Node, Callable[[], Tensor]]:
+        """Returns by node of the converted graph what computes it: vectors, and weights behind their pairs."""
+        weights = {path: each.value for each in self.scaled for path in each.weight.paths}
+        vectors = {path: each.value for each in self.vectors for path in each.paths}
+        found: dict[fx.Node, Callable[[], Tensor]] = {}
+        for back, quantize in self._graph.pairs.items():
+            source = quantize.all_input_nodes[0]
+            if source.op == "get_attr" and str(source.target) in weights | vectors:
+                found[back] = (weights | vectors)[str(source.target)]
+        for node in self._graph.model.graph.find_nodes(op="get_attr"):
+            if str(node.target) in vectors:
+                found[node] = vectors[str(node.target)]
+        return found
+
+    def _behind(self) -> set[fx.Node]:
+        """Returns the nodes that are computed of what is trained."""
+        found = set(self._trained)
+        for node in self._graph.model.graph.nodes:
+            if not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
+        return found
+
+    def _packed(self, saved: Tensor) -> Any:
+        """Keeps how a weight is computed instead of the weight: of all of them there would be a second model."""
+        alive = self._alive.get(saved.untyped_storage().data_ptr())
+        if alive is None or alive[0]() is None:
+            return saved
+        return alive[1], saved.shape, saved.stride(), saved.storage_offset()
+
+    def trained(self, node: fx.Node) -> Tensor:
+        """Returns the value of a node that is trained."""
+        value = self._trained[node]()
+        self._alive[value.untyped_storage().data_ptr()] = weakref.ref(value), self._trained[node]
+        return value
+
+
+def _unpacked(kept: Any) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    compute, shape, stride, offset = kept
+    with torch.no_grad():
+        value: Tensor = compute().as_strided(shape, stride, offset)
+    return value
+
+
+def _vectors(prepared: fx.GraphModule) -> Iterator[Vector]:
+    """Yields parameters of one dimension that no observer of their own rounds."""
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    rounded = set[int]()
+    for node in prepared.graph.find_nodes(op="get_attr"):
+        value = attribute(prepared, str(node.target))
+        if not isinstance(value, nn.Parameter) or value.dim() != 1 or not value.is_floating_point():
+            continue
+        found.setdefault(id(value), (value, []))[1].append(str(node.target))
+        observers = (observer for user in node.users if (observer := observer_of(user)) is not None)
+        if any(not is_derived(observer) for observer in observers):
+            rounded.add(id(value))
+    for identity, (value, paths) in found.items():
+        if identity not in rounded and bool(value.any()):
+            yield Vector.of(tuple(dict.fromkeys(paths)), value)
+
+
+class _Run(BatchRun):
+    """Runs the converted graph on what is trained."""
+
+    def __init__(self, trainable: Trainable, batch: Batch) -> None:
+        super().__init__(trainable._graph.model, batch)
+        self._trainable, self._rounded = trainable, dict[fx.Node, Tensor]()
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs a node; pairs of activations pass gradients."""
+        of = self._trainable
+        if n in of._trained:
+            return of.trained(n)
+        if n in of._unread or n.op == "placeholder":
+            return self.env.get(n)
+        if n in of._constants:
+            if n not in of._computed:
+                of._computed[n] = self._alone(n)
+            return of._computed[n]
+        if not is_qdq(n):
+            return super().run_node(n)
+        found = self._alone(n)
+        quantize = of._graph.pairs.get(n)
+        if quantize is not None:
+            return _passing(quantize, self._rounded[quantize], found)
+        self._rounded[n] = self.env[n.all_input_nodes[0]]
+        return found
+
+    def _alone(self, node: fx.Node) -> Any:
+        with torch.no_grad():
+            return super().run_node(node)
+
+
+def _passing(quantize: fx.Node, value: Tensor, rounded: Tensor) -> Tensor:
+    """Returns a rounded value that hands gradients to what was rounded."""
+    if not value.requires_grad:
+        return rounded
+    scale = operands(quantize).get("scale")
+    if isinstance(scale, float):  # static: beyond the ends nothing moves the result
+        value = torch.where((value - rounded).abs() <= scale, value, rounded)
+    return straight_through(value, rounded)

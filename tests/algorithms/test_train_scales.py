@@ -1,0 +1,250 @@
+"""Scales that are trained: the same integers, nearer to the float model's outputs, over any quantizer."""
+
+import copy
+import math
+
+import pytest
+import torch
+from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer
+from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
+    get_symmetric_quantization_config as executorch_config,
+)
+from torch import nn
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e as torchao_convert
+from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e as torchao_prepare
+
+import quantplug
+from quantplug.algorithms import train_scales
+from quantplug.algorithms.train_scales import TrainScales
+from quantplug.algorithms.trainable import Trainable
+from quantplug.algorithms.weights import weights_of
+from quantplug.core.errors import CalibrationError, ConfigError
+from quantplug.core.specs.levels import sqnr
+
+
+class Language(nn.Module):
+    """Tokens in, logits out; the table is the head too if it is tied."""
+
+    def __init__(self, tied=False, width=64, words=96):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.up = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(2))
+        self.table.weight.data.mul_(0.2)
+        self.head.weight.data.mul_(3)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=False):
+            x = x + down(nn.functional.gelu(up(norm(x).cumsum(1) / 4)))
+        return self.head(self.norms[-1](x))
+
+
+def texts(count=16, first=0):
+    return [torch.randint(0, 96, (1, 24), generator=torch.Generator().manual_seed(first + n)) for n in range(count)]
+
+
+def prepared_language(tied=False, config="int4_dynamic_groups", backend="xnnpack"):
+    model = Language(tied).eval()
+    exported = torch.export.export(model, (texts(1)[0],)).module()
+    prepared = quantplug.prepare_pt2e(exported, quantplug.get_quantizer(backend).set_global(config))
+    quantplug.calibrate(prepared, texts(), progress=False)
+    return model, prepared
+
+
+def distances(graph, model, batches=None):
+    """Returns decibels and the divergence of the softmax on texts that nobody has seen."""
+    batches = texts(16, 1000) if batches is None else batches
+    with torch.no_grad():
+        found, wanted = (torch.cat([run(ids) for ids in batches]) for run in (graph, model))
+    logs = [each.double().log_softmax(-1).reshape(-1, each.shape[-1]) for each in (found, wanted)]
+    return sqnr(found, wanted), float(nn.functional.kl_div(*logs, log_target=True, reduction="batchmean"))
+
+
+def integers(converted):
+    """Returns the tensors of integers that a converted graph holds."""
+    return {name: value for name, value in converted.named_buffers() if value.dtype == torch.int8}
+
+
+TRAINED = TrainScales(steps=96, rate=2e-3)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_outputs_on_new_texts_are_nearer_to_float(tied):
+    model, prepared = prepared_language(tied)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    decibels, divergence = distances(quantplug.convert_pt2e(prepared), model)
+    found = TRAINED.apply(prepared, texts())
+    now, less = distances(quantplug.convert_pt2e(prepared), model)
+    assert (len(found.scales), len(found.vectors)) == (5, 7)  # four biases, three norms' weights: their biases are 0
+    assert "5 layers and 7 biases and norms" in str(found)
+    assert now > decibels + 0.3
+    assert less < 0.93 * divergence
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_gradients_are_those_of_the_model_that_convert_makes():
+    """Of weights alone that are rounded: finite differences of the loss tell the slopes of scales and biases."""
+    _, prepared = prepared_language(config="int4_weight_only", backend="x86")
+    trainable = Trainable(prepared, weights_of(prepared)[0])
+    (ids,) = texts(1)
+
+    def loss():
+        return trainable.result((ids,))[0].double().square().sum()
+
+    loss().backward()
+    for each in (*trainable.scaled, *trainable.vectors):
+        direction, values = each.trained.grad.sign(), []
+        for step in (1e-3, -1e-3):
+            with torch.no_grad():
+                each.trained.add_(direction, alpha=step)
+                values.append(float(loss()))
+                each.trained.sub_(direction, alpha=step)
+        assert float((each.trained.grad * direction).sum()) == pytest.approx((values[0] - values[1]) / 2e-3, rel=0.02)
+
+
+def test_no_weight_is_kept_for_the_way_back(monkeypatch):
+    """A layer keeps what it multiplies for the gradient of its input: of all layers that would be a second model."""
+    _, prepared = prepared_language()
+    trainable = Trainable(prepared, weights_of(prepared)[0])
+    sizes, kept = {each.start.numel() for each in trainable.scaled}, []
+    pack = trainable._packed
+
+    def packed(saved):
+        kept.append(pack(saved))
+        return kept[-1]
+
+    monkeypatch.setattr(trainable, "_packed", packed)
+    trainable.result((texts(1)[0],))[0].sum().backward()
+    started = {each.start.data_ptr() for each in trainable.scaled}
+    tensors = [each for each in kept if isinstance(each, torch.Tensor)]
+    assert not [each for each in tensors if each.numel() in sizes and each.data_ptr() not in started]
+    assert len(kept) - len(tensors) >= 5
+    assert all(each.trained.grad.any() for each in trainable.scaled)
+
+
+def small(bits, per_channel=True):
+    """Returns ExecuTorch's quantizer with weights of so many bits."""
+    low = -(2 ** (bits - 1))
+    config = executorch_config(is_per_channel=per_channel, weight_qmin=low, weight_qmax=-low - 1)
+    return XNNPACKQuantizer().set_global(config)
+
+
+def perceptron():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
+
+
+def rows(count=8, first=0):
+    return [torch.randn(16, 16, generator=torch.Generator().manual_seed(first + seed)) for seed in range(count)]
+
+
+def prepared_perceptron(bits=3, model=None, prepare=torchao_prepare):
+    model = perceptron() if model is None else model
+    prepared = prepare(torch.export.export(model, (rows(1)[0],)).module(), small(bits))
+    for batch in rows():
+        prepared(batch)
+    return model, prepared
+
+
+def test_behind_gptq_no_integer_changes_and_float_is_what_it_was_before(monkeypatch):
+    monkeypatch.setattr(train_scales._Measured, "is_better_than", lambda *given: True)
+    model, prepared = prepared_perceptron()
+    quantplug.GPTQ(scales=False, sweeps=0).apply(prepared, rows())
+    rounded = quantplug.convert_pt2e(prepared)
+    found = TrainScales(steps=96, rate=5e-3).apply(prepared, rows())
+    trained = quantplug.convert_pt2e(prepared)
+    # Without the weights of before, what GPTQ rounded would stand for float, and be nearer to it than it is.
+    (before, divergence), (after, _) = (distances(graph, model, rows()[-1:]) for graph in (rounded, trained))
+    assert found.before.decibels == pytest.approx(before, abs=1e-3)
+    assert found.before.divergence == pytest.approx(divergence, rel=1e-3)
+    assert found.after.decibels == pytest.approx(after, abs=1e-3)
+    assert after != before
+    ours, theirs = integers(trained), integers(rounded)
+    assert len(ours) == 3
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def test_over_executorchs_quantizer_and_torchaos_prepare_and_convert():
+    model, prepared = prepared_perceptron()
+    before = torchao_convert(copy.deepcopy(prepared))
+    found = TrainScales(steps=96, rate=5e-3).apply(prepared, rows())
+    after = torchao_convert(prepared)
+    assert len(found.scales) == 3
+    wanted = torch.cat([model(x) for x in rows(8, 100)])
+    decibels = [sqnr(torch.cat([graph(x) for x in rows(8, 100)]), wanted) for graph in (before, after)]
+    assert decibels[1] > decibels[0] + 0.5
+
+
+def test_weights_of_eight_bits_are_left_and_said_so():
+    _, prepared = prepared_perceptron(bits=8)
+    found = TrainScales().apply(prepared, rows())
+    assert not found.scales
+    assert set(found.left.values()) == {"its weight has more than 5 bits"}
+    assert str(found) == "No scale was trained: its weight has more than 5 bits."
+
+
+def test_what_held_back_batches_do_not_confirm_is_not_kept():
+    _, prepared = prepared_perceptron()
+    state = {key: value.clone() for key, value in prepared.state_dict().items()}
+    # One batch is seen, whose outputs are fitted at a rate that spoils all others.
+    found = TrainScales(steps=64, rate=0.2).apply(prepared, rows(2))
+    assert not found.scales
+    assert str(found).startswith("No trained scale was kept: held-back batches keep ")
+    assert all(torch.equal(value, state[key]) for key, value in prepared.state_dict().items())
+
+
+def test_two_runs_give_the_same_bits_whatever_torchs_generator_and_gradients_say():
+    states = []
+    for seed in range(2):
+        _, prepared = prepared_perceptron()
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        with torch.inference_mode() if seed else torch.no_grad():
+            TrainScales(steps=16, rate=5e-3).apply(prepared, rows())
+        assert torch.equal(before, torch.get_rng_state())
+        states.append([value for value in torchao_convert(prepared).state_dict().values()])
+    assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
+
+
+class Bare(nn.Module):
+    """Ends in an operator that has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = perceptron()
+
+    def forward(self, x):
+        return torch.ops.quantplug_tests.twice(self.layers(x))
+
+
+@torch.library.custom_op("quantplug_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@twice.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_what_cannot_be_trained_is_a_sentence_and_changes_nothing():
+    _, prepared = prepared_perceptron()
+    state = {key: value.clone() for key, value in prepared.state_dict().items()}
+    bad = [*rows(3), torch.full((16, 16), math.nan)]
+    with pytest.raises(CalibrationError, match="NaN or infinity in what the model returns; take the batch out"):
+        TrainScales(steps=4).apply(prepared, bad)
+    with pytest.raises(CalibrationError, match="holds some of them back, takes 2 or more batches, and the loader"):
+        TrainScales().apply(prepared, rows(1))
+    assert all(torch.equal(value, state[key]) for key, value in prepared.state_dict().items())
+    _, prepared = prepared_perceptron(model=Bare().eval())
+    with pytest.raises(CalibrationError, match="an operator without a gradient .*twice.*; leave it out of the recipe"):
+        TrainScales(steps=4).apply(prepared, rows())
+    with pytest.raises(ConfigError, match="a rate between 0 and 1, found 2; leave it out"):
+        TrainScales(rate=2)
+    with pytest.raises(ConfigError, match="a number of steps from 1 on, found 0; leave it out"):
+        TrainScales(steps=0)
