@@ -132,4 +132,4 @@ def _patches(layer: Layer, value: Tensor, shape: torch.Size) -> Tensor:
     given = {name: found for name, found in operands(layer.node).items() if not isinstance(found, fx.Node)}
     target: Any = layer.node.target
     picked = target(**{**given, "input": value, "weight": picks, "bias": None, "groups": channels})
-    return picked.movedim(1, 0).reshape(layer.groups, int(shape[1]) * places, -1)  # type: ignore[no-any-return]
+    return picked.movedim(1 - len(shape), 0).reshape(layer.groups, int(shape[1]) * places, -1)  # type: ignore[no-any-return]

@@ -114,10 +114,12 @@ def test_every_kind_of_layer_gets_integers_that_keep_more_and_convert_stores_jus
 
 
 @pytest.mark.filterwarnings("ignore:Backend 'x86' stores weights in 8 bits")
-def test_a_layers_error_is_what_its_result_really_lacks():
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_layers_error_is_what_its_result_really_lacks(batched):
     """The decibels are told of one layer by products of its inputs; here they are measured on its results."""
     torch.manual_seed(0)
-    layer, x = nn.Conv2d(8, 6, 3, groups=2, stride=2, padding=1).eval(), correlated(16, 8, 9, 9)
+    layer, x = nn.Conv2d(8, 6, 3, groups=2, stride=2, padding=1).eval(), correlated(16, 8, 19, 19)
+    x = x if batched else x[0]
     quantizer = quantplug.get_quantizer("x86").set_global(low_bits("minmax", per_channel=True, bits=3))
     exported = torch.export.export(layer, (x,)).module()
     prepared = quantplug.prepare_pt2e(exported, quantizer)
