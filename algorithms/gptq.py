@@ -196,29 +196,30 @@ class GPTQ:
         }
         every = {place: tried for some in ranks.gather(own) for place, tried in some.items()}
         nearest, best = (
-            joined_pieces([every[place][which] for place in range(len(pieces))], len(matrix)) for which in range(2)
+            joined_pieces([every[place][which] for place in range(len(pieces))], weight.grid) for which in range(2)
         )
         energy = float(errors_of(matrix, hessian).sum())
         quality = tuple(decibels(energy, float(each.errors.sum())) for each in (nearest, best))
-        return Rounded(weight, best.values.reshape(weight.value.shape).to(weight.value.dtype), best.scale, *quality)
+        value = best.values.reshape(weight.value.shape).to(weight.value.dtype)
+        return Rounded(weight, value, weight.grid.as_given(best.scale), *quality)
 
     def _nearest_and_best(self, piece: Piece, *, searches: bool) -> tuple[Tried, Tried]:
-        matrix, passing, by_row = piece.matrix, piece.passing, piece.grid.by_row
+        matrix, passing = piece.matrix, piece.passing
 
         def tried(values: Tensor, grid: Grid) -> Tried:
             return Tried(values, grid.scale, errors_of(matrix - values, piece.hessian))
 
         best = nearest = tried(piece.grid.nearest(matrix), piece.grid)
-        best = best.or_better(tried(passing.rounded(matrix, piece.grid), piece.grid), by_row=by_row)
+        best = best.or_better(tried(passing.rounded(matrix, piece.grid), piece.grid))
         if searches:
             grid = piece.grid.scaled(factors_of(piece.grid, matrix, piece.hessian))
             for values in (grid.nearest(matrix), passing.rounded(matrix, grid)):
-                best = best.or_better(tried(values, grid), by_row=by_row)
+                best = best.or_better(tried(values, grid))
         for _ in range(self.sweeps):
             before, grid, values = best, replace(piece.grid, scale=best.scale), best.values
             if searches:
                 grid, values = refitted(matrix, values, grid, passing.damped)
-            best = best.or_better(tried(descended(matrix, values, grid, passing.damped), grid), by_row=by_row)
+            best = best.or_better(tried(descended(matrix, values, grid, passing.damped), grid))
             if best.errors.sum() >= (1 - _WORTH) * before.errors.sum():
                 break
         return nearest, best
@@ -261,4 +262,4 @@ def _keep(model: fx.GraphModule, one: Rounded) -> None:
     else:
         replace_parameter(model, one.weight.paths, one.value)
     for layer in layers:
-        freeze(layer.observer, one.scale, one.weight.grid.zero_point)
+        freeze(layer.observer, one.scale, one.weight.grid.as_given(one.weight.grid.zero_point))

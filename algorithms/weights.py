@@ -25,35 +25,31 @@ class Grid:
     """The values that the integers of a weight stand for.
 
     Attributes:
-        scale: float32, in the shape in which the observer gives it.
+        scale: float32 [groups, rows, blocks of columns]; 1 of what shares its scales.
         zero_point: likewise.
         low: the least integer.
         high: the greatest.
-        block: how many columns share a scale; 0 where all of a row do.
-        by_row: whether rows have scales of their own.
+        shape: in which the observer gives the scales and zero points of the whole weight.
     """
 
     scale: Tensor
     zero_point: Tensor
     low: int
     high: int
-    block: int
-    by_row: bool
+    shape: torch.Size
+
+    def as_given(self, numbers: Tensor) -> Tensor:
+        """Returns scales or zero points of the whole weight as the observer gives them."""
+        return numbers.reshape(self.shape)
 
     def spread(self, numbers: Tensor, matrix: Tensor) -> Tensor:
         """Returns scales or zero points, one for each element of a matrix [groups, rows, columns]."""
-        groups, rows, columns = matrix.shape
-        if not self.by_row:
-            return numbers.reshape(1, 1, 1).expand_as(matrix)
-        blocks = numbers.reshape(groups, rows, -1)
-        return blocks.repeat_interleave(columns // blocks.shape[2], 2)
+        return numbers.repeat_interleave(matrix.shape[2] // numbers.shape[2], 2).expand_as(matrix)
 
     def by_block(self, matrix: Tensor) -> Tensor:
         """Returns the sums of a matrix [groups, rows, columns] over what shares a scale, in the scale's shape."""
-        if not self.by_row:
-            return matrix.sum().reshape(self.scale.shape)
-        blocks = matrix.reshape(*matrix.shape[:2], -1, self.block) if self.block else matrix.unsqueeze(2)
-        return blocks.sum(-1).reshape(self.scale.shape)
+        blocks = matrix.reshape(*matrix.shape[:2], self.scale.shape[2], -1)
+        return over_shared(blocks.sum(-1), self.scale)
 
     def rounded(self, matrix: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
         """Returns the nearest values, given a scale and zero point for each element."""
@@ -67,6 +63,12 @@ class Grid:
     def scaled(self, factor: Tensor) -> "Grid":
         """Returns the grid with its scales multiplied by a factor each."""
         return replace(self, scale=(self.scale * factor).to(self.scale.dtype))
+
+
+def over_shared(numbers: Tensor, scale: Tensor) -> Tensor:
+    """Returns numbers [groups, rows, ...] summed over the groups and rows that share their scales."""
+    shared = [axis for axis in (0, 1) if scale.shape[axis] == 1]
+    return numbers.sum(shared, keepdim=True) if shared else numbers
 
 
 @dataclass(frozen=True)
@@ -200,8 +202,8 @@ def _weight(
 
 
 def _alike(one: Grid, other: Grid) -> bool:
-    numbers = (one.low, one.high, one.block, one.by_row) == (other.low, other.high, other.block, other.by_row)
-    return numbers and torch.equal(one.scale, other.scale) and torch.equal(one.zero_point, other.zero_point)
+    limits = (one.low, one.high) == (other.low, other.high)
+    return limits and torch.equal(one.scale, other.scale) and torch.equal(one.zero_point, other.zero_point)
 
 
 def _grid(layer: Layer, value: Tensor) -> Grid | str:
@@ -214,13 +216,14 @@ def _grid(layer: Layer, value: Tensor) -> Grid | str:
     scale, zero_point = (torch.as_tensor(number) for number in calculate_qparams(observer))
     if found.axis not in (None, 0):
         return f"its weight has scales along axis {found.axis}"
-    return Grid(scale.float(), zero_point, found.quant_min, found.quant_max, 0, found.axis == 0)
+    lie = (1, 1, 1) if found.axis is None else (layer.groups, -1, 1)
+    return Grid(scale.float().reshape(lie), zero_point.reshape(lie), found.quant_min, found.quant_max, scale.shape)
 
 
 def _grid_of_blocks(observer: Any, value: Tensor) -> Grid | str:
     sizes, (scale, zero_point) = observer.block_size, observer.calculate_qparams()
     if len(sizes) != 2 or sizes[0] != 1 or observer.zero_point_domain.name != "INT":
         return f"its weight has scales for blocks of {tuple(sizes or ())}"
-    block = 0 if sizes[1] == value.shape[1] else int(sizes[1])
     zero_point = torch.zeros_like(scale, dtype=torch.int64) if zero_point is None else zero_point
-    return Grid(scale, zero_point, int(observer.quant_min), int(observer.quant_max), block, by_row=True)
+    scales, zero_points = (number.reshape(1, len(value), -1) for number in (scale, zero_point))
+    return Grid(scales, zero_points, int(observer.quant_min), int(observer.quant_max), scale.shape)
