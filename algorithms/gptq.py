@@ -1,8 +1,8 @@
 """GPTQ: weights rounded one column after the other, each one's error made up for by the columns that follow.
 
 Before: a prepared, calibrated graph and batches. After: the same graph with weights of linear layers and convolutions
-moved onto values that their integers stand for, so that the layers' results on these batches lie closer to those of the
-float weights than those of the nearest values do.
+(transposed ones too) moved onto values that their integers stand for, so that the layers' results on these batches lie
+closer to those of the float weights than those of the nearest values do.
 
 Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", arXiv:2210.17323.
 The scales are searched first: each block's is multiplied by the factor with the least error of rounding, weighted by
@@ -185,9 +185,9 @@ class GPTQ:
             runs.replace(layer.observed, one.value)
 
     def _round(self, weight: Weight, sums: Tensor, ranks: Exchange | Alone) -> Rounded:
-        (hessians, crosses), given = sums.unbind(1), weight.layers[0].matrix(weight.value)
+        hessians, crosses = sums.unbind(1)
         hessian = hessians.sum(0)
-        matrix = target_of(given, hessians, crosses - hessians, self.damping)
+        matrix = target_of(weight.matrix, hessians, crosses - hessians, self.damping)
         pieces = pieces_of(Piece(matrix, hessian, Passing.of(hessian, self.damping), weight.grid))
         searches = self._searches_scales(weight)
         own = {
@@ -200,8 +200,7 @@ class GPTQ:
         )
         energy = float(errors_of(matrix, hessian).sum())
         quality = tuple(decibels(energy, float(each.errors.sum())) for each in (nearest, best))
-        value = best.values.reshape(weight.value.shape).to(weight.value.dtype)
-        return Rounded(weight, value, weight.grid.as_given(best.scale), *quality)
+        return Rounded(weight, weight.as_held(best.values), weight.grid.as_given(best.scale), *quality)
 
     def _nearest_and_best(self, piece: Piece, *, searches: bool) -> tuple[Tried, Tried]:
         matrix, passing = piece.matrix, piece.passing

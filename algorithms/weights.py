@@ -1,7 +1,8 @@
 """Weights that can be rounded anew, and the integers that their observers round them to.
 
 Before: a prepared, calibrated graph. After: its layers, each with a weight as a matrix (rows are output channels,
-columns what one of them multiplies, a matrix for each group of a convolution) and the grid of its integers.
+columns what one of them multiplies, a matrix for each group of a convolution) and the grid of its integers. Who rounds
+knows of matrices alone: here they are taken from tensors, however they lie, and put back, their scales likewise.
 """
 
 from collections import defaultdict
@@ -12,12 +13,12 @@ import torch
 from torch import Tensor, fx, nn
 from torchao.quantization.pt2e import AffineQuantizedObserverBase
 
+from quantplug.algorithms.layers import Layer as Operator
+from quantplug.algorithms.layers import layer_of
 from quantplug.core.graph.facts import attribute, observer_of, operands, operator_name
 from quantplug.core.observers.torchao_histogram import calculate_qparams
 from quantplug.core.pt2e.observed import calls_of_observers, observe_constants
 from quantplug.core.pt2e.quantization import kind_of, static_quantization
-
-_LAYERS = ("aten::linear", "aten::conv1d", "aten::conv2d", "aten::conv3d")
 
 
 @dataclass(frozen=True)
@@ -76,22 +77,21 @@ class Layer:
     """An operator with a weight that can be rounded anew.
 
     Attributes:
-        node: the operator.
+        operator: the linear layer or convolution.
         observed: what it reads as its weight, the call of an observer.
         observer: that observer.
         constant: the node of the weight.
-        groups: of a convolution; one for a linear layer.
     """
 
-    node: fx.Node
+    operator: Operator
     observed: fx.Node
     observer: nn.Module
     constant: fx.Node
-    groups: int
 
-    def matrix(self, weight: Tensor) -> Tensor:
-        """Returns the weight as float32 [groups, rows, columns]."""
-        return weight.detach().float().reshape(self.groups, weight.shape[0] // self.groups, -1)
+    @property
+    def node(self) -> fx.Node:
+        """The operator's node."""
+        return self.operator.node
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,22 @@ class Weight:
     grid: Grid
     is_alone: bool
     is_read_in_float: bool
+
+    @property
+    def by_rows(self) -> Tensor:
+        """The tensor as [output channels, input channels / groups, ...]."""
+        return self.layers[0].operator.by_rows(self.value.detach())
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as float32 [groups, rows, columns]."""
+        by_rows, groups = self.by_rows, self.layers[0].operator.groups
+        return by_rows.float().reshape(groups, len(by_rows) // groups, -1)
+
+    def as_held(self, matrix: Tensor) -> Tensor:
+        """Returns a matrix [groups, rows, columns] in the tensor's shape and dtype."""
+        held = self.layers[0].operator.as_held(matrix.reshape(self.by_rows.shape))
+        return held.to(self.value.dtype).contiguous()
 
 
 def weights_of(model: fx.GraphModule) -> tuple[list[Weight], dict[str, str]]:
@@ -145,19 +161,19 @@ def weights_of(model: fx.GraphModule) -> tuple[list[Weight], dict[str, str]]:
 
 
 def _layer(node: fx.Node) -> Layer | str | None:
-    given = operands(node) if node.op == "call_function" else {}
+    operator, given = layer_of(node), operands(node) if node.op == "call_function" else {}
     observed = given.get("weight")
     observer = observer_of(observed)
     if not isinstance(observed, fx.Node) or observer is None:
         return None
     constant = observed.all_input_nodes[0]
-    if operator_name(node) not in _LAYERS:
+    if operator is None:
         return f"{operator_name(node)} is neither a linear layer nor a convolution"
     if constant.op != "get_attr":
         return "its weight is computed"
     if not isinstance(attribute(node.graph.owning_module, str(constant.target)), nn.Parameter):  # type: ignore[arg-type]
         return "its weight is no parameter"
-    return Layer(node, observed, observer, constant, int(given.get("groups", 1)))
+    return Layer(operator, observed, observer, constant)
 
 
 def _holders(model: fx.GraphModule) -> dict[int, list[fx.Node]]:
@@ -194,8 +210,10 @@ def _weight(
     if wrong is not None:
         return wrong
     found = [grid for grid in grids if isinstance(grid, Grid)]
-    if any(not _alike(found[0], grid) for grid in found[1:]) or len({layer.groups for layer in layers}) > 1:
+    if any(not _alike(found[0], grid) for grid in found[1:]):
         return "its weight is tied, and quantized in different ways"
+    if len({(layer.operator.groups, layer.operator.is_transposed) for layer in layers}) > 1:
+        return "its weight is tied, and multiplied in different ways"
     alone = all(len(served[layer.observer]) == 1 for layer in layers)
     paths = tuple(dict.fromkeys(str(node.target) for node in holders))
     return Weight(tuple(layers), value, paths, found[0], alone, bool(besides))
@@ -214,10 +232,18 @@ def _grid(layer: Layer, value: Tensor) -> Grid | str:
         return "its weight is not quantized to integers"
     found = static_quantization(observer, f"the weight of '{layer.node.name}'")
     scale, zero_point = (torch.as_tensor(number) for number in calculate_qparams(observer))
-    if found.axis not in (None, 0):
+    if found.axis not in (None, 0, 1):
         return f"its weight has scales along axis {found.axis}"
-    lie = (1, 1, 1) if found.axis is None else (layer.groups, -1, 1)
+    lie = _lie(layer.operator, found.axis)
     return Grid(scale.float().reshape(lie), zero_point.reshape(lie), found.quant_min, found.quant_max, scale.shape)
+
+
+def _lie(operator: Operator, axis: int | None) -> tuple[int, int, int]:
+    """Returns the shape [groups, rows, blocks] of scales along an axis: only the first axis counts all groups."""
+    if axis is None:
+        return 1, 1, 1
+    groups = operator.groups if axis == 0 else 1
+    return (groups, -1, 1) if axis == int(operator.is_transposed) else (groups, 1, -1)
 
 
 def _grid_of_blocks(observer: Any, value: Tensor) -> Grid | str:
