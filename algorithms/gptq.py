@@ -1,8 +1,8 @@
 """GPTQ: weights rounded one column after the other, each one's error made up for by the columns that follow.
 
 Before: a prepared, calibrated graph and batches. After: the same graph with weights of linear layers and convolutions
-moved onto values that their integers stand for, so that the layers' results on these batches lie closer to those of the
-float weights than those of the nearest values do.
+(transposed ones too) moved onto values that their integers stand for, so that the layers' results on these batches lie
+closer to those of the float weights than those of the nearest values do.
 
 Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", arXiv:2210.17323.
 The scales are searched first: each block's is multiplied by the factor with the least error of rounding, weighted by
@@ -184,9 +184,9 @@ class GPTQ:
             runs.replace(layer.observed, one.value)
 
     def _round(self, weight: Weight, sums: Tensor, ranks: Exchange | Alone) -> Rounded:
-        (hessians, crosses), given = sums.unbind(1), weight.layers[0].matrix(weight.value)
+        hessians, crosses = sums.unbind(1)
         hessian = hessians.sum(0)
-        matrix = target_of(given, hessians, crosses - hessians, self.damping)
+        matrix = target_of(weight.matrix, hessians, crosses - hessians, self.damping)
         pieces = pieces_of(Piece(matrix, hessian, Passing.of(hessian, self.damping), weight.grid))
         searches = self._searches_scales(weight)
         own = {
@@ -195,29 +195,29 @@ class GPTQ:
         }
         every = {place: tried for some in ranks.gather(own) for place, tried in some.items()}
         nearest, best = (
-            joined_pieces([every[place][which] for place in range(len(pieces))], len(matrix)) for which in range(2)
+            joined_pieces([every[place][which] for place in range(len(pieces))], weight.grid) for which in range(2)
         )
         energy = float(errors_of(matrix, hessian).sum())
         quality = tuple(decibels(energy, float(each.errors.sum())) for each in (nearest, best))
-        return Rounded(weight, best.values.reshape(weight.value.shape).to(weight.value.dtype), best.scale, *quality)
+        return Rounded(weight, weight.as_held(best.values), weight.grid.as_given(best.scale), *quality)
 
     def _nearest_and_best(self, piece: Piece, *, searches: bool) -> tuple[Tried, Tried]:
-        matrix, passing, by_row = piece.matrix, piece.passing, piece.grid.by_row
+        matrix, passing = piece.matrix, piece.passing
 
         def tried(values: Tensor, grid: Grid) -> Tried:
             return Tried(values, grid.scale, errors_of(matrix - values, piece.hessian))
 
         best = nearest = tried(piece.grid.nearest(matrix), piece.grid)
-        best = best.or_better(tried(passing.rounded(matrix, piece.grid), piece.grid), by_row=by_row)
+        best = best.or_better(tried(passing.rounded(matrix, piece.grid), piece.grid))
         if searches:
             grid = piece.grid.scaled(factors_of(piece.grid, matrix, piece.hessian))
             for values in (grid.nearest(matrix), passing.rounded(matrix, grid)):
-                best = best.or_better(tried(values, grid), by_row=by_row)
+                best = best.or_better(tried(values, grid))
         for _ in range(self.sweeps):
             before, grid, values = best, replace(piece.grid, scale=best.scale), best.values
             if searches:
                 grid, values = refitted(matrix, values, grid, passing.damped)
-            best = best.or_better(tried(descended(matrix, values, grid, passing.damped), grid), by_row=by_row)
+            best = best.or_better(tried(descended(matrix, values, grid, passing.damped), grid))
             if best.errors.sum() >= (1 - _WORTH) * before.errors.sum():
                 break
         return nearest, best

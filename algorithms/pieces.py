@@ -39,12 +39,16 @@ class Piece:
 
 def pieces_of(whole: Piece) -> list[Piece]:
     """Returns a weight in pieces, in the order of its output channels."""
-    groups, rows = whole.matrix.shape[:2]
-    if not whole.grid.by_row:
+    axis = _axis(whole.grid)
+    if axis is None:
         return [whole]
-    if groups == 1:
-        return [_rows(whole, start, stop) for start, stop in _spans(rows, _ROWS)]
-    return [_groups(whole, start, stop) for start, stop in _spans(groups, max(1, _ROWS // rows))]
+    count, across = whole.matrix.shape[axis], whole.matrix.shape[1 - axis]
+    return [_part(whole, axis, start, stop) for start, stop in _spans(count, max(1, _ROWS // across))]
+
+
+def _axis(grid: Grid) -> int | None:
+    """Returns along which axis a weight is cut: 0 where groups have scales of their own, 1 where only rows have."""
+    return next((axis for axis in (0, 1) if grid.scale.shape[axis] > 1), None)
 
 
 def _spans(count: int, most: int) -> list[tuple[int, int]]:
@@ -54,30 +58,25 @@ def _spans(count: int, most: int) -> list[tuple[int, int]]:
     return list(pairwise(ends))
 
 
-def _rows(whole: Piece, start: int, stop: int) -> Piece:
-    return replace(whole, matrix=whole.matrix[:, start:stop].contiguous(), grid=_part(whole.grid, start, stop))
+def _part(whole: Piece, axis: int, start: int, stop: int) -> Piece:
+    def cut(numbers: Tensor) -> Tensor:
+        return numbers.narrow(axis, start, stop - start).contiguous()
+
+    grid = replace(whole.grid, scale=cut(whole.grid.scale), zero_point=cut(whole.grid.zero_point))
+    if axis == 1:
+        return replace(whole, matrix=cut(whole.matrix), grid=grid)
+    passing = Passing(*(cut(part) for part in (whole.passing.order, whole.passing.shares, whole.passing.damped)))
+    return Piece(cut(whole.matrix), cut(whole.hessian), passing, grid)
 
 
-def _groups(whole: Piece, start: int, stop: int) -> Piece:
-    passing, rows = whole.passing, whole.matrix.shape[1]
-    own = Passing(*(part[start:stop] for part in (passing.order, passing.shares, passing.damped)))
-    grid = _part(whole.grid, start * rows, stop * rows)
-    return Piece(whole.matrix[start:stop], whole.hessian[start:stop], own, grid)
-
-
-def _part(grid: Grid, start: int, stop: int) -> Grid:
-    return replace(grid, scale=grid.scale[start:stop], zero_point=grid.zero_point[start:stop])
-
-
-def joined(tried: Sequence[Tried], groups: int) -> Tried:
+def joined(tried: Sequence[Tried], grid: Grid) -> Tried:
     """Returns what became of a weight, given what became of its pieces.
 
     Args:
         tried: of each piece, in order.
-        groups: of the weight.
+        grid: of the weight.
     """
-    if len(tried) == 1:
+    axis = _axis(grid)
+    if axis is None:
         return tried[0]
-    axis = 1 if groups == 1 else 0
-    values, errors = (torch.cat([getattr(each, name) for each in tried], axis) for name in ("values", "errors"))
-    return Tried(values, torch.cat([each.scale for each in tried]), errors)
+    return Tried(*(torch.cat([getattr(each, name) for each in tried], axis) for name in ("values", "scale", "errors")))

@@ -7,17 +7,18 @@ they are added batch by batch, in the order of the batches.
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.nn.functional import one_hot
 
 from quantplug.algorithms.weights import Layer, Weight
 from quantplug.core.calibration.node_by_node import SideBySide
 from quantplug.core.calibration.processes import Alone, Exchange, in_turns
 from quantplug.core.errors import CalibrationError
-from quantplug.core.graph.facts import describe, operands, operator_name
+from quantplug.core.graph.facts import describe, operands
 
 # Numbers of the columns of a part of a batch, whose products are added before those of the next.
 _AT_ONCE = 2**23
@@ -47,7 +48,7 @@ class Sums:
         Raises:
             CalibrationError: the layer reads NaN or infinity.
         """
-        own = self._of(layer, weight.value.shape)
+        own = self._of(layer, weight.by_rows.shape)
         before = self._totals.pop(id(weight), None)
         total = own if before is None else before + own
         if layer is not weight.layers[-1]:
@@ -55,9 +56,7 @@ class Sums:
         return total
 
     def _of(self, layer: Layer, shape: torch.Size) -> Tensor:
-        given = operands(layer.node)
-        places = (str(given.get(name)) for name in ("stride", "padding", "dilation", "groups"))
-        key = (given["input"], tuple(shape[1:]), *places)
+        key = (layer.operator.input, layer.node.target, tuple(shape[1:]), str(_settings(layer)))
         if self._last is None or self._last[0] != key:
             self._last = None  # before there are two of them
             total = torch.stack(self._summed(layer, shape))
@@ -83,7 +82,7 @@ class Sums:
 
     def _each(self, layer: Layer, shape: torch.Size) -> Iterator[Tensor]:
         """Yields sums of products of each batch, float32 [2, groups, columns, columns]."""
-        source = operands(layer.node)["input"]
+        source = layer.operator.input
         for run, other in zip(self._runs.visits(), self._floats.visits(), strict=True):
             parts = zip(*(_parts(layer, each.env[source], shape) for each in (run, other)), strict=True)
             yield torch.stack(list(_total(_products(layer, value, wanted, shape) for value, wanted in parts)))
@@ -104,17 +103,17 @@ def _total(products: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def _parts(layer: Layer, value: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
     """Returns what a layer reads in parts of a few rows or samples, whose columns need little memory."""
-    if operator_name(layer.node) == "aten::linear":
+    if layer.operator.spatial == 0:
         value = value.reshape(-1, value.shape[-1])
     elif value.dim() < len(shape):  # one sample, without an axis for more
         return (value,)
-    numbers = value[:1].numel() * math.prod(shape[2:])
+    numbers = _columns(layer, value[:1].to("meta"), shape).numel()
     return torch.split(value, max(1, _AT_ONCE // max(1, numbers)))
 
 
 def _columns(layer: Layer, value: Tensor, shape: torch.Size) -> Tensor:
     """Returns what a layer multiplies its weight by, [groups, columns, outputs]."""
-    if operator_name(layer.node) == "aten::linear":
+    if layer.operator.spatial == 0:
         return value.reshape(1, -1, value.shape[-1]).transpose(1, 2)
     return _patches(layer, value, shape)
 
@@ -122,14 +121,19 @@ def _columns(layer: Layer, value: Tensor, shape: torch.Size) -> Tensor:
 def _patches(layer: Layer, value: Tensor, shape: torch.Size) -> Tensor:
     """Returns what a convolution multiplies its weight by, [groups, columns, outputs].
 
-    It is the convolution itself that picks them, with one weight of 1 for each: so every padding is its own.
+    It is the convolution itself that picks them, transposed or not, with one weight of 1 for each: so stride and every
+    padding are its own.
     """
-    places = math.prod(shape[2:])
-    channels = int(shape[1]) * layer.groups
-    picks = (
-        one_hot(torch.arange(places)).to(value).reshape(places, 1, *shape[2:]).repeat(channels, *[1] * (len(shape) - 1))
-    )
-    given = {name: found for name, found in operands(layer.node).items() if not isinstance(found, fx.Node)}
+    places, operator = math.prod(shape[2:]), layer.operator
+    channels = int(shape[1]) * operator.groups
+    one = one_hot(torch.arange(places)).to(value).reshape(places, 1, *shape[2:])
+    picks = replace(operator, groups=channels).as_held(one.repeat(channels, *[1] * (len(shape) - 1)))
     target: Any = layer.node.target
-    picked = target(**{**given, "input": value, "weight": picks, "bias": None, "groups": channels})
-    return picked.movedim(1, 0).reshape(layer.groups, int(shape[1]) * places, -1)  # type: ignore[no-any-return]
+    given = {**_settings(layer), "input": value, "weight": picks, "bias": None, "groups": channels}
+    picked: Tensor = target(**given)
+    return picked.movedim(-1 - operator.spatial, 0).reshape(operator.groups, int(shape[1]) * places, -1)
+
+
+def _settings(layer: Layer) -> dict[str, Any]:
+    """Returns by name what says how a layer multiplies: its operands without tensors."""
+    return {name: found for name, found in operands(layer.node).items() if name not in ("input", "weight", "bias")}

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantplug.algorithms.weights import Grid
+from quantplug.algorithms.weights import Grid, over_shared
 
 # Columns whose errors are passed on among themselves first: so many that rows of them stay in the cache.
 _BLOCK = 32
@@ -125,7 +125,7 @@ class Tried:
 
     Attributes:
         values: the matrix, [groups, rows, columns].
-        scale: of its grid.
+        scale: of its grid, [groups, rows, blocks], 1 of what shares its scales.
         errors: the squared error of the layer's result, by row, [groups, rows].
     """
 
@@ -133,15 +133,13 @@ class Tried:
     scale: Tensor
     errors: Tensor
 
-    def or_better(self, other: "Tried", *, by_row: bool) -> "Tried":
-        """Returns the better of two, row by row where they have the same scale or rows have scales of their own."""
-        if not by_row and not torch.equal(self.scale, other.scale):
-            return other if other.errors.sum() < self.errors.sum() else self
-        takes = other.errors < self.errors
-        scale = self.scale
-        if by_row:
-            scale = torch.where(takes.reshape(-1, *[1] * (scale.dim() - 1)), other.scale, scale)
+    def or_better(self, other: "Tried") -> "Tried":
+        """Returns the better of two, row by row; rows that share a scale together, unless both have the same."""
+        same = (self.scale == other.scale).all(2)
+        together = over_shared(other.errors, self.scale) < over_shared(self.errors, self.scale)
+        takes = torch.where(same, other.errors < self.errors, together)
         values = torch.where(takes[..., None], other.values, self.values)
+        scale = torch.where(together[..., None], other.scale, self.scale)
         return Tried(values, scale, torch.where(takes, other.errors, self.errors))
 
 
@@ -190,19 +188,19 @@ def refitted(matrix: Tensor, values: Tensor, grid: Grid, damped: Tensor) -> tupl
     Args:
         matrix: float32 [groups, rows, columns].
         values: of the grid.
-        grid: its scales may be shared by all of the matrix, by a row, or by a block of one.
+        grid: its scales may be shared by all of the matrix, by a row, by a block of one, or by rows of several groups.
         damped: the Hessian, positive definite.
     """
-    groups, rows = matrix.shape[:2]
-    integers = values / grid.spread(grid.scale, matrix)
-    blocks = grid.scale.numel() // (groups * rows) if grid.by_row else 1
-    at_once = max(1, _AT_ONCE // (groups * blocks**2))
+    integers, blocks = values / grid.spread(grid.scale, matrix), grid.scale.shape[2]
+    at_once = max(1, _AT_ONCE // (matrix.shape[0] * blocks**2))
     parts = zip(*(torch.split(part, at_once, 1) for part in (matrix, integers)), strict=True)
-    systems = [_equations(part, numbers, damped, blocks) for part, numbers in parts]
-    if not grid.by_row:
-        systems = [tuple(sum(each.sum((0, 1)) for each in sides)[None, None] for sides in zip(*systems, strict=True))]
+    systems = [
+        [over_shared(side, grid.scale) for side in _equations(part, numbers, damped, blocks)] for part, numbers in parts
+    ]
+    if grid.scale.shape[1] == 1:
+        systems = [[sum(parts[1:], parts[0]) for parts in zip(*systems, strict=True)]]
     solved = torch.cat([torch.linalg.solve(left, right) for left, right in systems], 1)[..., 0]
-    found = solved.reshape(grid.scale.shape).to(grid.scale.dtype)
+    found = solved.to(grid.scale.dtype)
     scale = torch.where(torch.isfinite(found) & (found > 0), found, grid.scale)
     fitted = replace(grid, scale=scale)
     return fitted, integers * fitted.spread(scale, matrix)

@@ -29,8 +29,8 @@ class Scaled:
 
     Attributes:
         weight: which.
-        start: what its integers stand for with the scales that it has, in its shape.
-        trained: logarithms of what the scales are multiplied by, in the shape of the scales.
+        start: what its integers stand for with the scales that it has, [groups, rows, columns].
+        trained: logarithms of what the scales are multiplied by, in the shape of the grid's.
     """
 
     weight: Weight
@@ -40,26 +40,27 @@ class Scaled:
     @classmethod
     def of(cls, weight: Weight) -> "Scaled":
         """Returns a weight with the scales that it has, rounded to nearest."""
-        layer, grid = weight.layers[0], weight.grid
-        start = grid.nearest(layer.matrix(weight.value)).reshape(weight.value.shape).to(weight.value.dtype)
-        return cls(weight, start, nn.Parameter(torch.zeros_like(grid.scale)))
+        start = weight.grid.nearest(weight.matrix)
+        return cls(weight, start, nn.Parameter(torch.zeros_like(weight.grid.scale)))
 
     def value(self) -> Tensor:
-        """Returns what its integers stand for with the scales as they are trained so far."""
-        matrix = self.weight.layers[0].matrix(self.start)
-        scaled = self.weight.grid.multiplied(matrix, self.trained.exp())
-        return scaled.reshape(self.start.shape).to(self.start.dtype)
+        """Returns what its integers stand for with the scales as they are trained so far, as the layer holds it."""
+        return self.weight.as_held(self.weight.grid.multiplied(self.start, self.trained.exp()))
 
     @property
     def scale(self) -> Tensor:
-        """The scales as they are trained so far."""
+        """The scales as they are trained so far, as the observer gives them."""
+        return self.weight.grid.as_given(self._scale)
+
+    @property
+    def _scale(self) -> Tensor:
         return self.weight.grid.scale * self.trained.detach().exp()
 
     def rescaled(self) -> Tensor:
         """Returns what its integers stand for with these scales, rounded once."""
-        grid, matrix = self.weight.grid, self.weight.layers[0].matrix(self.start)
-        integers = torch.round(matrix / grid.spread(grid.scale, matrix))
-        return (integers * grid.spread(self.scale, matrix)).reshape(self.start.shape).to(self.start.dtype)
+        grid = self.weight.grid
+        integers = torch.round(self.start / grid.spread(grid.scale, self.start))
+        return self.weight.as_held(integers * grid.spread(self._scale, self.start))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,8 @@
 """Weights that can be rounded anew, and the integers that their observers round them to.
 
 Before: a prepared, calibrated graph. After: its layers, each with a weight as a matrix (rows are output channels,
-columns what one of them multiplies, a matrix for each group of a convolution) and the grid of its integers.
+columns what one of them multiplies, a matrix for each group of a convolution) and the grid of its integers. Who rounds
+knows of matrices alone: here they are taken from tensors, however they lie, and put back, their scales likewise.
 """
 
 from collections import defaultdict
@@ -13,6 +14,8 @@ from torch import Tensor, fx, nn
 from torchao.quantization.pt2e import AffineQuantizedObserverBase
 
 from quantplug.algorithms.frozen import freeze
+from quantplug.algorithms.layers import Layer as Operator
+from quantplug.algorithms.layers import layer_of
 from quantplug.core.calibration.node_by_node import move_parameter
 from quantplug.core.graph.editing import new_parameter
 from quantplug.core.graph.facts import attribute, observer_of, operands, operator_name
@@ -20,51 +23,42 @@ from quantplug.core.observers.torchao_histogram import calculate_qparams
 from quantplug.core.pt2e.observed import calls_of_observers, observe_constants
 from quantplug.core.pt2e.quantization import kind_of, static_quantization
 
-_LAYERS = ("aten::linear", "aten::conv1d", "aten::conv2d", "aten::conv3d")
-
 
 @dataclass(frozen=True)
 class Grid:
     """The values that the integers of a weight stand for.
 
     Attributes:
-        scale: float32, in the shape in which the observer gives it.
+        scale: float32 [groups, rows, blocks of columns]; 1 of what shares its scales.
         zero_point: likewise.
         low: the least integer.
         high: the greatest.
-        block: how many columns share a scale; 0 where all of a row do.
-        by_row: whether rows have scales of their own.
+        shape: in which the observer gives the scales and zero points of the whole weight.
     """
 
     scale: Tensor
     zero_point: Tensor
     low: int
     high: int
-    block: int
-    by_row: bool
+    shape: torch.Size
+
+    def as_given(self, numbers: Tensor) -> Tensor:
+        """Returns scales or zero points of the whole weight as the observer gives them."""
+        return numbers.reshape(self.shape)
 
     def spread(self, numbers: Tensor, matrix: Tensor) -> Tensor:
         """Returns scales or zero points, one for each element of a matrix [groups, rows, columns]."""
-        groups, rows, columns = matrix.shape
-        if not self.by_row:
-            return numbers.reshape(1, 1, 1).expand_as(matrix)
-        blocks = numbers.reshape(groups, rows, -1)
-        return blocks.repeat_interleave(columns // blocks.shape[2], 2)
+        return numbers.repeat_interleave(matrix.shape[2] // numbers.shape[2], 2).expand_as(matrix)
 
     def by_block(self, matrix: Tensor) -> Tensor:
         """Returns the sums of a matrix [groups, rows, columns] over what shares a scale, in the scale's shape."""
-        if not self.by_row:
-            return matrix.sum().reshape(self.scale.shape)
-        blocks = matrix.reshape(*matrix.shape[:2], -1, self.block) if self.block else matrix.unsqueeze(2)
-        return blocks.sum(-1).reshape(self.scale.shape)
+        blocks = matrix.reshape(*matrix.shape[:2], self.scale.shape[2], -1)
+        return over_shared(blocks.sum(-1), self.scale)
 
     def multiplied(self, matrix: Tensor, factor: Tensor) -> Tensor:
         """Returns a matrix [groups, rows, columns] times a factor for each scale, in the scale's shape."""
-        if not self.by_row:
-            return matrix * factor.reshape(1, 1, 1)
-        groups, rows, columns = matrix.shape
-        blocks = matrix.reshape(groups, rows, -1, self.block or columns)
-        return (blocks * factor.reshape(groups, rows, -1, 1)).reshape(matrix.shape)
+        blocks = matrix.reshape(*matrix.shape[:2], self.scale.shape[2], -1)
+        return (blocks * factor.unsqueeze(3)).reshape(matrix.shape)
 
     def rounded(self, matrix: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
         """Returns the nearest values, given a scale and zero point for each element."""
@@ -80,27 +74,32 @@ class Grid:
         return replace(self, scale=(self.scale * factor).to(self.scale.dtype))
 
 
+def over_shared(numbers: Tensor, scale: Tensor) -> Tensor:
+    """Returns numbers [groups, rows, ...] summed over the groups and rows that share their scales."""
+    shared = [axis for axis in (0, 1) if scale.shape[axis] == 1]
+    return numbers.sum(shared, keepdim=True) if shared else numbers
+
+
 @dataclass(frozen=True)
 class Layer:
     """An operator with a weight that can be rounded anew.
 
     Attributes:
-        node: the operator.
+        operator: the linear layer or convolution.
         observed: what it reads as its weight, the call of an observer.
         observer: that observer.
         constant: the node of the weight.
-        groups: of a convolution; one for a linear layer.
     """
 
-    node: fx.Node
+    operator: Operator
     observed: fx.Node
     observer: nn.Module
     constant: fx.Node
-    groups: int
 
-    def matrix(self, weight: Tensor) -> Tensor:
-        """Returns the weight as float32 [groups, rows, columns]."""
-        return weight.detach().float().reshape(self.groups, weight.shape[0] // self.groups, -1)
+    @property
+    def node(self) -> fx.Node:
+        """The operator's node."""
+        return self.operator.node
 
 
 @dataclass(frozen=True)
@@ -122,6 +121,22 @@ class Weight:
     grid: Grid
     is_alone: bool
     is_read_in_float: bool
+
+    @property
+    def by_rows(self) -> Tensor:
+        """The tensor as [output channels, input channels / groups, ...]."""
+        return self.layers[0].operator.by_rows(self.value.detach())
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as float32 [groups, rows, columns]."""
+        by_rows, groups = self.by_rows, self.layers[0].operator.groups
+        return by_rows.float().reshape(groups, len(by_rows) // groups, -1)
+
+    def as_held(self, matrix: Tensor) -> Tensor:
+        """Returns a matrix [groups, rows, columns] in the tensor's shape and dtype."""
+        held = self.layers[0].operator.as_held(matrix.reshape(self.by_rows.shape))
+        return held.to(self.value.dtype).contiguous()
 
 
 def weights_of(model: fx.GraphModule) -> tuple[list[Weight], dict[str, str]]:
@@ -170,23 +185,23 @@ def keep(model: fx.GraphModule, weight: Weight, value: Tensor, scale: Tensor) ->
         paths = (str(own.target),)
     move_parameter(model, paths, value)
     for layer in weight.layers:
-        freeze(layer.observer, scale, weight.grid.zero_point)
+        freeze(layer.observer, scale, weight.grid.as_given(weight.grid.zero_point))
 
 
 def _layer(node: fx.Node) -> Layer | str | None:
-    given = operands(node) if node.op == "call_function" else {}
+    operator, given = layer_of(node), operands(node) if node.op == "call_function" else {}
     observed = given.get("weight")
     observer = observer_of(observed)
     if not isinstance(observed, fx.Node) or observer is None:
         return None
     constant = observed.all_input_nodes[0]
-    if operator_name(node) not in _LAYERS:
+    if operator is None:
         return f"{operator_name(node)} is neither a linear layer nor a convolution"
     if constant.op != "get_attr":
         return "its weight is computed"
     if not isinstance(attribute(node.graph.owning_module, str(constant.target)), nn.Parameter):  # type: ignore[arg-type]
         return "its weight is no parameter"
-    return Layer(node, observed, observer, constant, int(given.get("groups", 1)))
+    return Layer(operator, observed, observer, constant)
 
 
 def _holders(model: fx.GraphModule) -> dict[int, list[fx.Node]]:
@@ -223,16 +238,18 @@ def _weight(
     if wrong is not None:
         return wrong
     found = [grid for grid in grids if isinstance(grid, Grid)]
-    if any(not _alike(found[0], grid) for grid in found[1:]) or len({layer.groups for layer in layers}) > 1:
+    if any(not _alike(found[0], grid) for grid in found[1:]):
         return "its weight is tied, and quantized in different ways"
+    if len({(layer.operator.groups, layer.operator.is_transposed) for layer in layers}) > 1:
+        return "its weight is tied, and multiplied in different ways"
     alone = all(len(served[layer.observer]) == 1 for layer in layers)
     paths = tuple(dict.fromkeys(str(node.target) for node in holders))
     return Weight(tuple(layers), value, paths, found[0], alone, bool(besides))
 
 
 def _alike(one: Grid, other: Grid) -> bool:
-    numbers = (one.low, one.high, one.block, one.by_row) == (other.low, other.high, other.block, other.by_row)
-    return numbers and torch.equal(one.scale, other.scale) and torch.equal(one.zero_point, other.zero_point)
+    limits = (one.low, one.high) == (other.low, other.high)
+    return limits and torch.equal(one.scale, other.scale) and torch.equal(one.zero_point, other.zero_point)
 
 
 def _grid(layer: Layer, value: Tensor) -> Grid | str:
@@ -243,15 +260,24 @@ def _grid(layer: Layer, value: Tensor) -> Grid | str:
         return "its weight is not quantized to integers"
     found = static_quantization(observer, f"the weight of '{layer.node.name}'")
     scale, zero_point = (torch.as_tensor(number) for number in calculate_qparams(observer))
-    if found.axis not in (None, 0):
+    if found.axis not in (None, 0, 1):
         return f"its weight has scales along axis {found.axis}"
-    return Grid(scale.float(), zero_point, found.quant_min, found.quant_max, 0, found.axis == 0)
+    lie = _lie(layer.operator, found.axis)
+    return Grid(scale.float().reshape(lie), zero_point.reshape(lie), found.quant_min, found.quant_max, scale.shape)
+
+
+def _lie(operator: Operator, axis: int | None) -> tuple[int, int, int]:
+    """Returns the shape [groups, rows, blocks] of scales along an axis: only the first axis counts all groups."""
+    if axis is None:
+        return 1, 1, 1
+    groups = operator.groups if axis == 0 else 1
+    return (groups, -1, 1) if axis == int(operator.is_transposed) else (groups, 1, -1)
 
 
 def _grid_of_blocks(observer: Any, value: Tensor) -> Grid | str:
     sizes, (scale, zero_point) = observer.block_size, observer.calculate_qparams()
     if len(sizes) != 2 or sizes[0] != 1 or observer.zero_point_domain.name != "INT":
         return f"its weight has scales for blocks of {tuple(sizes or ())}"
-    block = 0 if sizes[1] == value.shape[1] else int(sizes[1])
     zero_point = torch.zeros_like(scale, dtype=torch.int64) if zero_point is None else zero_point
-    return Grid(scale, zero_point, int(observer.quant_min), int(observer.quant_max), block, by_row=True)
+    scales, zero_points = (number.reshape(1, len(value), -1) for number in (scale, zero_point))
+    return Grid(scales, zero_points, int(observer.quant_min), int(observer.quant_max), scale.shape)

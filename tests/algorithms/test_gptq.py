@@ -114,10 +114,12 @@ def test_every_kind_of_layer_gets_integers_that_keep_more_and_convert_stores_jus
 
 
 @pytest.mark.filterwarnings("ignore:Backend 'x86' stores weights in 8 bits")
-def test_a_layers_error_is_what_its_result_really_lacks():
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_layers_error_is_what_its_result_really_lacks(batched):
     """The decibels are told of one layer by products of its inputs; here they are measured on its results."""
     torch.manual_seed(0)
-    layer, x = nn.Conv2d(8, 6, 3, groups=2, stride=2, padding=1).eval(), correlated(16, 8, 9, 9)
+    layer, x = nn.Conv2d(8, 6, 3, groups=2, stride=2, padding=1).eval(), correlated(16, 8, 19, 19)
+    x = x if batched else x[0]
     quantizer = quantplug.get_quantizer("x86").set_global(low_bits("minmax", per_channel=True, bits=3))
     exported = torch.export.export(layer, (x,)).module()
     prepared = quantplug.prepare_pt2e(exported, quantizer)
@@ -351,14 +353,12 @@ def test_bad_input_is_a_sentence_and_changes_nothing():
 
 
 def test_a_layer_that_cannot_be_rounded_says_why():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.ConvTranspose2d(4, 4, 2), nn.Conv2d(4, 4, 1)).eval()
-    x = correlated(2, 4, 5, 5)
-    prepared = quantplug.prepare_pt2e(torch.export.export(model, (x,)).module(), OurXNNPACKQuantizer())
-    quantplug.calibrate(prepared, [x], progress=False)
-    found = GPTQ().apply(prepared, [x])
-    assert list(found) == ["conv2d"]
-    assert list(found.left.values()) == ["aten::conv_transpose2d is neither a linear layer nor a convolution"]
+    model, tokens = nn.Sequential(nn.Embedding(24, 8), nn.Linear(8, 8)).eval(), torch.randint(24, (4, 6))
+    quantizer = quantplug.get_quantizer("x86").set_global("int8_weight_only")
+    prepared = quantplug.prepare_pt2e(torch.export.export(model, (tokens,)).module(), quantizer)
+    found = GPTQ().apply(prepared, [tokens])
+    assert list(found) == ["linear"]
+    assert found.left == {"embedding": "aten::embedding is neither a linear layer nor a convolution"}
 
 
 def test_batches_that_come_twice_in_a_row_confirm_nothing():
