@@ -69,11 +69,7 @@ class Sums:
         return self._last[1]
 
     def _summed(self, layer: Layer, shape: torch.Size) -> list[Tensor]:
-        """Returns the sums over the first half of all batches, and over the rest.
-
-        Halves, and not every other batch: pieces of a text are alike if they follow each other, so that every other one
-        confirms whatever its neighbours say.
-        """
+        """Returns the sums over the first half of all batches, and over the rest."""
         totals: list[Tensor] = []
         for place, part in enumerate(in_turns(self._ranks, self._each(layer, shape))):
             totals = totals or [torch.zeros_like(part) for _ in range(2)]

@@ -7,11 +7,10 @@ rest.
 Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models",
 arXiv:2211.10438, section 4: s_j = max|X_j|^alpha / max|W_j|^(1 - alpha) for each channel j that layers read (equation
 4). Scales go into the parameters of norms, layers and multiplications before them; a multiplication is inserted where
-nothing takes them and the user allows it. alpha
-is searched for each group of layers with common scales, as for a layer in AWQ (Lin et al., arXiv:2306.00978, section
-3.2), by the error of the layers' results where what they read is rounded to 8 bits by one scale and their weights to 8
-bits by one scale for each output channel, or for all. What gains for layers has to gain for the outputs of the model
-too, on every other batch, which is held back.
+nothing takes them and the user allows it. alpha is searched for each group of layers with common scales, as for a layer
+in AWQ (Lin et al., arXiv:2306.00978, section 3.2), by the error of the layers' results where what they read is rounded
+to 8 bits by one scale and their weights to 8 bits by one scale for each output channel, or for all. What gains for
+layers has to gain for the outputs of the model too, on the later half of the batches, which is held back.
 """
 
 import math
@@ -145,12 +144,13 @@ class Smooth:
         scales, found = Scales(tried, groups_of(channels)), Smoothed(left=dict(channels.left))
         if not scales.groups:
             return found
-        held_back = batches[1::2] or batches
+        seen, held_back = batches.halves()
+        held_back = held_back or seen
         total = 2 * len(held_back) + len(scales.groups)
         with progress_bar(shown=True, total=total, step="Smooth", unit="batches or groups of layers") as advance:
             before = trials(scales, held_back, self.per_channel, advance)
-            for index, seen in _seen(tried, batches[::2], scales.groups):
-                self._smooth(scales, index, seen, found)
+            for index, read in _seen(tried, seen, scales.groups):
+                self._smooth(scales, index, read, found)
                 advance()
             after = trials(scales, held_back, self.per_channel, advance)
         if self.alpha is None and not is_gain(before, after):

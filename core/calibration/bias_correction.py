@@ -10,7 +10,7 @@ other operand brings, which every block hands on to the next: a ResNet32 of 8 bi
 that gave the means (compared at the sums it gains 0.1), one with 4-bit weights 2.0 (it gains 1.5).
 
 Equal means are still no proof of a better model: clipped weights of 4 bits shrink their layers' results, and biases
-for the means of those lose up to 3 dB. So every other batch is held back, and a correction (of all layers, of the later
+for the means of those lose up to 3 dB. So the later half of the batches is held back, and a correction (of all layers, of the later
 half, of the last one) is kept only if the outputs of these batches come closer to float, by more than
 their samples differ: three samples confirm a loss of half a decibel as readily as a gain.
 """
@@ -85,7 +85,7 @@ def correct_biases(
     Args:
         prepared: a model that `calibrate` has run; its biases are replaced.
         loader: batches as for `calibrate`.
-        samples: batches are taken until they hold so many samples, but two at least; every other one is held back.
+        samples: batches are taken until they hold so many samples, but two at least; the later half is held back.
         inputs: picks the model's inputs out of a batch, as for `calibrate`.
 
     Raises:
@@ -102,8 +102,7 @@ def correct_biases(
 
 def _corrected(model: fx.GraphModule, biases: Mapping[str, str], batches: Batches) -> BiasCorrection:
     sums, names, quantized = _sums(model, biases), list(biases), convert_pt2e(model)
-    half = (len(batches) + 1) // 2
-    seen, held_back = batches[:half], batches[half:]
+    seen, held_back = batches.halves()
     wanted, starts = held_back.runs(partial(FloatRun, model)), _starts(len(names))
     changes, tried = [], []
     with progress_bar(shown=True, total=1 + len(starts), step="correct biases", unit="passes") as advance:

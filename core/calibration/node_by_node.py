@@ -170,6 +170,15 @@ class Batches(Sequence[Batch]):
     def __len__(self) -> int:
         return len(self._parked)
 
+    def halves(self) -> "tuple[Batches, Batches]":
+        """Returns the first half, and the rest: what one half says, the other may confirm.
+
+        Halves, and not every other batch: pieces of a text are alike if they follow each other, so that every other one
+        confirms whatever its neighbours say.
+        """
+        middle = (len(self) + 1) // 2
+        return self[:middle], self[middle:]
+
     def runs(self, start: Callable[[Batch], BatchRun]) -> SideBySide:
         """Returns runs of all of them, each of which `start` makes of its batch."""
         return SideBySide(map(start, self), self._parking)
