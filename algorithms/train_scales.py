@@ -13,6 +13,7 @@ squared error, which asks for all of them, holds it back.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -92,24 +93,27 @@ class TrainScales:
 
     Attributes:
         samples: batches are taken until they hold so many samples, but two at least; one of eight is held back.
-        steps: of the optimizer, each on one batch.
+        epochs: how often each batch that is not held back is taken, for one step of the optimizer; few large batches
+            want more.
         rate: of learning, as a share of each number.
         stage: which graph it is for.
 
     Raises:
-        ConfigError: `steps` or `rate` is no positive number.
+        ConfigError: `epochs` or `rate` is no positive number.
     """
 
     samples: int = 128
-    steps: int = 256
-    rate: float = 1e-3
+    epochs: int = 2
+    rate: float = 3e-4
     stage: ClassVar[str] = "rounded"
 
     def __post_init__(self) -> None:
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
-            raise ConfigError(f"TrainScales takes a number of steps from 1 on, found {self.steps!r}; leave it out.")
+        if isinstance(self.epochs, bool) or not isinstance(self.epochs, int) or self.epochs < 1:
+            raise ConfigError(f"TrainScales takes a number of epochs from 1 on, found {self.epochs!r}; leave it out.")
         if not isinstance(self.rate, int | float) or not 0 < self.rate < 1:
-            raise ConfigError(f"TrainScales takes a rate between 0 and 1, found {self.rate!r}; leave it out for 0.001.")
+            raise ConfigError(
+                f"TrainScales takes a rate between 0 and 1, found {self.rate!r}; leave it out for 0.0003."
+            )
 
     @torch.inference_mode(False)
     def apply(
@@ -149,9 +153,8 @@ class TrainScales:
         self, model: fx.GraphModule, trainable: Trainable, data: "_Data", left: dict[str, str]
     ) -> TrainedScales:
         held_back = data.held_back
-        with progress_bar(
-            shown=True, total=self.steps + 2 * len(held_back), step="TrainScales", unit="steps"
-        ) as advance:
+        total = self.epochs * data.seen + 2 * len(held_back)
+        with progress_bar(shown=True, total=total, step="TrainScales", unit="batches") as advance:
             before = _Measured(trainable, data, advance)
             self._train(trainable, data, before, advance)
             after = _Measured(trainable, data, advance)
@@ -168,20 +171,21 @@ class TrainScales:
 
     def _train(self, trainable: Trainable, data: "_Data", before: "_Measured", advance: Callable[[], None]) -> None:
         optimizer = torch.optim.Adam(trainable.parameters(), lr=self.rate, betas=_BETAS)
-        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, self._share)
-        generator, order = torch.Generator().manual_seed(0), list[int]()
-        for _ in range(self.steps):
-            order = order or torch.randperm(data.seen, generator=generator).tolist()
-            loss = before.loss(data.losses(trainable, order.pop()).mean(0))
-            optimizer.zero_grad()
-            _backward(loss)
-            optimizer.step()
-            rates.step()
-            advance()
+        steps, generator = self.epochs * data.seen, torch.Generator().manual_seed(0)
+        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_share, steps=steps))
+        for _ in range(self.epochs):
+            for place in torch.randperm(data.seen, generator=generator).tolist():
+                loss = before.loss(data.losses(trainable, place).mean(0))
+                optimizer.zero_grad()
+                _backward(loss)
+                optimizer.step()
+                rates.step()
+                advance()
 
-    def _share(self, step: int) -> float:
-        """Returns which share of the rate a step has: all after a few, falling to none with the cosine."""
-        return min((step + 1) / _WARM, (1 + math.cos(math.pi * step / self.steps)) / 2)
+
+def _share(step: int, *, steps: int) -> float:
+    """Returns which share of the rate a step has: all after a few, falling to none with the cosine."""
+    return min((step + 1) / _WARM, (1 + math.cos(math.pi * step / steps)) / 2)
 
 
 def _kept(weight: Weight) -> str | None:

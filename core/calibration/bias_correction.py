@@ -10,9 +10,9 @@ other operand brings, which every block hands on to the next: a ResNet32 of 8 bi
 that gave the means (compared at the sums it gains 0.1), one with 4-bit weights 2.0 (it gains 1.5).
 
 Equal means are still no proof of a better model: clipped weights of 4 bits shrink their layers' results, and biases
-for the means of those lose up to 3 dB. So the later half of the batches is held back, and a correction (of all layers, of the later
-half, of the last one) is kept only if the outputs of these batches come closer to float, by more than
-their samples differ: three samples confirm a loss of half a decibel as readily as a gain.
+for the means of those lose up to 3 dB. So the later half of the batches is held back, and a correction (of all layers,
+of the later half of them, of the last one) is kept only if the outputs of these batches come closer to float, by more
+than their samples differ: three samples confirm a loss of half a decibel as readily as a gain.
 """
 
 import math

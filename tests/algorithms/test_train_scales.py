@@ -70,7 +70,7 @@ def integers(converted):
     return {name: value for name, value in converted.named_buffers() if value.dtype == torch.int8}
 
 
-TRAINED = TrainScales(steps=96, rate=2e-3)
+TRAINED = TrainScales(epochs=7, rate=2e-3)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -156,7 +156,7 @@ def test_behind_gptq_no_integer_changes_and_float_is_what_it_was_before(monkeypa
     model, prepared = prepared_perceptron()
     quantplug.GPTQ(scales=False, sweeps=0).apply(prepared, rows())
     rounded = quantplug.convert_pt2e(prepared)
-    found = TrainScales(steps=96, rate=5e-3).apply(prepared, rows())
+    found = TrainScales(epochs=14, rate=5e-3).apply(prepared, rows())
     trained = quantplug.convert_pt2e(prepared)
     # Without the weights of before, what GPTQ rounded would stand for float, and be nearer to it than it is.
     (before, divergence), (after, _) = (distances(graph, model, rows()[-1:]) for graph in (rounded, trained))
@@ -172,7 +172,7 @@ def test_behind_gptq_no_integer_changes_and_float_is_what_it_was_before(monkeypa
 def test_over_executorchs_quantizer_and_torchaos_prepare_and_convert():
     model, prepared = prepared_perceptron()
     before = torchao_convert(copy.deepcopy(prepared))
-    found = TrainScales(steps=96, rate=5e-3).apply(prepared, rows())
+    found = TrainScales(epochs=14, rate=5e-3).apply(prepared, rows())
     after = torchao_convert(prepared)
     assert len(found.scales) == 3
     wanted = torch.cat([model(x) for x in rows(8, 100)])
@@ -192,7 +192,7 @@ def test_what_held_back_batches_do_not_confirm_is_not_kept():
     _, prepared = prepared_perceptron()
     state = {key: value.clone() for key, value in prepared.state_dict().items()}
     # One batch is seen, whose outputs are fitted at a rate that spoils all others.
-    found = TrainScales(steps=64, rate=0.2).apply(prepared, rows(2))
+    found = TrainScales(epochs=64, rate=0.2).apply(prepared, rows(2))
     assert not found.scales
     assert str(found).startswith("No trained scale was kept: held-back batches keep ")
     assert all(torch.equal(value, state[key]) for key, value in prepared.state_dict().items())
@@ -205,7 +205,7 @@ def test_two_runs_give_the_same_bits_whatever_torchs_generator_and_gradients_say
         torch.manual_seed(seed)
         before = torch.get_rng_state()
         with torch.inference_mode() if seed else torch.no_grad():
-            TrainScales(steps=16, rate=5e-3).apply(prepared, rows())
+            TrainScales(epochs=2, rate=5e-3).apply(prepared, rows())
         assert torch.equal(before, torch.get_rng_state())
         states.append(list(torchao_convert(prepared).state_dict().values()))
     assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
@@ -237,14 +237,14 @@ def test_what_cannot_be_trained_is_a_sentence_and_changes_nothing():
     state = {key: value.clone() for key, value in prepared.state_dict().items()}
     bad = [*rows(3), torch.full((16, 16), math.nan)]
     with pytest.raises(CalibrationError, match="NaN or infinity in what the model returns; take the batch out"):
-        TrainScales(steps=4).apply(prepared, bad)
+        TrainScales(epochs=1).apply(prepared, bad)
     with pytest.raises(CalibrationError, match="holds some of them back, takes 2 or more batches, and the loader"):
         TrainScales().apply(prepared, rows(1))
     assert all(torch.equal(value, state[key]) for key, value in prepared.state_dict().items())
     _, prepared = prepared_perceptron(model=Bare().eval())
     with pytest.raises(CalibrationError, match=r"an operator without a gradient .*twice.*; leave it out of the recipe"):
-        TrainScales(steps=4).apply(prepared, rows())
+        TrainScales(epochs=1).apply(prepared, rows())
     with pytest.raises(ConfigError, match="a rate between 0 and 1, found 2; leave it out"):
         TrainScales(rate=2)
-    with pytest.raises(ConfigError, match="a number of steps from 1 on, found 0; leave it out"):
-        TrainScales(steps=0)
+    with pytest.raises(ConfigError, match="a number of epochs from 1 on, found 0; leave it out"):
+        TrainScales(epochs=0)
