@@ -13,6 +13,7 @@ from torch import fx
 from quantplug.algorithms.equalize import Equalize
 from quantplug.algorithms.gptq import GPTQ
 from quantplug.algorithms.smooth import Smooth
+from quantplug.algorithms.train_scales import TrainScales
 from quantplug.core.calibration.bias_correction import SAMPLES, BiasCorrection, correct_biases
 from quantplug.core.calibration.progress import bars
 from quantplug.core.errors import ConfigError
@@ -71,7 +72,7 @@ class CorrectBiases:
 
 RECIPES: dict[str, tuple[Algorithm, ...]] = {
     "fast": (CorrectBiases(),),
-    "accurate": (Equalize(), Smooth(), GPTQ(), CorrectBiases()),
+    "accurate": (Equalize(), Smooth(), GPTQ(), TrainScales(), CorrectBiases()),
 }
 
 

@@ -104,7 +104,7 @@ class TrainScales:
 
     samples: int = 128
     epochs: int = 2
-    rate: float = 3e-4
+    rate: float = 6e-4
     stage: ClassVar[str] = "rounded"
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class TrainScales:
             raise ConfigError(f"TrainScales takes a number of epochs from 1 on, found {self.epochs!r}; leave it out.")
         if not isinstance(self.rate, int | float) or not 0 < self.rate < 1:
             raise ConfigError(
-                f"TrainScales takes a rate between 0 and 1, found {self.rate!r}; leave it out for 0.0003."
+                f"TrainScales takes a rate between 0 and 1, found {self.rate!r}; leave it out for 0.0006."
             )
 
     @torch.inference_mode(False)
