@@ -25,7 +25,7 @@ from quantplug.algorithms.trainable import Trainable
 from quantplug.algorithms.weights import Weight, keep, weights_of
 from quantplug.core.calibration.node_by_node import Batches, FloatRun, batches_of, move_parameter
 from quantplug.core.calibration.observer_places import require_observers
-from quantplug.core.calibration.outputs import floats_of, is_no_chance
+from quantplug.core.calibration.outputs import floats_of, is_no_chance, rows_of
 from quantplug.core.calibration.parking import Parked, Parking
 from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.errors import CalibrationError, ConfigError, first_line
@@ -138,16 +138,15 @@ class TrainScales:
         model = require_observers(prepared, "TrainScales")
         step = "TrainScales, which holds some of them back,"
         with batches_of(model, loader, self.samples, inputs, least=2, step=step) as batches:
-            weights, left = weights_of(model)
-            left |= {
-                layer.node.name: reason for weight in weights if (reason := _kept(weight)) for layer in weight.layers
-            }
-            weights = [weight for weight in weights if not _kept(weight)]
+            weights, left = _without(*weights_of(model), _objection)
             if not weights:
                 return TrainedScales(left=left)
             trainable = Trainable(model, weights)
             with Parking() as parking, torch.enable_grad():
-                return self._trained(model, trainable, _Data(model, batches, parking), left)
+                data = _Data(model, batches, parking)
+                if not data.has_numbers:
+                    return TrainedScales(left=_without(weights, left, lambda _: "the model returns no floats")[1])
+                return self._trained(model, trainable, data, left)
 
     def _trained(
         self, model: fx.GraphModule, trainable: Trainable, data: "_Data", left: dict[str, str]
@@ -188,7 +187,16 @@ def _share(step: int, *, steps: int) -> float:
     return min((step + 1) / _WARM, (1 + math.cos(math.pi * step / steps)) / 2)
 
 
-def _kept(weight: Weight) -> str | None:
+def _without(
+    weights: list[Weight], left: dict[str, str], objection: Callable[[Weight], str | None]
+) -> tuple[list[Weight], dict[str, str]]:
+    """Returns the weights that nothing is said against, and by operator why others are left."""
+    reasons = [(weight, objection(weight)) for weight in weights]
+    told = {layer.node.name: reason for weight, reason in reasons if reason for layer in weight.layers}
+    return [weight for weight, reason in reasons if reason is None], left | told
+
+
+def _objection(weight: Weight) -> str | None:
     """Returns why the scales of a weight stay."""
     if weight.grid.high - weight.grid.low >= 2**_BITS:
         return f"its weight has more than {_BITS} bits"
@@ -216,6 +224,7 @@ class _Data:
     Attributes:
         seen: how many batches are trained on.
         held_back: the places of the others.
+        has_numbers: whether the model returns any of floating point.
     """
 
     def __init__(self, model: fx.GraphModule, batches: Batches, parking: Parking) -> None:
@@ -227,6 +236,7 @@ class _Data:
             for batch in batches:
                 found = [value.float() for value in floats_of(FloatRun(model, batch).result())]
                 self._wanted.append(parking.parked(found))
+        self.has_numbers = bool(self._wanted[0].leaves)
 
     def losses(self, trainable: Trainable, place: int) -> Tensor:
         """Returns for each sample of a batch energy, squared error and divergence of its outputs, [samples, 3]."""
@@ -236,20 +246,20 @@ class _Data:
 
 
 def _losses(found: list[Tensor], wanted: list[Tensor]) -> Tensor:
-    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in wanted}
-    rows = sizes.pop() if len(sizes) == 1 else 0
-    total = torch.zeros(rows or 1, 3)
-    for one, other in zip(found, wanted, strict=True):
-        squares = (other.square(), (one - other).square())
-        parts = [each.reshape(rows or 1, -1).sum(1) for each in squares]
-        total = total + torch.stack([*parts, _divergence(one, other, rows or 1)], 1)
-    return total
+    rows = rows_of(wanted)
+    each = [_of_one(one, other, rows) for one, other in zip(found, wanted, strict=True)]
+    return sum(each[1:], each[0])
+
+
+def _of_one(found: Tensor, wanted: Tensor, rows: int) -> Tensor:
+    squares = (wanted.square(), (found - wanted).square())
+    return torch.stack([*(each.reshape(rows, -1).sum(1) for each in squares), _divergence(found, wanted, rows)], 1)
 
 
 def _divergence(found: Tensor, wanted: Tensor, rows: int) -> Tensor:
     """Returns the Kullback-Leibler divergence of the softmax over the last dimension, in the mean over a sample."""
     if not wanted.dim() or wanted.shape[-1] < 2:
-        return torch.zeros(rows)
+        return wanted.new_zeros(rows)
     logs = torch.log_softmax(wanted, -1)
     change = torch.log_softmax(found, -1) - logs
     # Both distributions add up to 1, so that this is -p * change in the sum, whose terms would cancel.
@@ -266,7 +276,7 @@ class _Measured:
             for place in data.held_back:
                 found.append(data.losses(trainable, place))
                 advance()
-        self._losses = torch.cat(found).double()
+        self._losses = torch.cat(found).double().cpu()
         if not bool(torch.isfinite(self._losses).all()):
             raise CalibrationError(
                 "TrainScales found NaN or infinity in what the model returns; take the batch out that makes them."
@@ -277,7 +287,7 @@ class _Measured:
 
     def loss(self, losses: Tensor) -> Tensor:
         """Returns squared error and divergence as shares of what they are here, added, of losses [..., 3]."""
-        return (losses[..., 1:] / self._units).sum(-1)
+        return (losses[..., 1:] / self._units.to(losses)).sum(-1)
 
     def is_better_than(self, before: "_Measured") -> bool:
         """Tells whether the loss is less, by more than chance, and the squared error not more."""

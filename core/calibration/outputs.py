@@ -21,6 +21,12 @@ def floats_of(result: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
+def rows_of(tensors: list[Tensor]) -> int:
+    """Returns how many samples results hold; 1 where they do not all begin with the samples."""
+    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
+    return (sizes.pop() if len(sizes) == 1 else 0) or 1
+
+
 def by_sample(result: Any) -> Tensor | None:
     """Returns the numbers of a model's result that have an error, None where it has none.
 
@@ -30,9 +36,8 @@ def by_sample(result: Any) -> Tensor | None:
     tensors = floats_of(result)
     if not tensors:
         return None
-    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
-    rows = sizes.pop() if len(sizes) == 1 else 0
-    return torch.cat([tensor.double().reshape(rows or 1, -1) for tensor in tensors], 1)
+    rows = rows_of(tensors)
+    return torch.cat([tensor.double().reshape(rows, -1) for tensor in tensors], 1)
 
 
 class OutputNoise:

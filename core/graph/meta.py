@@ -7,11 +7,9 @@ knows their keys.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from torch import fx
+from torch import Tensor, fx
 
 if TYPE_CHECKING:  # what the rooms above note; nothing of them is known here when the program runs
-    from torch import Tensor
-
     from quantplug.core.annotation.plan import Transforms
     from quantplug.core.batch_norms.inference import Folding
     from quantplug.core.qdq.integer_io import IODTypes
@@ -88,7 +86,7 @@ FOLDS: Note[bool] = Note("quantplug_folds_batch_norm", "whether its quantizer fo
 FOLDINGS: "Note[tuple[Folding, ...]]" = Note("quantplug_foldings", "what became of each batch norm")
 CONFLICTS: Note[tuple[str, ...]] = Note("quantplug_conflicts", "where specs that share observers do not quite agree")
 VIOLATIONS: "Note[tuple[Violation, ...]]" = Note("quantplug_violations", "which limits it breaks that are not strict")
-FLOATS: "Note[dict[str, Tensor]]" = Note("quantplug_floats", "parameters before calibrated weights and biases moved")
+FLOATS: Note[dict[str, Tensor]] = Note("quantplug_floats", "parameters before calibrated weights and biases moved")
 NOTES: Note[tuple[str, ...]] = Note("quantplug_notes", "what a composition tells of its members")
 
 

@@ -188,6 +188,21 @@ def test_weights_of_eight_bits_are_left_and_said_so():
     assert str(found) == "No scale was trained: its weight has more than 5 bits."
 
 
+def test_a_model_without_numbers_in_its_result_is_left_as_it_is():
+    class Choosing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = perceptron()
+
+        def forward(self, x):
+            return self.layers(x).argmax(-1)
+
+    _, prepared = prepared_perceptron(model=Choosing().eval())
+    found = TrainScales().apply(prepared, rows())
+    assert set(found.left.values()) == {"the model returns no floats"}
+    assert not found.scales
+
+
 def test_what_held_back_batches_do_not_confirm_is_not_kept():
     _, prepared = prepared_perceptron()
     state = {key: value.clone() for key, value in prepared.state_dict().items()}
