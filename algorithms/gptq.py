@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from torchao.quantization.pt2e import FixedQParamsObserver
 
 from quantplug.algorithms.frozen import is_frozen
+from quantplug.algorithms.kept import Kept, fingerprint
 from quantplug.algorithms.pieces import Piece, pieces_of
 from quantplug.algorithms.pieces import joined as joined_pieces
 from quantplug.algorithms.products import Sums
@@ -31,14 +32,11 @@ from quantplug.algorithms.results import ByLayer
 from quantplug.algorithms.rounded import Log, Rounded
 from quantplug.algorithms.rounding import Passing, Tried, descended, errors_of, factors_of, refitted, target_of
 from quantplug.algorithms.weights import Grid, Weight, keep, weights_of
-from quantplug.core.calibration.batches import digest
 from quantplug.core.calibration.node_by_node import Batches, BatchRun, FloatRun, batches_of
 from quantplug.core.calibration.observer_places import require_observers
 from quantplug.core.calibration.processes import Alone, Exchange, joined, telling
 from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.errors import ConfigError
-from quantplug.core.files.whole import require_writable
-from quantplug.core.peers.torch_names import pytree
 from quantplug.core.specs.levels import decibels
 
 # How much less an error has to be for another round of it to be worth while.
@@ -134,24 +132,15 @@ class GPTQ:
         with torch.no_grad(), batches_of(model, loader, self.samples, inputs, least=1, step="GPTQ") as batches:
             weights, left = weights_of(model)
             with joined() as ranks, telling(ranks):
-                log = self._log(model, weights, batches, ranks)
+                kept = Kept(self.checkpoint, lambda: fingerprint(self, model, weights, batches), ranks)
+                log = Log(kept, weights, resume=self.resume)
                 found = self._all_rounded(model, batches, weights, ranks, log)
                 ranks.gather(None)  # what fails after this fails on all
             for one in found:
                 keep(model, one.weight, one.value, one.scale)
             model.recompile()
-            log.remove()
+            kept.remove()
         return RoundedWeights({layer.node.name: _quality(one) for one in found for layer in one.weight.layers}, left)
-
-    def _log(self, model: fx.GraphModule, weights: list[Weight], batches: Batches, ranks: Exchange | Alone) -> Log:
-        """Returns what an earlier run has rounded; the file is the first rank's."""
-        if self.checkpoint is None:
-            return Log(None, [], {})
-        path = Path(self.checkpoint) if ranks.rank == 0 else None
-        fingerprint = _fingerprint(self, model, weights, batches)
-        if path is not None:
-            require_writable(path)
-        return Log.taken_up(path, fingerprint, weights, ranks, resume=self.resume)
 
     def _all_rounded(
         self, model: fx.GraphModule, batches: Batches, weights: list[Weight], ranks: Exchange | Alone, log: Log
@@ -228,19 +217,6 @@ class GPTQ:
 
 def _quality(one: Rounded) -> RoundedLayer:
     return RoundedLayer(one.before, one.after)
-
-
-def _fingerprint(options: GPTQ, model: fx.GraphModule, weights: list[Weight], batches: Batches) -> list[str]:
-    """Returns what tells runs apart that would round otherwise."""
-    grids = [number for weight in weights for number in (weight.grid.scale, weight.grid.zero_point)]
-    data = (leaf for batch in batches for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
-    return [
-        f"options {replace(options, checkpoint=None, resume=True)}",
-        f"operators {[f'{node.name} {node.target}' for node in model.graph.nodes if node.op == 'call_function']}",
-        f"numbers {digest((*model.parameters(), *model.buffers()))}",
-        f"scales {digest(grids)}",
-        f"batches {digest(data)}",
-    ]
 
 
 def _is_given(observer: nn.Module) -> bool:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -21,14 +22,16 @@ from torch import Tensor, fx
 from torchao.quantization.pt2e import FixedQParamsObserver
 
 from quantplug.algorithms.frozen import is_frozen
+from quantplug.algorithms.kept import Kept, fingerprint
 from quantplug.algorithms.trainable import Trainable
 from quantplug.algorithms.weights import Weight, keep, weights_of
 from quantplug.core.calibration.node_by_node import Batches, FloatRun, batches_of, move_parameter
 from quantplug.core.calibration.observer_places import require_observers
 from quantplug.core.calibration.outputs import floats_of, is_no_chance, rows_of
 from quantplug.core.calibration.parking import Parked, Parking
+from quantplug.core.calibration.processes import joined, telling
 from quantplug.core.calibration.progress import progress_bar
-from quantplug.core.errors import CalibrationError, ConfigError, first_line
+from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError, first_line
 from quantplug.core.specs.levels import decibels
 
 # Weights with more integers than these bits give are near enough to float that their scales do not matter.
@@ -96,6 +99,9 @@ class TrainScales:
         epochs: how often each batch that is not held back is taken, for one step of the optimizer; few large batches
             want more.
         rate: of learning, as a share of each number.
+        checkpoint: file to keep what is trained in, from which a run that was killed goes on with the same bits.
+            Removed at the end.
+        resume: takes up an existing checkpoint; model, batches and options must be the same.
         stage: which graph it is for.
 
     Raises:
@@ -105,6 +111,8 @@ class TrainScales:
     samples: int = 128
     epochs: int = 2
     rate: float = 6e-4
+    checkpoint: str | Path | None = None
+    resume: bool = True
     stage: ClassVar[str] = "rounded"
 
     def __post_init__(self) -> None:
@@ -133,7 +141,9 @@ class TrainScales:
         Raises:
             ModelError: `prepared` is not a prepared graph module, or is prepared for training.
             CalibrationError: there are fewer than two batches, one does not fit the model, the outputs are not finite,
-                or an operator has no gradient.
+                an operator has no gradient, another process failed, or the checkpoint is of another model, data or
+                options.
+            ArtefactError: the checkpoint cannot be read or written.
         """
         model = require_observers(prepared, "TrainScales")
         step = "TrainScales, which holds some of them back,"
@@ -146,16 +156,20 @@ class TrainScales:
                 data = _Data(model, batches, parking)
                 if not data.has_numbers:
                     return TrainedScales(left=_without(weights, left, lambda _: "the model returns no floats")[1])
-                return self._trained(model, trainable, data, left)
+                with joined() as ranks, telling(ranks):
+                    kept = Kept(self.checkpoint, lambda: fingerprint(self, model, weights, batches), ranks)
+                    found = self._trained(model, trainable, data, kept, left)
+                kept.remove()
+                return found
 
     def _trained(
-        self, model: fx.GraphModule, trainable: Trainable, data: "_Data", left: dict[str, str]
+        self, model: fx.GraphModule, trainable: Trainable, data: "_Data", kept: Kept, left: dict[str, str]
     ) -> TrainedScales:
         held_back = data.held_back
         total = self.epochs * data.seen + 2 * len(held_back)
         with progress_bar(shown=True, total=total, step="TrainScales", unit="batches") as advance:
             before = _Measured(trainable, data, advance)
-            self._train(trainable, data, before, advance)
+            self._train(trainable, data, before, kept, advance)
             after = _Measured(trainable, data, advance)
         if not after.is_better_than(before):
             return TrainedScales({}, (), before.distance, before.distance, left)
@@ -168,21 +182,54 @@ class TrainScales:
         vectors = tuple(vector.paths[0] for vector in trainable.vectors)
         return TrainedScales(scales, vectors, before.distance, after.distance, left)
 
-    def _train(self, trainable: Trainable, data: "_Data", before: "_Measured", advance: Callable[[], None]) -> None:
+    def _train(
+        self,
+        trainable: Trainable,
+        data: "_Data",
+        before: "_Measured",
+        kept: Kept,
+        advance: Callable[[], None],
+    ) -> None:
         optimizer = torch.optim.Adam(trainable.parameters(), lr=self.rate, betas=_BETAS)
-        steps, generator = self.epochs * data.seen, torch.Generator().manual_seed(0)
-        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_share, steps=steps))
-        for _ in range(self.epochs):
-            for place in torch.randperm(data.seen, generator=generator).tolist():
+        generator = torch.Generator().manual_seed(0)
+        order = [place for _ in range(self.epochs) for place in torch.randperm(data.seen, generator=generator).tolist()]
+        done = _taken_up(optimizer, kept, resume=self.resume)
+        for step, place in enumerate(order):
+            if step >= done:
                 loss = before.loss(data.losses(trainable, place).mean(0))
                 optimizer.zero_grad()
                 _backward(loss)
+                optimizer.param_groups[0]["lr"] = self.rate * _share(step, len(order))
                 optimizer.step()
-                rates.step()
-                advance()
+                kept.write(partial(_content, optimizer, step + 1))
+            advance()
 
 
-def _share(step: int, *, steps: int) -> float:
+def _content(optimizer: torch.optim.Optimizer, done: int) -> dict[str, Any]:
+    """Returns what a run that is killed goes on from."""
+    (group,) = optimizer.param_groups
+    return {"steps": done, "trained": [each.detach() for each in group["params"]], "optimizer": optimizer.state_dict()}
+
+
+def _taken_up(optimizer: torch.optim.Optimizer, kept: Kept, *, resume: bool) -> int:
+    """Goes on from what another run has left, and returns how many steps it made."""
+    content = kept.content(resume=resume)
+    if content is None:
+        return 0
+    (group,) = optimizer.param_groups
+    try:
+        with torch.no_grad():
+            for each, value in zip(group["params"], content["trained"], strict=True):
+                each.copy_(value)
+        optimizer.load_state_dict(content["optimizer"])
+        return int(content["steps"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ArtefactError(
+            f"'{kept.name}' is no checkpoint of TrainScales ({type(error).__name__}); delete it."
+        ) from error
+
+
+def _share(step: int, steps: int) -> float:
     """Returns which share of the rate a step has: all after a few, falling to none with the cosine."""
     return min((step + 1) / _WARM, (1 + math.cos(math.pi * step / steps)) / 2)
 

@@ -14,7 +14,7 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e as torchao_conv
 from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e as torchao_prepare
 
 import quantplug
-from quantplug.algorithms import train_scales
+from quantplug.algorithms import kept, train_scales
 from quantplug.algorithms.train_scales import TrainScales
 from quantplug.algorithms.trainable import Trainable
 from quantplug.algorithms.weights import weights_of
@@ -224,6 +224,40 @@ def test_two_runs_give_the_same_bits_whatever_torchs_generator_and_gradients_say
         assert torch.equal(before, torch.get_rng_state())
         states.append(list(torchao_convert(prepared).state_dict().values()))
     assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
+
+
+def test_a_run_that_ended_early_goes_on_and_ends_with_the_same_bits(tmp_path, monkeypatch):
+    algorithm, path = TrainScales(epochs=2, rate=5e-3), tmp_path / "run"
+    keeping = TrainScales(epochs=2, rate=5e-3, checkpoint=path)
+    _, whole = prepared_perceptron()
+    assert algorithm.apply(whole, rows()).scales
+    monkeypatch.setattr(kept, "_PAUSE", 0)
+    backward, calls = train_scales._backward, []
+
+    def counted(loss):
+        calls.append(loss)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        backward(loss)
+
+    monkeypatch.setattr(train_scales, "_backward", counted)
+    _, prepared = prepared_perceptron()
+    state = {key: value.clone() for key, value in prepared.state_dict().items()}
+    with pytest.raises(KeyboardInterrupt):
+        keeping.apply(prepared, rows())
+    assert path.exists()
+    assert all(torch.equal(value, state[key]) for key, value in prepared.state_dict().items())
+    with pytest.raises(CalibrationError, match=r"was written for another model .*batches"):
+        keeping.apply(prepared, rows(first=50))
+    with pytest.raises(CalibrationError, match=r"was written for another model .*options"):
+        TrainScales(epochs=3, rate=5e-3, checkpoint=path).apply(prepared, rows())
+    with pytest.raises(CalibrationError, match=r"was written for another model .*options"):
+        quantplug.GPTQ(checkpoint=path).apply(prepared, rows())
+    keeping.apply(prepared, rows())
+    assert len(calls) == 6 + 14 - 5  # of fourteen steps five were made
+    assert not path.exists()
+    ours, theirs = torchao_convert(prepared).state_dict(), torchao_convert(whole).state_dict()
+    assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
 
 
 class Bare(nn.Module):
