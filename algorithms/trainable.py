@@ -40,7 +40,9 @@ class Scaled:
     @classmethod
     def of(cls, weight: Weight) -> "Scaled":
         """Returns a weight with the scales that it has, rounded to nearest."""
-        start = weight.grid.nearest(weight.matrix)
+        start, nearest = weight.matrix, weight.grid.nearest(weight.matrix)
+        if not torch.equal(start, nearest):  # of a weight that is rounded already there need not be two
+            start = nearest
         return cls(weight, start, nn.Parameter(torch.zeros_like(weight.grid.scale)))
 
     def value(self) -> Tensor:

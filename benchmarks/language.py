@@ -1,7 +1,7 @@
 """What a sentence encoder and a language model keep when they are quantized: graphs, programs, and peers' graphs.
 
     python benchmarks/language.py --data PATH [--models minilm smollm2] [--backends xnnpack x86]
-        [--recipe accurate --rotate --samples 64]
+        [--recipe accurate --rotate --samples 64] [--search]
 
 PATH is a folder with a `language.py` that has `load(name) -> nn.Module`, `sentences(part) -> [ids]`,
 `spearman(encode)`, `chunks(part) -> [ids]` and `perplexity(run)`. Printed are the signal to quantization noise of the
@@ -27,6 +27,7 @@ from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuant
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, fx
+from torch.nn.functional import cross_entropy
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
     X86InductorQuantizer,
@@ -53,6 +54,7 @@ class Job:
     Attributes:
         exported: the model, exported for inputs like `example`.
         score: the score of what gives the model's output of one input.
+        search: what `tune` takes to search scopes: batches, metric, and how far it may fall.
     """
 
     model: torch.nn.Module
@@ -61,6 +63,7 @@ class Job:
     calibration: Sequence[Tensor]
     test: Sequence[Tensor]
     score: Callable[[Run], float]
+    search: dict[str, Any]
 
 
 def minilm(folder: Any, samples: int = 128) -> Job:
@@ -68,7 +71,9 @@ def minilm(folder: Any, samples: int = 128) -> Job:
     model, calibration = folder.load("minilm"), folder.sentences("calibration")[:samples]
     length = torch.export.Dim("length", min=3, max=128)
     exported = torch.export.export(model, (calibration[0],), dynamic_shapes=({1: length},)).module()
-    return Job(model, exported, (calibration[0],), calibration, folder.sentences("eval")[:200], folder.spearman)
+    search = {"calibration": folder.sentences("calibration")[:12], "at_least": 18.0}
+    search["dynamic_shapes"] = ({1: length},)
+    return Job(model, exported, (calibration[0],), calibration, folder.sentences("eval")[:200], folder.spearman, search)
 
 
 def smollm2(folder: Any, samples: int = 8) -> Job:
@@ -77,7 +82,15 @@ def smollm2(folder: Any, samples: int = 8) -> Job:
     model, test = folder.load("smollm2"), folder.chunks("eval")[:16]
     calibration = folder.chunks("calibration")[:samples]
     exported = torch.export.export(model, (test[0],)).module()
-    return Job(model, exported, (test[0],), calibration, test, folder.perplexity)
+    pieces = folder.chunks("calibration")[:16]
+
+    @torch.no_grad()
+    def metric(run: Run) -> float:
+        losses = [cross_entropy(first(run)(ids)[0, :-1].float(), ids[0, 1:]) for ids in pieces[4:]]
+        return -float(sum(losses, torch.zeros(())) / len(losses))
+
+    search = {"calibration": pieces[:4], "metric": metric, "drop": math.log(1.085)}
+    return Job(model, exported, (test[0],), calibration, test, folder.perplexity, search)
 
 
 MODELS: dict[str, Callable[..., Job]] = {"minilm": minilm, "smollm2": smollm2}
@@ -141,13 +154,25 @@ def add_peer(table: Table, job: Job, backend: str) -> None:
     Console(stderr=True, width=160).print(backend, "peer's int8", *cells)
 
 
+def searched(job: Job, backend: str) -> quantplug.BackendQuantizer:
+    """Returns the quantizer of the scopes that `tune` finds; it prints them."""
+    begin = time.perf_counter()
+    tuned = quantplug.tune(job.model, job.example, backend=backend, **job.search)
+    Console(stderr=True, width=160).print(tuned, tuned.scopes, f"{time.perf_counter() - begin:.0f} s")
+    return tuned.quantizer
+
+
 def add_rows(
-    table: Table, job: Job, backend: str, configs: Sequence[str], lowers: bool, recipe: str | None = None
+    table: Table,
+    job: Job,
+    backend: str,
+    quantizers: dict[str, quantplug.BackendQuantizer],
+    lowers: bool,
+    recipe: str | None = None,
 ) -> None:
-    """Adds a row for each of a backend's configs."""
+    """Adds a row for each of a backend's quantizers, by what they are called."""
     expected = outputs(job.model, job.test)
-    for config in configs:
-        quantizer = quantplug.get_quantizer(backend).set_global(config)
+    for name, quantizer in quantizers.items():
         graph = quantized(job, quantizer, recipe)
         found = outputs(graph, job.test)
         cells = [decibels(expected, found), f"{job.score(first(graph)):.2f}"]
@@ -162,8 +187,8 @@ def add_rows(
                 f"{job.score(first(program)):.2f}",
                 f"{seconds:.0f}",
             ]
-        table.add_row(backend, config, *cells)
-        Console(stderr=True, width=160).print(backend, config, *cells)
+        table.add_row(backend, name, *cells)
+        Console(stderr=True, width=160).print(backend, name, *cells)
 
 
 def main() -> None:
@@ -177,6 +202,7 @@ def main() -> None:
     parser.add_argument(
         "--rotate", action="store_true", help="rotate streams first, whether batches tell a gain or not"
     )
+    parser.add_argument("--search", action="store_true", help="a row of the scopes that tune finds")
     parser.add_argument("--samples", type=int, help="how many sentences or pieces calibrate")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--no-lowering", action="store_true", help="the graphs only")
@@ -193,7 +219,10 @@ def main() -> None:
             configs = CONFIGS[backend] if arguments.configs is None else arguments.configs
             if not arguments.no_peers:
                 add_peer(table, job, backend)
-            add_rows(table, job, backend, configs, not arguments.no_lowering, arguments.recipe)
+            quantizers = {config: quantplug.get_quantizer(backend).set_global(config) for config in configs}
+            if arguments.search:
+                quantizers["search"] = searched(job, backend)
+            add_rows(table, job, backend, quantizers, not arguments.no_lowering, arguments.recipe)
         Console(width=160).print(table)
 
 
