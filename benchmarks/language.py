@@ -139,7 +139,7 @@ def quantized(job: Job, quantizer: quantplug.BackendQuantizer, recipe: str | Non
     prepared = quantplug.prepare_pt2e(graph, quantizer)
     quantplug.calibrate(prepared, job.calibration, progress=False)
     done += apply(others, prepared, job.calibration, None, progress=False)
-    Console(stderr=True, width=160).print(*done, f"{time.perf_counter() - begin:.0f} s")
+    Console(stderr=True, width=160).print(*map(str, done), f"{time.perf_counter() - begin:.0f} s")
     return quantplug.convert_pt2e(prepared)
 
 
