@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, fx, nn
-from torchao.quantization.pt2e import FixedQParamsObserver
+from torch import Tensor, fx
 
 from quantplug.algorithms.frozen import is_frozen
 from quantplug.algorithms.kept import Kept, fingerprint
@@ -212,15 +211,9 @@ class GPTQ:
         return nearest, best
 
     def _searches_scales(self, weight: Weight) -> bool:
-        return self.scales and weight.is_alone and not any(_is_given(layer.observer) for layer in weight.layers)
+        given = weight.is_given or any(is_frozen(layer.observer) for layer in weight.layers)
+        return self.scales and weight.is_alone and not given
 
 
 def _quality(one: Rounded) -> RoundedLayer:
     return RoundedLayer(one.before, one.after)
-
-
-def _is_given(observer: nn.Module) -> bool:
-    """Tells whether an observer's scale is not its own to choose."""
-    scheme: Any = getattr(observer, "scheme", None)
-    powers = getattr(scheme, "power_of_two", False)
-    return is_frozen(observer) or isinstance(observer, FixedQParamsObserver) or bool(powers)

@@ -19,9 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
-from torchao.quantization.pt2e import FixedQParamsObserver
 
-from quantplug.algorithms.frozen import is_frozen
 from quantplug.algorithms.kept import Kept, fingerprint
 from quantplug.algorithms.trainable import Trainable
 from quantplug.algorithms.weights import Weight, keep, weights_of
@@ -249,11 +247,7 @@ def _objection(weight: Weight) -> str | None:
         return f"its weight has more than {_BITS} bits"
     if not weight.is_alone:
         return "another weight has the same scales"
-    for layer in weight.layers:
-        powers = getattr(getattr(layer.observer, "scheme", None), "power_of_two", False)
-        if powers or (isinstance(layer.observer, FixedQParamsObserver) and not is_frozen(layer.observer)):
-            return "its scale is given"
-    return None
+    return "its scale is given" if weight.is_given else None
 
 
 def _backward(loss: Tensor) -> None:

@@ -9,7 +9,7 @@ arXiv:1308.3432) but for values that a static range clips.
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,7 +20,10 @@ from quantplug.core.calibration.node_by_node import Batch, BatchRun
 from quantplug.core.graph.facts import attribute, observer_of, operands
 from quantplug.core.observers.from_specs import is_derived
 from quantplug.core.observers.straight_through import straight_through
+from quantplug.core.peers.torch_names import pytree
 from quantplug.core.qdq.nodes import is_qdq
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +128,7 @@ class Trainable:
     def result(self, batch: Batch) -> Any:
         """Returns what the quantized model makes of a batch, with gradients to what is trained."""
         with torch.autograd.graph.saved_tensors_hooks(self._packed, _unpacked):
-            return _Run(self, batch).result()
+            return _Run(self, _differentiable(batch)).result()
 
     def _values(self) -> dict[fx.Node, Callable[[], Tensor]]:
         """Returns by node of the converted graph what computes it: vectors, and weights behind their pairs."""
@@ -161,6 +164,12 @@ class Trainable:
         value = self._trained[node]()
         self._alive[value.untyped_storage().data_ptr()] = weakref.ref(value), self._trained[node]
         return value
+
+
+def _differentiable(values: T) -> T:
+    """Returns values, nested as pytrees, with copies of tensors of inference mode, which no gradient may go by."""
+    found: T = pytree.tree_map_only(Tensor, lambda value: value.clone() if value.is_inference() else value, values)
+    return found
 
 
 def _unpacked(kept: Any) -> Tensor:

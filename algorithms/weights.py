@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torchao.quantization.pt2e import AffineQuantizedObserverBase
+from torchao.quantization.pt2e import AffineQuantizedObserverBase, FixedQParamsObserver
 
 from quantplug.algorithms.frozen import freeze
 from quantplug.algorithms.layers import Layer as Operator
@@ -132,6 +132,16 @@ class Weight:
         """The weight as float32 [groups, rows, columns]."""
         by_rows, groups = self.by_rows, self.layers[0].operator.groups
         return by_rows.float().reshape(groups, len(by_rows) // groups, -1)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether its scale is not its observers' to choose: a fixed one, or a power of two."""
+        observers: list[Any] = [layer.observer for layer in self.layers]
+        return any(
+            isinstance(observer, FixedQParamsObserver)
+            or bool(getattr(getattr(observer, "scheme", None), "power_of_two", False))
+            for observer in observers
+        )
 
     def as_held(self, matrix: Tensor) -> Tensor:
         """Returns a matrix [groups, rows, columns] in the tensor's shape and dtype."""

@@ -75,17 +75,15 @@ class FloatRun(BatchRun):
         return super().get_attr(target, args, kwargs) if found is None else found
 
 
-def move_parameter(model: fx.GraphModule, names: Sequence[str], value: Tensor, before: Tensor | None = None) -> None:
+def move_parameter(model: fx.GraphModule, names: Sequence[str], value: Tensor) -> None:
     """Gives a parameter of a prepared model another value under all its names; runs in float keep what it was.
 
     Args:
         model: the prepared model.
         names: of the parameter.
         value: what takes its place.
-        before: what it is in the float model, if not what it was.
     """
-    was = attribute(model, names[0]) if before is None else before
-    FLOATS.put(model, {**dict.fromkeys(names, was), **FLOATS.get(model, {})})
+    FLOATS.put(model, {**dict.fromkeys(names, attribute(model, names[0])), **FLOATS.get(model, {})})
     replace_parameter(model, names, value)
 
 

@@ -12,6 +12,7 @@ from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
 from torch import nn
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e as torchao_convert
 from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e as torchao_prepare
+from torchao.quantization.pt2e.quantizer import FixedQParamsQuantizationSpec, QuantizationAnnotation, Quantizer
 
 import quantplug
 from quantplug.algorithms import kept, train_scales
@@ -258,6 +259,42 @@ def test_a_run_that_ended_early_goes_on_and_ends_with_the_same_bits(tmp_path, mo
     assert not path.exists()
     ours, theirs = torchao_convert(prepared).state_dict(), torchao_convert(whole).state_dict()
     assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+
+
+def test_batches_of_inference_mode_are_trained_on_as_others_are():
+    found = []
+    for mode in (False, True):
+        with torch.inference_mode(mode):
+            batches = [batch * 1 for batch in rows()]
+        assert batches[0].is_inference() == mode
+        _, prepared = prepared_perceptron(model=nn.Sequential(nn.LayerNorm(16), *perceptron()).eval())
+        TrainScales(epochs=2, rate=5e-3).apply(prepared, batches)
+        found.append(list(torchao_convert(prepared).state_dict().values()))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+class FixedScale(Quantizer):
+    """Weights of linear layers in a scale that is given."""
+
+    def annotate(self, model):
+        fixed = FixedQParamsQuantizationSpec(torch.int8, 1 / 32, 0, -8, 7, torch.per_tensor_symmetric)
+        for node in model.graph.nodes:
+            if node.target is torch.ops.aten.linear.default:
+                node.meta["quantization_annotation"] = QuantizationAnnotation({node.args[1]: fixed}, _annotated=True)
+        return model
+
+    def validate(self, model):
+        pass
+
+
+def test_a_scale_that_is_given_stays_behind_gptq_too():
+    exported = torch.export.export(perceptron(), (rows(1)[0],)).module()
+    prepared = torchao_prepare(exported, FixedScale())
+    prepared(rows(1)[0])
+    quantplug.GPTQ().apply(prepared, rows())
+    found = TrainScales(epochs=2).apply(prepared, rows())
+    assert not found.scales
+    assert set(found.left.values()) == {"its scale is given"}
 
 
 class Bare(nn.Module):
