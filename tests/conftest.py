@@ -34,5 +34,8 @@ def _same_random_numbers():
 
 @pytest.fixture(scope="session", autouse=True)
 def _threads():
-    # Where tests run side by side (`pytest -n 2`), each process has one core.
-    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+    # Where tests run side by side (`pytest -n 2`), each process has one core, and so has what it starts.
+    alone = "PYTEST_XDIST_WORKER" not in os.environ
+    torch.set_num_threads(2 if alone else 1)
+    if not alone:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")

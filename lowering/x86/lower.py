@@ -3,6 +3,7 @@
 Before: the result of `convert_pt2e`. After: an `X86Program`; the converted model is not changed.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ def lower(
     dynamic_shapes: Any = None,
     autotune: bool = False,
     float_dtype: torch.dtype = torch.float32,
+    constants: Mapping[str, Any] | None = None,
 ) -> X86Program:
     """Lowers a q/dq graph to oneDNN quantized kernels.
 
@@ -39,6 +41,7 @@ def lower(
             float computes in bfloat16 where that is faster.
         float_dtype: torch.bfloat16 lets all products that stay float (attention's too) compute in it, which
             is faster on processors with AMX; sums, normalizations and the outputs stay float32.
+        constants: numbers, or lists of them, that the program and its file carry along by name.
 
     Returns:
         A program that runs eagerly; operators without integer kernel stay float, and `ops` says why.
@@ -54,7 +57,7 @@ def lower(
     recorded, told = record(module.graph), Told()
     run(steps(example_inputs, told, autotune=autotune, float_dtype=float_dtype), module)
     pair = max((PAIR.get(node, 0) for node in module.graph.nodes), default=0)
-    program = X86Program(module, example_inputs, dynamic_shapes, pair=pair)
+    program = X86Program(module, example_inputs, dynamic_shapes, pair=pair, constants=constants)
     ops = place(recorded, program.module.graph, ("onednn", "quantized"), told.folded)
     program.ops = tuple(
         replace(o, reason=told.reasons[o.node]) if o.reason and o.node in told.reasons else o for o in ops

@@ -7,7 +7,7 @@ serialized, loaded into the real runtime, run on the example inputs and compared
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +55,7 @@ def lower(
     minimum_sqnr: float | None = None,
     accepts: Callable[[fx.Node], bool] | None = None,
     partitioners: Sequence[Any] = (),
+    constants: Mapping[str, Any] | None = None,
 ) -> XNNPACKProgram:
     """Lowers a q/dq graph to an ExecuTorch program, proved in the runtime before it is returned.
 
@@ -69,6 +70,8 @@ def lower(
         accepts: which operators of the q/dq graph XNNPACK may take; None for all.
         partitioners: ExecuTorch partitioners of other delegates, which are offered what is left, in this order.
             What no delegate takes runs on portable kernels.
+        constants: numbers, or lists of them, that further methods of the `.pte` return, by the methods' names; what
+            ExecuTorch's runners ask a file for.
 
     Returns:
         The loaded program.
@@ -99,7 +102,7 @@ def lower(
         legal = replace(legal, portable=left | legal.portable, notes=notes | halves)
         written = as_serializer_reads(working, legal.floats.keys() | legal.portable.keys())
         others = tuple(partitioners)
-        task = _Task(recorded, written, working, inputs, shapes, threads, expected, minimum_sqnr, others)
+        task = _Task(recorded, written, working, inputs, shapes, threads, expected, minimum_sqnr, others, constants)
         return _proved_or_next_best(task, legal)
 
 
@@ -135,6 +138,7 @@ class _Task:
     expected: Any
     minimum_sqnr: float | None
     partitioners: tuple[Any, ...]
+    constants: Mapping[str, Any] | None
 
 
 def _proved_or_next_best(task: _Task, legal: Legalized) -> XNNPACKProgram:
@@ -254,6 +258,7 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
                 transform_passes=get_transform_passes([copies_of_dequantized_are_dropped]),
                 partitioner=keeping_whole([partitioner(graph, legal), *task.partitioners]),
                 compile_config=get_xnnpack_edge_compile_config(),  # the runtime has the last word, not the verifier
+                constant_methods=dict(task.constants or {}),
             )
             emitted = edge.to_executorch(starting_from_state(edge.exported_program()))
         except Exception as error:

@@ -109,6 +109,26 @@ def check_threads(threads: int | None) -> None:
         raise ConfigError(f"threads is {threads!r}; pass a whole number of at least 1, or None for the runtime's own.")
 
 
+def constants_of(buffer: bytes) -> dict[str, Any]:
+    """Returns what the methods of a `.pte` return that take nothing: a number, or a list of them where there are more.
+
+    Raises:
+        LoweringError: the bytes are no program.
+    """
+    from executorch.runtime import Runtime
+
+    found = {}
+    with quiet():
+        try:
+            program = Runtime.get().load_program(buffer)
+            for name in program.method_names:
+                if program.metadata(name).num_inputs() == 0:
+                    found[name] = list(program.load_method(name).execute([]))
+        except (RuntimeError, ValueError) as error:
+            raise LoweringError(f"The bytes are no program of ExecuTorch's ({first_line(error)}).") from error
+    return {name: values[0] if len(values) == 1 else values for name, values in found.items()}
+
+
 class Method:
     """A `.pte`'s forward method in the runtime, loaded again whenever the thread pool was replaced.
 

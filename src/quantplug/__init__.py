@@ -68,6 +68,11 @@ if TYPE_CHECKING:
     from quantplug.core.specs.written import register_for_plans as register_for_plans
     from quantplug.flow import Artefact as Artefact
     from quantplug.flow import quantize as quantize
+    from quantplug.language.artefact import LanguageArtefact as LanguageArtefact
+    from quantplug.language.artefact import load_language_model as load_language_model
+    from quantplug.language.checkpoint import load_checkpoint as load_checkpoint
+    from quantplug.language.checkpoint import load_tokenizer as load_tokenizer
+    from quantplug.language.flow import quantize_language_model as quantize_language_model
     from quantplug.lowering.emulation import emulate as emulate
     from quantplug.lowering.openvino import OpenVINOProgram as OpenVINOProgram
     from quantplug.lowering.x86 import X86Program as X86Program
@@ -117,6 +122,7 @@ _HOME = {
     "Equalize": "quantplug.algorithms.equalize",
     "GPTQ": "quantplug.algorithms.gptq",
     "Job": "quantplug.trials",
+    "LanguageArtefact": "quantplug.language.artefact",
     "LoweringError": "quantplug.core.errors",
     "ModelError": "quantplug.core.errors",
     "OPENVINO_INTEGER_PRODUCTS": "quantplug.quantizers.openvino:INTEGER_PRODUCTS",
@@ -161,12 +167,16 @@ _HOME = {
     "get_x86_quantization_config": "quantplug.quantizers.x86_config",
     "import_backend_config": "quantplug.quantizers.importer",
     "is_reference_quantized": "quantplug.core.qdq.format",
+    "load_checkpoint": "quantplug.language.checkpoint",
+    "load_language_model": "quantplug.language.artefact",
+    "load_tokenizer": "quantplug.language.checkpoint",
     "measure_boundaries": "quantplug.core.report.boundaries",
     "observer": "quantplug.core.observers",
     "plan_of": "quantplug.core.annotation.plan",
     "prepare_pt2e": "quantplug.core.pt2e.prepare",
     "prepare_qat_pt2e": "quantplug.core.pt2e.prepare",
     "quantize": "quantplug.flow",
+    "quantize_language_model": "quantplug.language.flow",
     "quantized_inputs": "quantplug.core.qdq.integer_io",
     "register_for_plans": "quantplug.core.specs.written",
     "run_trial": "quantplug.trials",

@@ -1,4 +1,4 @@
-"""The command line: `quantplug demo`, `backends`, `new-backend`, `quantize`, `explain`, `sensitivity`, `numerics`.
+"""The command line: `quantplug demo`, `backends`, `new-backend`, `quantize`, `llm`, `generate`, `explain` and others.
 
 Errors on what the user passed are one sentence on the error stream and exit code 2.
 """
@@ -150,6 +150,48 @@ def quantize(
         console.print(escape(str(done)), soft_wrap=True)
     sizes = f"{out.stat().st_size / 1e6:.2f} MB; the exported model has {_megabytes(model)} MB"
     console.print(escape(f"Wrote {out} ({sizes})."))
+
+
+@app.command()
+def llm(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder, or a GGUF file.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write: .pte for xnnpack, .pt2 for x86.")],
+    backend: BackendOption = "xnnpack",
+    config: Annotated[
+        str | None, typer.Option("--config", "-c", help="A config of the backend, or float32; 8da4w on xnnpack.")
+    ] = None,
+    recipe: Annotated[str | None, typer.Option(help="What keeps accuracy: fast, accurate.")] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="TEXT", help="A text; its last quarter is held back, and scored.")
+    ] = None,
+    context: Annotated[int, typer.Option(min=2, help="Positions of the cache.")] = 512,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many pieces of the text to calibrate.")] = None,
+    score: Annotated[int, typer.Option(min=1, help="Pieces of 128 tokens to score.")] = 4,
+    progress: Annotated[bool, typer.Option(help="Show bars with the time left, on a terminal.")] = True,
+) -> None:
+    """Quantize a language model with its cache, and measure it."""
+    from quantplug.language.command import Order, convert
+
+    order = Order(model, out, backend, config, recipe, calibration, context, limit, score, progress)
+    convert(order, Console())
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Argument(metavar="MODEL.pte", help="What `quantplug llm` wrote.")],
+    tokenizer: Annotated[Path, typer.Option(help="The folder or GGUF file that the model came from.")],
+    prompt: Annotated[str, typer.Option(help="The text to go on with.")],
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="As many as the cache holds by default.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token, more draws.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Of what is drawn.")] = None,
+) -> None:
+    """Print the text behind a prompt, as it is generated."""
+    from quantplug.language.command import talk
+
+    for piece in talk(model, tokenizer, prompt, max_new_tokens, temperature, seed):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
 
 
 @app.command()

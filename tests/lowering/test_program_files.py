@@ -15,6 +15,7 @@ import quantplug
 from quantplug.core.errors import ArtefactError
 from quantplug.lowering.openvino.program import OpenVINOProgram
 from quantplug.lowering.x86.running.program import X86Program
+from quantplug.lowering.xnnpack.runtime import constants_of
 
 X = torch.linspace(-1, 1, 16).reshape(2, 8)
 RECORDS = {"x86": "quantplug_x86.json", "openvino": "settings.json"}
@@ -170,3 +171,20 @@ def test_programs_are_neither_copied_nor_pickled(backend):
     for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(ArtefactError, match="save"):
             attempt(artefact.program)
+
+
+@pytest.mark.parametrize("backend", ["xnnpack", "x86"])
+def test_constants_go_along_with_the_file(backend, tmp_path):
+    x, constants = torch.ones(1, 8), {"get_answer": 42, "get_some": [1, 2]}
+    model = nn.Linear(8, 8).eval()
+    artefact = quantplug.quantize(model, (x,), backend, config="int8_dynamic", progress=False, constants=constants)
+    path = artefact.save(tmp_path / "model.pt2")
+    if backend == "xnnpack":
+        assert constants_of(path.read_bytes()) == constants
+    else:
+        assert X86Program.load(path).constants == constants
+
+
+def test_a_file_of_before_constants_is_read(saved, tmp_path):
+    file = _changed(saved["x86"], tmp_path / "m", RECORDS["x86"], lambda c: _with(c, ("constants",), DELETED))
+    assert X86Program.load(file).constants == {}

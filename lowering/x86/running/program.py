@@ -7,7 +7,7 @@ packed layout depends on the processor.
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class _Described:
 
     ops: tuple[LoweredOp, ...]
     pair: int
+    constants: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class X86Program(Program):
@@ -50,6 +51,7 @@ class X86Program(Program):
         module: the same with weights packed for this machine; what runs.
         pair: how large the sum of two products can get; beyond 16 bits the kernels need a processor with VNNI.
         ops: every compute operator of the q/dq graph with its placement.
+        constants: what it carries along, by name.
     """
 
     def __init__(
@@ -59,12 +61,14 @@ class X86Program(Program):
         dynamic_shapes: Any,
         ops: tuple[LoweredOp, ...] = (),
         pair: int = 0,
+        constants: Mapping[str, Any] | None = None,
     ) -> None:
         self.portable = portable
         self.example_inputs = blank(example_inputs)
         self.dynamic_shapes = dynamic_shapes
         self.ops = ops
         self.pair = pair
+        self.constants = dict(constants or {})
         self.module = pack(portable)
         self._signature = Signature.of_graph(portable, example_inputs)
         self._run = straight(self.module)
@@ -144,8 +148,8 @@ class X86Program(Program):
         return write_content(path, self._archive())
 
     def _archive(self) -> bytes:
-        described = json.dumps({"ops": [dataclasses.asdict(operator) for operator in self.ops], "pair": self.pair})
-        return exported_content(self.exported(), {OPS_FILE: described})
+        described = dataclasses.asdict(_Described(self.ops, self.pair, self.constants))
+        return exported_content(self.exported(), {OPS_FILE: json.dumps(described)})
 
     @classmethod
     def load(cls, path: str | Path, *, trust: bool = False) -> "X86Program":
@@ -172,7 +176,7 @@ class X86Program(Program):
                     f"'{path}' would give wrong numbers here: {reason}, or lower the model on this machine."
                 )
             args = _sample_inputs(exported)
-            return cls(starting(exported.module()), args, None, described.ops, described.pair)
+            return cls(starting(exported.module()), args, None, described.ops, described.pair, described.constants)
         except ArtefactError:
             raise
         except Exception as error:

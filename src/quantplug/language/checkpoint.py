@@ -1,0 +1,165 @@
+"""Causal language models and their tokenizers from files on this machine, read by transformers.
+
+Before: a folder with `config.json` and safetensors, or a GGUF file. After: a model in float32 and its tokenizer;
+nothing is downloaded, and no code of the checkpoint runs.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantplug.core.errors import ArtefactError, ConfigError, first_line, shown
+from quantplug.core.files.whole import kind_at
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model as it was trained.
+
+    Attributes:
+        model: of transformers, in float32 and in eval mode.
+        tokenizer: of transformers.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Ids that end a text: the tokenizer's, and those that the model generates by its own settings."""
+        settings: Any = self.model.generation_config
+        own = settings.eos_token_id
+        every = [self.tokenizer.eos_token_id, *(own if isinstance(own, list | tuple) else (own,))]
+        return tuple(sorted({end for end in every if end is not None}))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights; what several layers share counts once."""
+        return sum(weight.nbytes for weight in self.model.parameters())
+
+
+def load_checkpoint(path: str | Path) -> Checkpoint:
+    """Reads a causal language model and its tokenizer.
+
+    Args:
+        path: a Hugging Face folder with safetensors, or a GGUF file, whose weights are expanded.
+
+    Raises:
+        ConfigError: transformers is not installed.
+        ArtefactError: there is none, or it is damaged, is no causal model, lacks weights or a tokenizer that fits.
+    """
+    path = Path(path)
+    where, options = _place(path)
+    with _reading(path, "model"):
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(where, local_files_only=True, **options)
+        _require_causal(path, config)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            where,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=None if options else True,
+            output_loading_info=True,
+            **options,
+        )
+    missing = sorted({*loaded["missing_keys"], *(found[0] for found in loaded["mismatched_keys"])})
+    if missing:
+        raise ArtefactError(
+            f"'{path}' lacks weight '{missing[0]}' of {type(model).__name__}, and {len(missing) - 1} others; get the "
+            "whole checkpoint."
+        )
+    vocabulary = config.get_text_config().vocab_size
+    return Checkpoint(model.eval(), load_tokenizer(path, vocabulary))
+
+
+def load_tokenizer(path: str | Path, vocabulary: int | None = None) -> Any:
+    """Reads the tokenizer of a folder or GGUF file.
+
+    Args:
+        path: the folder or file.
+        vocabulary: how many tokens the model has.
+
+    Raises:
+        ConfigError: transformers is not installed.
+        ArtefactError: there is no tokenizer, or it has ids that the model does not know.
+    """
+    path = Path(path)
+    where, options = _place(path)
+    with _reading(path, "tokenizer"):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(where, local_files_only=True, **options)
+    # transformers adds tokens to those of a GGUF file, such as an end of text, that no text of ours leads to.
+    added = tokenizer.get_added_vocab() if options else {}
+    largest = max((i for token, i in tokenizer.get_vocab().items() if token not in added), default=-1)
+    if largest < 0:
+        raise ArtefactError(f"The tokenizer of '{path}' has no tokens; put `tokenizer.json` beside the weights.")
+    if vocabulary is not None and largest >= vocabulary:
+        raise ArtefactError(
+            f"The tokenizer of '{path}' has ids up to {largest}, and the model knows {vocabulary}; pass the tokenizer "
+            "that the model was trained with."
+        )
+    return tokenizer
+
+
+def _place(path: Path) -> tuple[str, dict[str, Any]]:
+    """Returns a folder and how transformers finds a GGUF file in it."""
+    kind = kind_at(path)
+    if kind == "folder":
+        return str(path), {}
+    if kind == "file" and path.suffix == ".gguf":
+        return str(path.absolute().parent), {"gguf_file": path.name}
+    if kind == "file":
+        raise ArtefactError(f"'{path}' is a file of another kind; pass a GGUF file, or a folder with config.json.")
+    raise ArtefactError(f"There is no checkpoint '{path}'; pass a folder with config.json, or a GGUF file.")
+
+
+def _require_causal(path: Path, config: Any) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    names = list(config.architectures or ())
+    is_causal = all(name.endswith(("ForCausalLM", "LMHeadModel")) and not name.startswith("Bert") for name in names)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not is_causal or config.is_encoder_decoder:
+        kind = names[0] if names else config.model_type
+        raise ArtefactError(
+            f"'{path}' is no causal language model but a {shown(kind)}; pass one that ends in ForCausalLM."
+        )
+
+
+@contextmanager
+def _reading(path: Path, what: str) -> Iterator[None]:
+    """Keeps the notes of transformers quiet, and makes one sentence of what it raises on files of any content."""
+    try:
+        with _quiet(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except ArtefactError:
+        raise
+    except ImportError as error:
+        raise ConfigError(
+            f"Language models need transformers and its companions ({first_line(error)}); pip install 'quantplug[llm]'."
+        ) from error
+    except Exception as error:  # whatever the content of files makes transformers raise
+        raise ArtefactError(f"'{path}' holds no {what} that transformers reads ({first_line(error)}).") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    from transformers.utils import logging
+
+    level, barred = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if barred:
+            logging.enable_progress_bar()

@@ -1,0 +1,140 @@
+"""From a causal model to an artefact that generates: export over a cache, quantize, lower, with what the file tells.
+
+Before: a model of transformers. After: a `LanguageArtefact`.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantplug.algorithms.recipe import Algorithm
+from quantplug.core.errors import CalibrationError, ConfigError
+from quantplug.core.report.explain import explain
+from quantplug.flow import Artefact, export, quantize
+from quantplug.language.artefact import LanguageArtefact
+from quantplug.language.decoder import Decoder
+from quantplug.language.facts import Facts
+from quantplug.quantizers.framework.registry import get_quantizer
+
+# The first of these that a backend has is what it runs language models in.
+PREFERRED = ("8da4w", "int8_dynamic")
+FLOAT = "float32"
+# What a call takes at most by itself: the runtime plans its memory for so many tokens.
+STEP = 128
+# XNNPACK's kernels have the scales of groups in bfloat16, which thirty layers add up: SmolLM2 keeps 24 decibels of its
+# q/dq graph for the logits of one token, of which 8da4w itself is some twelve from float.
+AGREED = {"xnnpack": {"minimum_sqnr": 18.0}}
+
+
+def config_of(backend: str, config: str | None) -> str | None:
+    """Returns the name of a config for language models; None stands for the backend's own default.
+
+    Raises:
+        ConfigError: there is no such backend or config.
+    """
+    declared = get_quantizer(backend).backend
+    known = {*declared.configs, *declared.aliases}
+    chosen = config or next((name for name in PREFERRED if name in known), None)
+    if chosen != FLOAT:
+        declared.config(chosen)
+    return chosen
+
+
+def quantize_language_model(
+    model: nn.Module,
+    backend: str = "xnnpack",
+    config: str | None = None,
+    *,
+    context: int = 512,
+    step: int | None = None,
+    calibration: Iterable[Tensor] | None = None,
+    recipe: str | Sequence[Algorithm] = (),
+    limit: int | None = None,
+    progress: bool = True,
+    begin: int | None = None,
+    ends: Sequence[int] = (),
+    **lowering: Any,
+) -> LanguageArtefact:
+    """Quantizes a causal language model and lowers it with its cache.
+
+    Args:
+        model: of transformers, such as `LlamaForCausalLM` in float32; it is not changed.
+        backend: "xnnpack" or "x86".
+        config: of the backend, or "float32" for none; by default "8da4w" or "int8_dynamic", what the backend has.
+        context: positions of the cache.
+        step: tokens that a call takes at most, 128 or the context by default.
+        calibration: ids [1, n] of texts, each no longer than a step, for static configs and for recipes.
+        recipe: as for `quantplug.quantize`.
+        limit: at most so many of the texts.
+        progress: whether bars are shown on a terminal.
+        begin: the tokenizer's first id, which is written into the file.
+        ends: ids that end a text, by default those of the model's own configuration.
+        lowering: options of the backend's lowering.
+
+    Raises:
+        ConfigError: unknown backend or config, or a step that is none.
+        ModelError: the model is none of transformers' causal ones, or has fewer positions than the context.
+        CalibrationError: ids of the wrong shape or beyond the vocabulary.
+        LoweringError: the backend cannot run the result.
+    """
+    chosen = config_of(backend, config)
+    decoder = Decoder(model, context).eval()
+    facts = _facts(decoder, step, begin, ends)
+    batches = None if calibration is None else _batches(calibration, facts, limit)
+    exported = _exported(decoder, facts, batches)
+    lowering = {"constants": facts.constants(), **AGREED.get(backend, {}), **lowering}
+    if chosen == FLOAT:
+        made = _in_float(exported, backend, lowering)
+    else:
+        made = quantize(exported, None, backend, batches, chosen, progress=progress, recipe=recipe, **lowering)
+    return LanguageArtefact(made.program, facts, made)
+
+
+def _facts(decoder: Decoder, step: int | None, begin: int | None, ends: Sequence[int]) -> Facts:
+    most = min(STEP, decoder.context) if step is None else step
+    if not 2 <= most <= decoder.context:
+        raise ConfigError(f"step is {most} and the context {decoder.context}; give 2 to {decoder.context}.")
+    config = decoder.model.config.get_text_config()  # type: ignore[union-attr,operator]  # of transformers
+    own = config.eos_token_id
+    known = ends or (own if isinstance(own, list | tuple) else () if own is None else (own,))
+    first = config.bos_token_id if begin is None else begin
+    return Facts(decoder.context, most, config.vocab_size, decoder.layers, first, tuple(known))
+
+
+def _exported(
+    decoder: Decoder, facts: Facts, batches: list[tuple[Tensor, Tensor]] | None
+) -> torch.export.ExportedProgram:
+    """Returns the decoder for any number of tokens; its examples, with which programs are proved, are of the texts."""
+    count = torch.export.Dim("count", min=1, max=facts.step)
+    spread = torch.arange(1, min(17, facts.step + 1))[None] * 7 % facts.vocabulary
+    longer = (batch for batch in batches or () if batch[0].shape[1] > 1)
+    examples = next(longer, (spread, torch.zeros(1, dtype=torch.int64)))
+    shapes = {"tokens": {1: count}, "start": None}
+    with torch.no_grad():
+        return torch.export.export(decoder, examples, dynamic_shapes=shapes)
+
+
+def _in_float(exported: torch.export.ExportedProgram, backend: str, lowering: dict[str, Any]) -> Artefact:
+    module = export(exported, ())
+    args, _ = exported.example_inputs or ((), {})
+    program = get_quantizer(backend).backend.lower(module, args, **lowering)
+    return Artefact(program, module, explain(module), backend)
+
+
+def _batches(texts: Iterable[Tensor], facts: Facts, limit: int | None) -> list[tuple[Tensor, Tensor]]:
+    found = []
+    for number, ids in enumerate(texts):
+        if number == limit:
+            break
+        fits = isinstance(ids, Tensor) and ids.dim() == 2 and len(ids) == 1 and 1 <= ids.shape[1] <= facts.step
+        if not fits or ids.dtype != torch.int64:
+            shown = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+            raise CalibrationError(f"Text {number} is {shown}; pass int64 ids [1, n] with n from 1 to {facts.step}.")
+        if int(ids.min()) < 0 or int(ids.max()) >= facts.vocabulary:
+            raise CalibrationError(
+                f"Text {number} has an id outside of 0..{facts.vocabulary - 1}; use the model's tokenizer."
+            )
+        found.append((ids, torch.zeros(1, dtype=torch.int64)))
+    return found

@@ -1,0 +1,109 @@
+"""Checkpoints: folders and GGUF files give the model that was written, everything else one sentence."""
+
+import json
+import os
+
+import pytest
+import torch
+from extras import transformers_module
+from language_models import VOCABULARY, causal, texts, tokenizer, write_folder, write_gguf
+
+import quantplug
+from quantplug.core.specs.levels import sqnr
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return causal()
+
+
+@pytest.fixture
+def folder(tmp_path, llama):
+    return write_folder(tmp_path / "model", llama)
+
+
+def whole(model, ids):
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_a_checkpoint_is_the_model_that_was_written(kind, tmp_path, llama):
+    path = write_folder(tmp_path / "it", llama) if kind == "folder" else write_gguf(tmp_path / "it.gguf", llama)
+    found = quantplug.load_checkpoint(path)
+    assert sqnr(whole(found.model, texts(20)[0]), whole(llama, texts(20)[0])) > 110
+    assert found.tokenizer("bad cab").input_ids == tokenizer()("bad cab").input_ids
+    assert found.nbytes == sum(weight.nbytes for weight in llama.parameters())
+    assert not found.model.training
+
+
+def test_ends_are_the_tokenizers_and_the_models(tmp_path):
+    model = causal(num_hidden_layers=1)
+    model.generation_config.eos_token_id = [7, 5]
+    assert quantplug.load_checkpoint(write_folder(tmp_path, model)).ends == (2, 5, 7)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path, llama):
+    with pytest.raises(quantplug.ArtefactError, match=r"holds no tokenizer|has no tokens"):
+        quantplug.load_checkpoint(write_folder(tmp_path, llama, with_tokenizer=False))
+
+
+def test_a_tokenizer_with_more_ids_than_the_model(tmp_path):
+    with pytest.raises(quantplug.ArtefactError, match="ids up to 199, and the model knows 64; pass the tokenizer"):
+        quantplug.load_checkpoint(write_folder(tmp_path, causal(vocab_size=64)))
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(quantplug.ArtefactError, match=r"There is no checkpoint '.*nowhere'"):
+        quantplug.load_checkpoint(tmp_path / "nowhere")
+    (tmp_path / "model.bin").write_bytes(b"it")
+    with pytest.raises(quantplug.ArtefactError, match="is a file of another kind; pass a GGUF file"):
+        quantplug.load_checkpoint(tmp_path / "model.bin")
+    with pytest.raises(quantplug.ArtefactError, match="holds no model that transformers reads"):
+        quantplug.load_checkpoint(tmp_path)
+
+
+def test_a_model_of_another_kind(tmp_path):
+    transformers = transformers_module()
+    config = transformers.BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path)
+    with pytest.raises(quantplug.ArtefactError, match="is no causal language model but a BertForMaskedLM"):
+        quantplug.load_checkpoint(tmp_path)
+
+
+def test_a_damaged_file(folder, tmp_path, llama):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(quantplug.ArtefactError, match="holds no model that transformers reads"):
+        quantplug.load_checkpoint(folder)
+    gguf = write_gguf(tmp_path / "it.gguf", llama)
+    gguf.write_bytes(b"NONE" + gguf.read_bytes()[4:])
+    with pytest.raises(quantplug.ArtefactError, match="holds no model that transformers reads"):
+        quantplug.load_checkpoint(gguf)
+
+
+def test_a_checkpoint_that_lacks_weights(folder):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(quantplug.ArtefactError, match=r"lacks weight 'model\.layers\.1\.mlp\.up_proj\.weight'"):
+        quantplug.load_checkpoint(folder)
+
+
+def test_code_of_a_checkpoint_does_not_run(folder):
+    described = json.loads((folder / "config.json").read_text())
+    described |= {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnForCausalLM"},
+    }
+    (folder / "config.json").write_text(json.dumps(described))
+    (folder / "own.py").write_text(f"open({os.fspath(folder / 'ran')!r}, 'w')")
+    with pytest.raises(quantplug.QuantplugError):
+        quantplug.load_checkpoint(folder)
+    assert not (folder / "ran").exists()
+
+
+def test_the_vocabulary_fits():
+    assert len(tokenizer()) == VOCABULARY

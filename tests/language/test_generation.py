@@ -1,0 +1,266 @@
+"""Language models over a cache: the logits of the whole sequence at once, on both targets, and tokens from them."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from language_models import VOCABULARY, causal, texts, tokenizer, write_folder
+
+import quantplug
+from quantplug.core.specs.levels import sqnr
+from quantplug.language.measure import perplexity, speed
+
+CONTEXT = 128
+# Decibels of float, of the q/dq graph, and of the program itself given the whole prefix at once. Random weights have no
+# outliers and no redundancy: 4 bits of them are 18 decibels. The kernel of groups has scales in bfloat16, and an
+# activation that lies between two steps goes either way.
+CONFIGS = {
+    ("xnnpack", "8da4w"): (14, 32, 30),
+    ("xnnpack", "int8_dynamic"): (34, 60, 90),
+    ("xnnpack", "float32"): (100, 100, 100),
+    ("x86", "int8_dynamic"): (34, 40, 34),
+    ("x86", "float32"): (100, 100, 100),
+}
+_MADE: dict[tuple[Any, ...], Any] = {}
+
+
+def made(backend="xnnpack", config="8da4w", family="Llama", context=CONTEXT, layers=2):
+    """Returns a float model and its artefact, which tests share."""
+    key = backend, config, family, context, layers
+    if key not in _MADE:
+        model = causal(family, num_hidden_layers=layers)
+        _MADE[key] = model, quantplug.quantize_language_model(model, backend, config, context=context, progress=False)
+    return _MADE[key]
+
+
+@pytest.fixture(scope="module")
+def xnnpack():
+    return made(layers=1)  # ExecuTorch takes eight seconds for a layer
+
+
+@pytest.fixture(scope="module")
+def x86():
+    return made("x86", "int8_dynamic")
+
+
+def agrees_with_the_whole(model, artefact, bounds, parts=(10, 6), steps=100):
+    """Two parts of a prompt, then one token after the other."""
+    ids = texts(sum(parts) + steps)[0]
+    reference = copy.deepcopy(artefact.made.reference)
+    with torch.no_grad():
+        whole = model(input_ids=ids, use_cache=False).logits[0]
+        start = 0
+        for length in (*parts, *[1] * steps):
+            tokens, position = ids[:, start : start + length], torch.tensor([start])
+            found = artefact.program(tokens, position)[0]
+            start += length
+            assert sqnr(found, whole[start - 1]) > bounds[0], start
+            assert sqnr(found, reference(tokens, position)[0]) > bounds[1], start
+        # The rows of the cache behind the prefix are full of another text by now, as far as this one sees.
+        last = min(start, artefact.facts.step)
+        once = artefact.program(ids[:, :last], torch.tensor([0]))[0]
+        assert sqnr(once, whole[last - 1]) > bounds[0]
+        if last == start:
+            assert sqnr(once, found) > bounds[2]
+    return found
+
+
+def _check(backend, config, family="Llama", context=CONTEXT, layers=2, **options):
+    model, artefact = made(backend, config, family, context, layers)
+    first = agrees_with_the_whole(model, artefact, CONFIGS[backend, config], **options)
+    artefact.reset()
+    assert torch.equal(agrees_with_the_whole(model, artefact, CONFIGS[backend, config], **options), first)
+
+
+@pytest.mark.parametrize(
+    ("backend", "config", "layers"), [("xnnpack", "8da4w", 1), ("x86", "int8_dynamic", 2), ("x86", "float32", 2)]
+)
+def test_a_cache_gives_the_logits_of_the_whole_sequence(backend, config, layers):
+    _check(backend, config, layers=layers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "config"), [("xnnpack", "8da4w"), ("x86", "int8_dynamic")])
+def test_a_cache_gives_the_logits_of_the_whole_sequence_for_500_steps(backend, config):
+    _check(backend, config, context=576, parts=(40, 24), steps=500)
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "GPTNeoX", "Gemma", "Mistral"])
+def test_other_families(family):
+    _check("x86", "float32", family, parts=(20, 10), steps=20)
+
+
+@pytest.mark.slow
+def test_another_family_on_xnnpack():
+    _check("xnnpack", "float32", "GPTNeoX", parts=(20, 10), steps=20)
+
+
+def greedy(model, ids, count):
+    """Tokens of the whole sequence at once, without any cache."""
+    tokens = list(ids)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(ids) :]
+
+
+def test_float_generates_what_the_model_does():
+    model, artefact = made("x86", "float32")
+    ids = texts(9)[0]
+    assert list(artefact.generate(ids, 30, stop=())) == greedy(model, ids[0].tolist(), 30)
+
+
+@pytest.mark.parametrize("target", ["xnnpack", "x86"])
+def test_a_second_call_generates_the_same(target, request, tmp_path):
+    _, artefact = request.getfixturevalue(target)
+    first = list(artefact.generate(texts(9)[0], 12, stop=()))
+    list(artefact.generate(texts(50)[0][:, 20:], 20, stop=()))
+    assert list(artefact.generate(texts(9)[0][0].tolist(), 12, stop=())) == first
+    artefact.reset()
+    assert list(artefact.generate(texts(9)[0], 12, stop=())) == first
+    path = artefact.save(tmp_path / ("model.pte" if target == "xnnpack" else "model.pt2"))
+    assert path.stat().st_size == artefact.nbytes
+    loaded = quantplug.load_language_model(path)
+    assert loaded.facts == artefact.facts
+    for _ in range(2):
+        assert list(loaded.generate(texts(9)[0], 12, stop=())) == first
+        loaded.reset()
+    if target == "xnnpack":
+        assert loaded.save(tmp_path / "again.pte").read_bytes() == path.read_bytes()
+
+
+def test_generation_ends_where_it_should(x86):
+    _, artefact = x86
+    free = list(artefact.generate(texts(9)[0], 30, stop=()))
+    assert list(artefact.generate(texts(9)[0], 30, stop={free[4]})) == free[: free.index(free[4])]
+    full = list(artefact.generate(texts(9)[0], stop=()))
+    assert len(full) == CONTEXT - 9 + 1
+    assert full[:30] == free
+    assert len(list(artefact.generate(texts(CONTEXT)[0], stop=()))) == 1
+
+
+def test_drawn_tokens_depend_on_the_seed(x86):
+    _, artefact = x86
+
+    def drawn(seed, temperature=3.0):
+        return list(artefact.generate(texts(9)[0], 20, temperature=temperature, seed=seed, stop=()))
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    assert drawn(1, 1e-6) == list(artefact.generate(texts(9)[0], 20, stop=()))
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "said"),
+    [
+        ([], {}, "The prompt is empty"),
+        ([3, math.nan], {}, "The prompt has 'nan'|The prompt has nan"),
+        (torch.tensor([0.5]), {}, "The prompt has .*0.5"),
+        ([VOCABULARY], {}, "200, which is no token of 0..199"),
+        ([-1], {}, "-1, which is no token"),
+        (torch.zeros(2, 3, dtype=torch.int64), {}, "which is no token"),
+        ([3] * (CONTEXT + 1), {}, "The prompt has 129 tokens, and the cache holds 128; shorten it"),
+        ([3] * 100, {"max_new_tokens": 30}, "has room for 1 to 29"),
+        ([3], {"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ([3], {"temperature": -1}, "temperature is -1"),
+        ([3], {"temperature": math.nan}, "temperature is nan"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_first_token(ids, options, said, x86):
+    with pytest.raises(quantplug.ConfigError, match=said):
+        x86[1].generate(ids, **options)
+
+
+def test_a_text_that_another_one_interrupted_does_not_go_on(x86):
+    _, artefact = x86
+    first = artefact.generate([3, 4], 10, stop=())
+    next(first)
+    next(artefact.generate([5], 10, stop=()))
+    with pytest.raises(quantplug.LoweringError, match="Another text was begun"):
+        next(first)
+
+
+def test_what_is_no_language_model(tmp_path):
+    with pytest.raises(quantplug.ModelError, match="positions; give 2 to 640"):
+        quantplug.quantize_language_model(causal(), context=641)
+    with pytest.raises(quantplug.ConfigError, match="step is 9 and the context 8"):
+        quantplug.quantize_language_model(causal(), context=8, step=9)
+    with pytest.raises(quantplug.ConfigError, match="has no config '4da8w'"):
+        quantplug.quantize_language_model(causal(), config="4da8w")
+    with pytest.raises(quantplug.CalibrationError, match=r"Text 0 is torch\.float32"):
+        quantplug.quantize_language_model(causal(), calibration=[torch.zeros(1, 4)])
+    with pytest.raises(quantplug.CalibrationError, match=r"Text 1 has an id outside of 0\.\.199"):
+        quantplug.quantize_language_model(causal(), calibration=[*texts(4), torch.tensor([[200]])])
+    with pytest.raises(quantplug.ArtefactError, match="There is no file"):
+        quantplug.load_language_model(tmp_path / "none.pte")
+    (tmp_path / "text.pte").write_text("no program")
+    with pytest.raises(quantplug.ArtefactError, match="no program"):
+        quantplug.load_language_model(tmp_path / "text.pte")
+
+
+def test_another_program_is_no_language_model(tmp_path):
+    other = quantplug.quantize(
+        torch.nn.Linear(8, 8).eval(), (torch.ones(1, 8),), "xnnpack", config="int8_dynamic", progress=False
+    )
+    with pytest.raises(quantplug.ArtefactError, match="is no language model: its 'get_max_context_len' is None"):
+        quantplug.load_language_model(other.save(tmp_path / "other.pte"))
+
+
+def test_executorchs_runner_generates_the_same_text(xnnpack, tmp_path, capfd):
+    pytest.importorskip("executorch.extension.llm.runner")
+    import executorch.kernels.quantized  # noqa: F401  q/dq operators outside of delegates
+    from executorch.extension.llm.runner import GenerationConfig, TextLLMRunner
+
+    _, artefact = xnnpack
+    path, folder = artefact.save(tmp_path / "model.pte"), write_folder(tmp_path / "folder", causal())
+    reader, prompt = tokenizer(), "a cab fed a bad egg"
+    ids = reader(prompt).input_ids
+    expected = list(artefact.generate(ids, 40, stop=()))
+    runner = TextLLMRunner(str(path), str(folder / "tokenizer.json"))
+    for _ in range(2):
+        pieces: list[str] = []
+        options = GenerationConfig(echo=False, max_new_tokens=40, temperature=0.0)
+        runner.generate(prompt, options, pieces.append, None)
+        assert len(pieces) == len(expected) == 40
+        assert "".join(pieces) == reader.decode(expected)
+        runner.reset()
+    assert len(set(expected)) > 5
+
+
+def test_what_the_file_says(xnnpack, tmp_path):
+    from quantplug.lowering.xnnpack.runtime import constants_of
+
+    assert constants_of(xnnpack[1].save(tmp_path / "model.pte").read_bytes()) == {
+        "get_max_seq_len": 128,
+        "get_max_context_len": CONTEXT,
+        "get_vocab_size": VOCABULARY,
+        "get_n_layers": 1,
+        "get_bos_id": 1,
+        "get_eos_ids": 2,
+        "use_kv_cache": True,
+        "use_sdpa_with_kv_cache": False,
+        "enable_dynamic_shape": True,
+    }
+
+
+def test_perplexity_and_speed(x86):
+    model, artefact = x86
+    pieces = texts(30, 2)
+    with torch.no_grad():
+        losses = [model(input_ids=ids, labels=ids, use_cache=False).loss for ids in pieces]
+    expected = math.exp(float(sum(losses)) / 2)
+    assert perplexity(model, pieces) == pytest.approx(expected, rel=1e-5)
+    assert perplexity(artefact, pieces) == pytest.approx(expected, rel=0.02)
+    found = speed(artefact, 8, 4)
+    assert found.prefill > 0 < found.decode
+    assert (found.prompt, found.decoded) == (8, 4)
+    with pytest.raises(quantplug.CalibrationError, match="no text of two tokens"):
+        perplexity(model, [torch.tensor([[1]])])
+
+
+def test_8da4w_is_another_name():
+    backend = quantplug.get_quantizer("xnnpack").backend
+    assert "8da4w" not in backend.configs
+    assert backend.config("8da4w") == backend.config("int4_dynamic_groups")
+    assert quantplug.derive(backend, "other", configs={"int8": backend.configs["int8"]}).aliases == {}

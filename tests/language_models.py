@@ -1,0 +1,126 @@
+"""Tiny language models with random weights, and the files that they come in."""
+
+from typing import Any
+
+import torch
+from extras import transformers_module
+
+VOCABULARY = 200
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 640,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {"num_key_value_heads": 2},
+    "Qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "GPTNeoX": {"rotary_pct": 0.5},
+    "Gemma": {"num_key_value_heads": 1, "head_dim": 16},
+    "Mistral": {"num_key_value_heads": 2, "sliding_window": 24},
+}
+
+
+def causal(family="Llama", **changes):
+    """Returns a causal model of a family, in eval mode."""
+    transformers = transformers_module()
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**_SIZES, **FAMILIES[family], **changes})
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+def texts(length, count=1):
+    """Returns ids [1, length]."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, VOCABULARY, (1, length), generator=generator) for _ in range(count)]
+
+
+def words():
+    """Returns the tokens of the tiny tokenizer: special ones, letters, and what merges make of them."""
+    letters = [chr(code) for code in range(97, 123)]
+    tokens = ["<unk>", "<s>", "</s>", "Ġ", *letters]
+    merges = []
+    for one in ("Ġ", *letters):
+        for other in letters[:7]:
+            if len(tokens) < VOCABULARY:
+                merges.append((one, other))
+                tokens.append(one + other)
+    return tokens, merges
+
+
+def tokenizer():
+    """Returns a tokenizer of transformers that writes words of small letters and spaces."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokens, merges = words()
+    made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    fast = transformers_module().PreTrainedTokenizerFast
+    return fast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def write_folder(folder, model, with_tokenizer=True):
+    """Writes a Hugging Face folder and returns it."""
+    model.save_pretrained(folder)
+    if with_tokenizer:
+        tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_gguf(path, model):
+    """Writes a Llama as a GGUF file and returns its path."""
+    import gguf
+
+    config, state = model.config, model.state_dict()
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    tokens, merges = words()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+    for name, tensor in _gguf_names(config.num_hidden_layers).items():
+        weight = state[tensor]
+        kind = tensor.rpartition("self_attn.")[2][:1]
+        if kind in heads and "_proj" in tensor and "self_attn" in tensor:  # llama.cpp's order of rotated channels
+            weight = weight.view(heads[kind], 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+        writer.add_tensor(name, weight.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _gguf_names(layers):
+    names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+    parts = {
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+    for layer in range(layers):
+        names |= {f"blk.{layer}.{name}": f"model.layers.{layer}.{part}" for name, part in parts.items()}
+    return {f"{name}.weight": f"{part}.weight" for name, part in names.items()}
