@@ -96,7 +96,7 @@ class Equalize:
     """
 
     per_channel: bool | None = None
-    samples: int = 128
+    samples: int = 32
     absorb: Literal["exact", "seen"] | None = None
     stage: ClassVar[str] = "float"
 

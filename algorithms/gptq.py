@@ -178,18 +178,19 @@ class GPTQ:
         pieces = pieces_of(Piece(matrix, hessian, Passing.of(hessian, self.damping), weight.grid))
         searches = self._searches_scales(weight)
         own = {
-            place: self._nearest_and_best(pieces[place], searches=searches)
+            place: self._best_and_nearest(pieces[place], searches=searches)
             for place in range(ranks.rank, len(pieces), ranks.size)
         }
-        every = {place: tried for some in ranks.gather(own) for place, tried in some.items()}
-        nearest, best = (
-            joined_pieces([every[place][which] for place in range(len(pieces))], weight.grid) for which in range(2)
-        )
-        energy = float(errors_of(matrix, hessian).sum())
-        quality = tuple(decibels(energy, float(each.errors.sum())) for each in (nearest, best))
+        every = {place: found for some in ranks.gather(own) for place, found in some.items()}
+        found = [every[place] for place in range(len(pieces))]
+        best = joined_pieces([tried for tried, _ in found], weight.grid)
+        energy = sum(float(errors_of(piece.matrix, piece.hessian).sum()) for piece in pieces)
+        errors = sum(nearest for _, nearest in found), float(best.errors.sum())
+        quality = tuple(decibels(energy, error) for error in errors)
         return Rounded(weight, weight.as_held(best.values), weight.grid.as_given(best.scale), *quality)
 
-    def _nearest_and_best(self, piece: Piece, *, searches: bool) -> tuple[Tried, Tried]:
+    def _best_and_nearest(self, piece: Piece, *, searches: bool) -> tuple[Tried, float]:
+        """Returns the best of all that was tried, and the error of rounding to nearest."""
         matrix, passing = piece.matrix, piece.passing
 
         def tried(values: Tensor, grid: Grid) -> Tried:
@@ -208,7 +209,7 @@ class GPTQ:
             best = best.or_better(tried(descended(matrix, values, grid, passing.damped), grid))
             if best.errors.sum() >= (1 - _WORTH) * before.errors.sum():
                 break
-        return nearest, best
+        return best, float(nearest.errors.sum())
 
     def _searches_scales(self, weight: Weight) -> bool:
         given = weight.is_given or any(is_frozen(layer.observer) for layer in weight.layers)

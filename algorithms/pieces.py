@@ -17,7 +17,7 @@ from quantplug.algorithms.rounding import Passing, Tried
 from quantplug.algorithms.weights import Grid
 
 # Rows of a piece: fewer are slower, because columns are taken one by one.
-_ROWS = 256
+_ROWS = 1024
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from quantplug.algorithms.weights import Grid, over_shared
 _BLOCK = 32
 # By which scales are multiplied in their search.
 _FACTORS = torch.linspace(1.0, 0.5, 26)
-# Numbers of the systems of equations for scales that are solved at once.
-_AT_ONCE = 2**24
+# Numbers of a matrix, or of the systems of equations for scales, that are solved for at once.
+_AT_ONCE = 2**22
 # What is added to these systems' diagonals, as a share of them.
 _RIDGE = 1e-4
 
@@ -63,24 +63,25 @@ class Passing:
 
     def rounded(self, matrix: Tensor, grid: Grid) -> Tensor:
         """Returns a matrix rounded column by column, errors passed on to columns that come later."""
-        columns = self.order[:, None].expand_as(matrix)
-        rest, scale, zero_point = (
-            part.gather(2, columns)
-            for part in (matrix, grid.spread(grid.scale, matrix), grid.spread(grid.zero_point, matrix))
-        )
+        order = self.order[:, :, None].expand(-1, -1, matrix.shape[1])
+        rest, scale, zero_point = (_by_column(part).gather(1, order) for part in (matrix, *grid.spread_over(matrix)))
         rounded = torch.empty_like(rest)
-        for start in range(0, rest.shape[2], _BLOCK):
-            end = min(start + _BLOCK, rest.shape[2])
-            part, share = rest[:, :, start:end].clone(), self.shares[:, start:end, start:end]
+        for start in range(0, rest.shape[1], _BLOCK):
+            end = min(start + _BLOCK, rest.shape[1])
+            part, share = rest[:, start:end], self.shares[:, start:end, start:end]
             errors = torch.empty_like(part)
             for column in range(end - start):
-                at = start + column
-                own = part[:, :, column]
-                rounded[:, :, at] = grid.rounded(own, scale[:, :, at], zero_point[:, :, at])
-                errors[:, :, column] = (own - rounded[:, :, at]) / share[:, column, column, None]
-                part[:, :, column:] -= errors[:, :, column, None] * share[:, None, column, column:]
-            rest[:, :, end:] -= errors @ self.shares[:, start:end, end:]
-        return torch.empty_like(matrix).scatter_(2, columns, rounded)
+                at, own = start + column, part[:, column]
+                rounded[:, at] = grid.rounded(own, scale[:, at], zero_point[:, at])
+                errors[:, column] = (own - rounded[:, at]) / share[:, column, column, None]
+                part.addcmul_(share[:, column, :, None], errors[:, column, None], value=-1)
+            rest[:, end:].baddbmm_(self.shares[:, start:end, end:].transpose(1, 2), errors, alpha=-1)
+        return torch.empty_like(rest).scatter_(1, order, rounded).transpose(1, 2)
+
+
+def _by_column(matrix: Tensor) -> Tensor:
+    """Returns a matrix [groups, rows, columns] as [groups, columns, rows], each column in one piece of memory."""
+    return matrix.transpose(1, 2).contiguous()
 
 
 def _damped(hessian: Tensor, damping: float) -> Tensor:
@@ -106,17 +107,44 @@ def target_of(matrix: Tensor, hessians: Tensor, changes: Tensor, damping: float)
     """
     if not bool(changes.any()):
         return matrix
-    slopes = [matrix @ change for change in changes]
-    steps = [_step(slope, hessian, damping) for slope, hessian in zip(slopes, hessians, strict=True)]
-    gained = sum(float((step * slope).sum()) for step, slope in zip(steps, slopes[::-1], strict=True))
-    spent = sum(float(errors_of(step, hessian).sum()) for step, hessian in zip(steps, hessians.flip(0), strict=True))
+    parts = torch.split(matrix, max(1, _AT_ONCE // (matrix.shape[0] * matrix.shape[2])), 1)
+    halves = [_Regression.of(change, hessian, damping) for change, hessian in zip(changes, hessians, strict=True)]
+    gained, spent = (sum(numbers) for numbers in zip(*(_confirmed(part, halves) for part in parts), strict=True))
     share = min(max(gained / spent, 0.0), 1.0) if spent > 0 else 0.0
-    return matrix + share * _step(slopes[0] + slopes[1], hessians.sum(0), damping)
+    both = _Regression.of(changes.sum(0), hessians.sum(0), damping)
+    return torch.cat([part + share * both.step(part @ both.change) for part in parts], 1)
 
 
-def _step(slope: Tensor, hessian: Tensor, damping: float) -> Tensor:
-    factor = torch.linalg.cholesky(_damped(hessian, damping))
-    return torch.cholesky_solve(slope.double().transpose(1, 2), factor).transpose(1, 2).float()
+@dataclass(frozen=True)
+class _Regression:
+    """What was changed before a layer, regressed on what the layer reads.
+
+    Attributes:
+        change: sums of products of what was changed with what is read, [groups, columns, columns].
+        hessian: of what is read with itself.
+        factor: Cholesky's of the Hessian, damped.
+    """
+
+    change: Tensor
+    hessian: Tensor
+    factor: Tensor
+
+    @classmethod
+    def of(cls, change: Tensor, hessian: Tensor, damping: float) -> "_Regression":
+        return cls(change, hessian, torch.linalg.cholesky(_damped(hessian, damping)))
+
+    def step(self, slope: Tensor) -> Tensor:
+        """Returns the step that a slope [groups, rows, columns] of the error asks for."""
+        return torch.cholesky_solve(slope.double().transpose(1, 2), self.factor).transpose(1, 2).float()
+
+
+def _confirmed(part: Tensor, halves: list[_Regression]) -> tuple[float, float]:
+    """Returns what the steps of each half of the samples gain on the other half, and what they spend of it."""
+    slopes = [part @ half.change for half in halves]
+    steps = [half.step(slope) for half, slope in zip(halves, slopes, strict=True)]
+    gained = sum(float((step * slope).sum()) for step, slope in zip(steps, slopes[::-1], strict=True))
+    spent = sum(float(errors_of(step, half.hessian).sum()) for step, half in zip(steps, halves[::-1], strict=True))
+    return gained, spent
 
 
 @dataclass(frozen=True)
@@ -165,21 +193,22 @@ def descended(matrix: Tensor, values: Tensor, grid: Grid, damped: Tensor, sweeps
         damped: the Hessian, positive definite.
         sweeps: how often each is chosen.
     """
-    values, scale = values.clone(), grid.spread(grid.scale, matrix)
-    zero_point, curvature = grid.spread(grid.zero_point, matrix), damped.diagonal(dim1=1, dim2=2)
+    wanted, values = _by_column(matrix), _by_column(values)
+    scale, zero_point = map(_by_column, grid.spread_over(matrix))
+    curvature = damped.diagonal(dim1=1, dim2=2)
     for _ in range(sweeps):
-        slope = (matrix - values) @ damped
-        for start in range(0, matrix.shape[2], _BLOCK):
-            end = min(start + _BLOCK, matrix.shape[2])
-            before, part = values[:, :, start:end].clone(), slope[:, :, start:end].clone()
+        slope = damped @ (wanted - values)
+        for start in range(0, values.shape[1], _BLOCK):
+            end = min(start + _BLOCK, values.shape[1])
+            before, part = values[:, start:end].clone(), slope[:, start:end]
             for column in range(start, end):
-                own = values[:, :, column]
-                wanted = own + part[:, :, column - start] / curvature[:, column, None]
-                chosen = grid.rounded(wanted, scale[:, :, column], zero_point[:, :, column])
-                part -= (chosen - own)[:, :, None] * damped[:, None, column, start:end]
-                values[:, :, column] = chosen
-            slope -= (values[:, :, start:end] - before) @ damped[:, start:end]
-    return values
+                own = values[:, column]
+                best = own + part[:, column - start] / curvature[:, column, None]
+                chosen = grid.rounded(best, scale[:, column], zero_point[:, column])
+                part.addcmul_(damped[:, start:end, column, None], (chosen - own)[:, None], value=-1)
+                values[:, column] = chosen
+            slope[:, end:].baddbmm_(damped[:, end:, start:end], values[:, start:end] - before, alpha=-1)
+    return values.transpose(1, 2)
 
 
 def refitted(matrix: Tensor, values: Tensor, grid: Grid, damped: Tensor) -> tuple[Grid, Tensor]:

@@ -50,6 +50,10 @@ class Grid:
         """Returns scales or zero points, one for each element of a matrix [groups, rows, columns]."""
         return numbers.repeat_interleave(matrix.shape[2] // numbers.shape[2], 2).expand_as(matrix)
 
+    def spread_over(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns a scale and a zero point for each element of a matrix [groups, rows, columns]."""
+        return self.spread(self.scale, matrix), self.spread(self.zero_point, matrix)
+
     def by_block(self, matrix: Tensor) -> Tensor:
         """Returns the sums of a matrix [groups, rows, columns] over what shares a scale, in the scale's shape."""
         blocks = matrix.reshape(*matrix.shape[:2], self.scale.shape[2], -1)
@@ -67,7 +71,7 @@ class Grid:
 
     def nearest(self, matrix: Tensor) -> Tensor:
         """Returns a matrix [groups, rows, columns] rounded to the nearest values."""
-        return self.rounded(matrix, self.spread(self.scale, matrix), self.spread(self.zero_point, matrix))
+        return self.rounded(matrix, *self.spread_over(matrix))
 
     def scaled(self, factor: Tensor) -> "Grid":
         """Returns the grid with its scales multiplied by a factor each."""

@@ -43,13 +43,13 @@ class AdaRound(quantplug.GPTQ):
     rate: float = 1e-2
     searched: bool = False
 
-    def _nearest_and_best(self, piece: Piece, *, searches: bool) -> tuple[Tried, Tried]:
-        nearest, best = super()._nearest_and_best(piece, searches=searches and self.searched)
+    def _best_and_nearest(self, piece: Piece, *, searches: bool) -> tuple[Tried, float]:
+        best, nearest = super()._best_and_nearest(piece, searches=searches and self.searched)
         scale = best.scale if self.searched else piece.grid.scale
         piece = dataclasses.replace(piece, grid=dataclasses.replace(piece.grid, scale=scale))
         with torch.enable_grad():
             values = adaround(piece, self.iterations, self.rate)
-        return nearest, Tried(values, scale, errors_of(piece.matrix - values, piece.hessian))
+        return Tried(values, scale, errors_of(piece.matrix - values, piece.hessian)), nearest
 
 
 def adaround(piece: Piece, iterations: int, rate: float) -> Tensor:
