@@ -176,3 +176,22 @@ def test_a_graph_of_scales_by_row_is_a_reference_quantized_model(config):
     assert any("token" in str(node.target) for node in converted.graph.nodes)
     assert reference_defects(converted) == []
     assert is_reference_quantized(converted)
+
+
+class LastStep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.linear(x[:, -1:])
+
+
+@pytest.mark.parametrize("backend", ["xnnpack", "x86"])
+def test_the_last_step_of_a_sequence_of_open_length(backend):
+    model, x = LastStep().eval(), torch.randn(1, 6, 32)
+    shapes = ({1: torch.export.Dim("n", min=1, max=16)},)
+    artefact = quantplug.quantize(model, (x,), backend, config="int8_dynamic", dynamic_shapes=shapes, progress=False)
+    for length in (1, 6, 16, 1):
+        x = torch.randn(1, length, 32)
+        assert quantplug.sqnr(artefact(x), model(x)) > 30

@@ -201,9 +201,16 @@ def test_small_models_agree_with_their_reference_in_every_mode(name, mode):
     require_agreement(*lowered(OWN[name], mode))
 
 
+# Weights alone: what convolutions do with them, a few nets have as all have.
+CASES = [
+    (name, mode)
+    for name in MODELS
+    for mode in (MODES if name not in VISION or name in ("mobilenet_v3_small", "vit", "r3d_18") else MODES[:2])
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "mode"), CASES)
 def test_every_model_lowers_and_agrees_with_its_reference(name, mode):
     require_agreement(*lowered(MODELS[name], mode))
 
