@@ -17,16 +17,17 @@ from quantplug.core.peers.torchao_names import AffineQuantizedMinMaxObserver
 from quantplug.core.specs.dtypes import group_size
 from quantplug.core.specs.stored_dtypes import stored_range
 
-FOUR_BITS = (-8, 7)
+FOUR_BITS, EIGHT_BITS = (-8, 7), (-127, 127)
 _OUTPUTS_FIRST = operator_overloads("linear")
 
 
 @cache
-def group_weight_spec(group_size: int = 32) -> QuantizationSpec:
-    """Returns the symmetric 4-bit spec of weights with one scale for each group of input channels.
+def group_weight_spec(group_size: int = 32, limits: tuple[int, int] = FOUR_BITS) -> QuantizationSpec:
+    """Returns the symmetric spec of weights with one scale for each group of input channels.
 
     Args:
         group_size: input channels in a group.
+        limits: least and greatest integer, those of 4 bits unless given.
 
     Raises:
         ConfigError: the group size is no positive multiple of 32, which is what kernels read at once.
@@ -37,19 +38,25 @@ def group_weight_spec(group_size: int = 32) -> QuantizationSpec:
         mapping_type=MappingType.SYMMETRIC,
         target_dtype=torch.int8,
         granularity=PerGroup(group_size),
-        quant_min=FOUR_BITS[0],
-        quant_max=FOUR_BITS[1],
+        quant_min=limits[0],
+        quant_max=limits[1],
         eps=torch.finfo(torch.float32).eps,
     )
-    return QuantizationSpec(torch.int8, observer, *FOUR_BITS)
+    return QuantizationSpec(torch.int8, observer, *limits)
 
 
-def in_groups(make: Callable[..., QuantizationConfig], group_size: int = 32, **options: Any) -> QuantizationConfig:
-    """Returns a config with 4-bit weights of one scale for each group of input channels.
+def in_groups(
+    make: Callable[..., QuantizationConfig],
+    group_size: int = 32,
+    limits: tuple[int, int] = FOUR_BITS,
+    **options: Any,
+) -> QuantizationConfig:
+    """Returns a config with weights of one scale for each group of input channels.
 
     Args:
         make: makes the config for the activations.
         group_size: input channels in a group.
+        limits: least and greatest integer, those of 4 bits unless given.
         options: for `make`; none about the weights.
 
     Raises:
@@ -68,7 +75,7 @@ def in_groups(make: Callable[..., QuantizationConfig], group_size: int = 32, **o
             "A config with weights in groups has no form for training: torchao fakes no quantization in groups; train "
             "with one scale for each output channel, as XNNPACK's 'int4_dynamic'."
         )
-    return replace(config, weight=group_weight_spec(group_size))
+    return replace(config, weight=group_weight_spec(group_size, limits))
 
 
 def whole_groups(match: Match, config: QuantizationConfig) -> str | None:
@@ -132,8 +139,9 @@ def pairs_of_channels(match: Match, config: QuantizationConfig) -> str | None:
 
 def bits_beside(weight: QuantizationSpec, activation: QuantizationSpec | None) -> int:
     """Returns how many bits XNNPACK's files take for each number of a weight, which depends on the input's kernel."""
-    has_kernel = activation is None or activation.is_dynamic
-    return 4 if has_kernel and (group_size(weight) or _is_narrow(weight)) else 8
+    low, high = stored_range(weight)
+    has_kernel = (activation is None or activation.is_dynamic) and high - low <= FOUR_BITS[1] - FOUR_BITS[0]
+    return 4 if has_kernel else 8
 
 
 def _is_narrow(spec: object) -> bool:

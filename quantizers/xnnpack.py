@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
-from quantplug.annotators import constraints, groupwise
+from quantplug.annotators import constraints, embedding, groupwise
 from quantplug.annotators.activation import clamps, known_range, own_range
 from quantplug.annotators.convolution import convolution, transposed_convolution
 from quantplug.annotators.elementwise import binary
-from quantplug.annotators.half import half_table
 from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling, resize
 from quantplug.annotators.presets import (
@@ -89,18 +88,20 @@ _four_bits = {"weight_qmin": groupwise.FOUR_BITS[0], "weight_qmax": groupwise.FO
 _ROWS = (
     convolution(dims=(1, 2))
     .held_to(RATIOS["gemm"])
-    .where(groupwise.whole_bytes)
+    .where(groupwise.whole_bytes, groupwise.no_groups)
     .where(*_limits("yields_integers_if_static", "small_if_depthwise", "patches_if_float", "takes_run_time_scales"))
     .where(*_limits("reshapes_one_open_size", "activation_of_integers")),
     transposed_convolution(dims=(2,))
     .held_to(RATIOS["gemm"])
-    .where(groupwise.whole_bytes, constraints.static_only, constraints.one_group_or_scale)
+    .where(groupwise.whole_bytes, groupwise.no_groups, constraints.static_only, constraints.one_group_or_scale)
     .where(*_limits("yields_integers_if_static", "adds_less_than_a_step")),
     linear()
     .held_to(RATIOS["gemm"])
     .where(groupwise.whole_groups, groupwise.groups_beside_run_time, groupwise.pairs_of_channels)
     .where(*_limits("yields_integers_if_static", "activation_of_integers")),
-    half_table(),
+    embedding.embedding()
+    .where(embedding.half_or_groups, embedding.rows_of_groups, embedding.asked_at_each_call)
+    .shown_by(embedding.table_of_groups),
     *(row.where(named("quantplug.lowering.rewrites.recurrence:outside_of_states")) for row in INTEGER_STATES),
 )
 
@@ -116,8 +117,11 @@ XNNPACK = Backend(
         "int4_dynamic": lambda **options: _dynamic(**{**_four_bits, **options}),
         "int4_dynamic_groups": partial(groupwise.in_groups, _dynamic),
         "int4_weight_only": lambda **options: _weight_only(**{**_four_bits, **options}),
+        "int4_groups": partial(groupwise.in_groups, _weight_only),
+        "int8_groups": partial(groupwise.in_groups, _weight_only, limits=groupwise.EIGHT_BITS),
         "float16": get_float16_quantization_config,
     },
+    aliases={"8da4w": "int4_dynamic_groups"},  # what torchao and ExecuTorch call it
     lowering="quantplug.lowering.xnnpack:lower",
     kernels="xnnpack",
     weight_bits=groupwise.bits_beside,

@@ -5,7 +5,7 @@ import torch
 import xnnpack_models
 from extras import torchvision_models, transformers_module
 from models import Function
-from test_tables import keyword_spotter
+from test_tables import FEW_BLOCKS, few_blocks, keyword_spotter
 from told import told
 from torch import nn
 from torch.nn import functional as F
@@ -14,8 +14,12 @@ import quantplug
 
 CONFIGS = tuple(quantplug.get_quantizer("xnnpack").backend.configs)
 QUICK = {("kws_dscnn", "int8_dynamic"), ("LSTM", "int8"), ("LSTM", "int4_weight_only"), ("LSTM", "float16")}
-# The others have no operators that only another config quantizes; in int8 `test_tables.py` has them all.
-IN_EVERY_CONFIG = ("kws_dscnn", "LSTM", "bert")
+# In int8 `test_tables.py` has all models of the tables; these have each operator that another config treats otherwise.
+CASES = [
+    *((name, config) for name in ("kws_dscnn", "LSTM", "bert") for config in CONFIGS),
+    *((name, "int8_dynamic") for name in ("mobilenet_v3_small", "convnext_tiny", "swin_t")),
+    *((name, "float16") for name in ("mobilenet_v3_small", "vit", "convnext_tiny")),
+]
 BATCH, LENGTH = torch.export.Dim("batch", max=8), torch.export.Dim("length", max=32)
 
 
@@ -31,20 +35,15 @@ def of_the_benchmark(name):
         transformers_module()
         sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
         return xnnpack_models.language("Bert", **sizes).eval(), xnnpack_models.tokens(16)(0)
-    small = {
-        "vit": lambda models: models.VisionTransformer(32, 16, 2, 4, 64, 128, num_classes=10),
-        "swin_t": lambda models: models.SwinTransformer([4, 4], 32, [2, 2], [2, 4], [7, 7]),
-        "densenet121": lambda models: models.DenseNet(8, (2, 2), 16),
-        "convnext_tiny": lambda models: models.ConvNeXt(
-            [models.convnext.CNBlockConfig(32, 64, 2), models.convnext.CNBlockConfig(64, None, 2)]
-        ),
-    }
     models = torchvision_models()
+    if name in FEW_BLOCKS:
+        return few_blocks(name)[0], xnnpack_models.images(64)(0)
     sample = xnnpack_models.images(32 if name == "vit" else 64)
-    if name not in small:
+    if name != "vit":
         return xnnpack_models.make(name, 64, 0)[0], sample(0)
     torch.manual_seed(0)
-    return xnnpack_models.with_statistics(small[name](models), sample), sample(0)
+    small = models.VisionTransformer(32, 16, 2, 4, 64, 128, num_classes=10)
+    return xnnpack_models.with_statistics(small, sample), sample(0)
 
 
 def quantized(model, inputs, config="int8", shapes=None):
@@ -55,11 +54,7 @@ def quantized(model, inputs, config="int8", shapes=None):
 
 @pytest.mark.parametrize(
     ("name", "config"),
-    [
-        pytest.param(name, config, marks=[] if (name, config) in QUICK else pytest.mark.slow)
-        for name in ("kws_dscnn", *(name for name in xnnpack_models.TABLE if name != "bert_dynamic"))
-        for config in (CONFIGS if name in IN_EVERY_CONFIG else ("int8_dynamic", "float16"))
-    ],
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
 )
 def test_a_program_runs_in_float_what_the_report_says_and_for_that_reason(name, config):
     model, inputs = of_the_benchmark(name)

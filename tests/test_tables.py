@@ -39,6 +39,8 @@ WITHOUT_MODELS = {
         "family",
         "check",
         "engine",
+        "",  # test_generation.py has the language model and its program
+        "architecture",  # test_architectures.py has those
     ),
     *("what", "observer", "weights", "File", "id", "word", "our word"),
 }
@@ -121,8 +123,28 @@ def with_statistics(model, shape):
     return settled(model, torch.randn(4, *shape)), lambda: (torch.randn(1, *shape),)
 
 
+FEW_BLOCKS = {
+    "densenet121": lambda models: models.DenseNet(8, (2, 2), 16),
+    "swin_t": lambda models: models.SwinTransformer([4, 4], 32, [2, 2], [2, 4], [7, 7]),
+    "convnext_tiny": lambda models: models.ConvNeXt(
+        [models.convnext.CNBlockConfig(32, 64, 2), models.convnext.CNBlockConfig(64, None, 2)]
+    ),
+}
+
+
+def few_blocks(name):
+    """A network of many equal blocks with a few of them; the whole ones take minutes each."""
+    models, sample = torchvision_models(), xnnpack_models.images(64)
+    torch.manual_seed(0)
+    return xnnpack_models.with_statistics(FEW_BLOCKS[name](models), sample), sample
+
+
 def of_the_benchmark(name):
     """A model of the XNNPACK benchmark, its images of 64 x 64."""
+    if name in FEW_BLOCKS:
+        model, sample = few_blocks(name)
+        seeds = iter(range(1000))
+        return model, lambda: sample(next(seeds))
     if name not in ("LSTM", "GRU"):
         (transformers_module if name.startswith("bert") else torchvision_models)()
     model, sample = xnnpack_models.make(name, 64, seed=0)

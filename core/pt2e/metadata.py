@@ -43,7 +43,7 @@ class Metadata:
 
     def stored(self, value: Tensor, dtype: Any) -> Tensor:
         """Returns a recorded value in the dtype that is stored; alike tensors share one, for the time it takes."""
-        if not all(isinstance(size, int) for size in value.shape):
+        if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
             return value.to(dtype)
         key = (tuple(value.shape), value.stride(), value.device, dtype)
         if key not in self._stored:

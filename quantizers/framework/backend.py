@@ -58,6 +58,7 @@ class Backend:
         weight_bits: bits that a weight takes in its files, also where a config gives it fewer, which is then told; or
             a function of the specs of weight and activation (None: float) that returns them. None where files are as
             narrow as configs.
+        aliases: other names of configs, such as those that another library gives them, each with the name in `configs`.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Backend:
     kernels: "str | KernelSet | None" = None
     without: Mapping[str, str] = field(default_factory=dict)
     weight_bits: int | WeightBits | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_name(self.name)
@@ -78,6 +80,7 @@ class Backend:
         object.__setattr__(self, "dtypes", entries(self.name, "dtypes", self.dtypes, DTypeConfig))
         configs = dict(self.configs) or {dtypes.name: partial(config_for, dtypes) for dtypes in self.dtypes}
         object.__setattr__(self, "configs", MappingProxyType(configs))
+        object.__setattr__(self, "aliases", MappingProxyType({a: n for a, n in self.aliases.items() if n in configs}))
         require_rows(self.name, self.annotators, self.dtypes, configs)
         require_functions(self.name, configs, self.transforms)
         require_lowering(self.name, self.lowering, self.kernels)
@@ -94,13 +97,13 @@ class Backend:
         """Returns a config by name, the default one for None.
 
         Args:
-            name: a key of `configs`.
+            name: a key of `configs` or of `aliases`.
             options: passed to the factory, such as `observer="minmax"`.
 
         Raises:
             ConfigError: the backend has no such config, or the config no such option.
         """
-        chosen = name if name is not None else next(iter(self.configs))
+        chosen = self.aliases.get(name, name) if name is not None else next(iter(self.configs))
         if chosen not in self.configs:
             raise ConfigError(f"Backend '{self.name}' has no config '{chosen}'; choose one of {list(self.configs)}.")
         try:

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quantplug.annotators.constraints import OF_CONFIG
-from quantplug.annotators.groupwise import no_groups, whole_bytes
+from quantplug.annotators.embedding import half_or_groups
+from quantplug.annotators.groupwise import groups_beside_run_time, no_groups, whole_bytes
 from quantplug.annotators.half import half_weight
 from quantplug.core.annotation.annotator import Annotator
 from quantplug.core.graph.operators import Target
@@ -76,9 +77,13 @@ def _extends(row: Capability, other: Capability) -> bool:
     return row.rule.startswith(f"{other.rule}_") and set(row.operators) > set(other.operators)
 
 
+# Constraints about the config alone, which hold or not for any match.
+_OF_CONFIG = (*OF_CONFIG, whole_bytes, no_groups, groups_beside_run_time, half_weight, half_or_groups)
+
+
 def configs_of(backend: Backend, annotator: Annotator) -> tuple[str, ...]:
     """Returns the names of the configs that no constraint of an annotator rules out as a whole."""
-    checks = [check for check in annotator.constraints if check in (*OF_CONFIG, whole_bytes, no_groups, half_weight)]
+    checks = [check for check in annotator.constraints if check in _OF_CONFIG]
     return tuple(n for n in backend.configs if not any(check(None, backend.config(n)) for check in checks))
 
 

@@ -17,7 +17,7 @@ from quantplug.core.graph.facts import constant_value, operands, operator_name, 
 from quantplug.core.graph.operators import CLAMPS, schema_names
 from quantplug.core.graph.traits import clamp_bounds
 from quantplug.core.qdq.calls import QuantizedCall, is_activation, quantized_calls
-from quantplug.core.qdq.nodes import is_dequantize, is_quantize
+from quantplug.core.qdq.nodes import AFFINE_OPS, DEQUANTIZE_OPS, is_dequantize, is_quantize
 from quantplug.core.qdq.qparams import INT8, StaticQParams, requantize, static_qparams
 from quantplug.lowering.xnnpack.legalize.products import GEMMS
 
@@ -142,7 +142,7 @@ def _bound(quantize: fx.Node, params: StaticQParams) -> None:
 
 
 def read_tables_by_row(working: fx.GraphModule) -> None:
-    """Replaces embeddings of quantized tables by `embedding_byte`, in place; names are kept.
+    """Replaces embeddings of quantized tables by `embedding_byte` or `embedding_4bit`, in place; names are kept.
 
     A dequantized table would be float at every call, and end the process where zero points are float (torchao's
     `EmbeddingQuantizer`; the portable kernel takes int64). That kernel dequantizes only the rows that it is asked for.
@@ -150,8 +150,12 @@ def read_tables_by_row(working: fx.GraphModule) -> None:
     import executorch.exir.passes.quant_fusion_pass  # noqa: F401  registers embedding_byte
 
     for node in list(working.graph.nodes):
-        if operator_name(node) == "aten::embedding" and _is_table(operands(node)["weight"]):
+        if operator_name(node) != "aten::embedding":
+            continue
+        if _is_table(operands(node)["weight"]):
             _read_rows(node)
+        elif _is_table_of_groups(operands(node)["weight"]):
+            _read_groups(node)
     erase_dead_code(working.graph)
 
 
@@ -170,3 +174,29 @@ def _read_rows(node: fx.Node) -> None:
         zero_points = constant(node, f"{node.name}_zero_points", offsets.float())
     node.target = torch.ops.quantized_decomposed.embedding_byte.default
     node.args, node.kwargs = (table, scales, zero_points, low, high, found["indices"]), {}
+
+
+def _is_table_of_groups(weight: fx.Node) -> bool:
+    if not isinstance(weight, fx.Node) or weight.target not in DEQUANTIZE_OPS or weight.target not in AFFINE_OPS:
+        return False
+    table, block, scales, zeros, dtype = (*weight.args, None, None)[:5]
+    stored, numbers, offsets = (constant_value(n) if isinstance(n, fx.Node) else None for n in (table, scales, zeros))
+    if stored is None or numbers is None or dtype != torch.int8 or stored.dim() != 2 or numbers.dim() != 2:
+        return False
+    size = stored.shape[1] // numbers.shape[1]
+    is_symmetric = zeros is None or (offsets is not None and not bool(offsets.any()))
+    return is_symmetric and block in ((1, size), [1, size])
+
+
+def _read_groups(node: fx.Node) -> None:
+    """The integers of four bits stand two in a byte, the even places in the upper half."""
+    found = operands(node)
+    weight = found["weight"]
+    table, _, scales, _, _, low, high = weight.args[:7]
+    if -8 <= low < high <= 7:
+        raised = (constant_value(table) + 8).to(torch.uint8)  # type: ignore[operator, union-attr]
+        table = constant(node, f"{node.name}_table", raised[:, ::2] << 4 | raised[:, 1::2])
+        low, high, node.target = -8, 7, _Q.embedding_4bit.default
+    else:
+        node.target = _Q.embedding_byte.default
+    node.args, node.kwargs = (table, scales, None, low, high, found["indices"]), {}
