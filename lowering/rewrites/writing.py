@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from quantplug.core.graph.constants import computed
 from quantplug.core.graph.editing import as_recorded, call_like, constant, erase_dead_code
 from quantplug.core.graph.facts import constant_value, operands, operator_name, tensor_value
+from quantplug.core.graph.meta import ORIGINS, origins
 from quantplug.core.graph.operators import schema_names
 from quantplug.core.peers.torch_names import schema_or_none
 
@@ -24,6 +25,7 @@ class Writer:
         """Creates an operator call before the node."""
         with self.model.graph.inserting_before(self.node):
             created = call_like(self.model.graph, self.node, target, *args, **kwargs)
+        ORIGINS.put(created, origins(self.node))
         created.meta["val"] = computed(created, value_of)
         return created
 

@@ -97,7 +97,7 @@ def lower(
         halves = compute_in_float16(working, expected)
         compute_in_float32(working, expected)
         read_tables_by_row(working)
-        legal = legalize(working)
+        legal = legalize(working, accepts)
         left = dict.fromkeys(_left_to_others(working.graph, accepts), "`accepts` leaves it to others than XNNPACK")
         legal = replace(legal, portable=left | legal.portable, notes=notes | halves)
         written = as_serializer_reads(working, legal.floats.keys() | legal.portable.keys())

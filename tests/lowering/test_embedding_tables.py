@@ -54,23 +54,24 @@ def test_tables_are_stored_in_groups(config, size, share, tied, tmp_path):
     assert held < share * 4 * numbers
 
 
+@pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize(("config", "low", "high"), [("int4_groups", -8, 7), ("int8_groups", -127, 127)])
-def test_a_table_alone_is_what_its_integers_say(config, low, high):
-    """Steps of each group of 64 in rows of 192, found here, half a step from the weights at most."""
+def test_a_table_alone_is_what_its_integers_say(config, low, high, groups):
+    """Steps of each group of 64 in rows of one or three, found here, half a step from the weights at most."""
     torch.manual_seed(0)
-    model, example = nn.Embedding(40, 192).eval(), torch.tensor([[0, 39, 7], [7, 1, 2]])
+    model, example = nn.Embedding(40, 64 * groups).eval(), torch.tensor([[0, 39, 7], [7, 1, 2]])
     chosen = quantplug.get_quantizer("xnnpack").backend.config(config, group_size=64)
     artefact = quantplug.quantize(model, (example,), "xnnpack", config=chosen, progress=False)
     for given in (example, example.flip(0), example):
         found = artefact(given)
         assert torch.equal(found, artefact.reference(given))
-        weights = model(given).detach().unflatten(-1, (3, 64))
-        step = model.weight.detach().unflatten(-1, (3, 64)).abs().amax(-1, keepdim=True)[given] / ((high - low) / 2)
-        counts = found.unflatten(-1, (3, 64)) / step
+        weights = model(given).detach().unflatten(-1, (groups, 64))
+        step = model.weight.detach().unflatten(-1, (groups, 64)).abs().amax(-1, keepdim=True)[given] / ((high - low) / 2)
+        counts = found.unflatten(-1, (groups, 64)) / step
         assert torch.allclose(counts, counts.round(), atol=1e-4)
         assert low <= counts.round().min()
         assert counts.round().max() <= high
-        assert ((found.unflatten(-1, (3, 64)) - weights).abs() <= 0.5001 * step).all()
+        assert ((found.unflatten(-1, (groups, 64)) - weights).abs() <= 0.5001 * step).all()
 
 
 def test_rows_that_are_no_groups_stay_float_with_the_reason():

@@ -15,6 +15,7 @@ from quantplug.core.graph.editing import finish
 from quantplug.core.graph.facts import describe, operator_name
 from quantplug.core.qdq.calls import QuantizedCall, quantized_calls
 from quantplug.core.qdq.qparams import folded
+from quantplug.lowering.rewrites.norms import norms_are_rows
 from quantplug.lowering.spelling import spell_plainly
 from quantplug.lowering.steps import Step, every_node, run
 from quantplug.lowering.xnnpack.legalize import conditions
@@ -92,11 +93,12 @@ __all__ = [
 ]
 
 
-def legalize(working: fx.GraphModule) -> Legalized:
+def legalize(working: fx.GraphModule, accepts: Callable[[fx.Node], bool] | None = None) -> Legalized:
     """Rewrites a q/dq graph in place for XNNPACK.
 
     Args:
         working: a private copy; nodes and buffers are added to it, operators keep their names.
+        accepts: which operators XNNPACK may take; None for all.
 
     Returns:
         The operators that XNNPACK cannot take as they stand, with the reason.
@@ -105,15 +107,18 @@ def legalize(working: fx.GraphModule) -> Legalized:
         LoweringError: an operator has no kernel in XNNPACK and none in the runtime's portable library.
     """
     found = Legalized()
-    run(steps(found), working)
+    run(steps(found, accepts), working)
     return found
 
 
-def steps(found: Legalized) -> tuple[Step[fx.GraphModule], ...]:
+def steps(
+    found: Legalized, accepts: Callable[[fx.Node], bool] | None = None
+) -> tuple[Step[fx.GraphModule], ...]:
     """Returns what is done to a graph, in this order.
 
     Args:
         found: what is told of operators that XNNPACK does not take.
+        accepts: which operators XNNPACK may take; None for all.
     """
     return (
         Step("operators that the runtime has", _operators_of_the_runtime),
@@ -145,6 +150,7 @@ def steps(found: Legalized) -> tuple[Step[fx.GraphModule], ...]:
         Step("constants of its own for each product", own_constants_per_use, leaves=(conditions.own_constants,)),
         Step("operators that stay float", _refusing(found.floats, SCALES_OUT_OF_RANGE, MEANS)),
         Step("operators that stay portable", _refusing(found.portable, *PORTABLE)),
+        Step("norms as rows", partial(norms_are_rows, taken=accepts)),
         Step("nothing that is not read", finish),
     )
 

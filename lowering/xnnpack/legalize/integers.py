@@ -181,9 +181,9 @@ def _is_table_of_groups(weight: fx.Node) -> bool:
         return False
     table, block, scales, zeros, dtype = (*weight.args, None, None)[:5]
     stored, numbers, offsets = (constant_value(n) if isinstance(n, fx.Node) else None for n in (table, scales, zeros))
-    if stored is None or numbers is None or dtype != torch.int8 or stored.dim() != 2 or numbers.dim() != 2:
+    if stored is None or numbers is None or dtype != torch.int8 or stored.dim() != 2 or numbers.dim() not in (1, 2):
         return False
-    size = stored.shape[1] // numbers.shape[1]
+    size = stored.shape[1] * len(stored) // numbers.numel()  # torchao drops the dimension of a single group
     is_symmetric = zeros is None or (offsets is not None and not bool(offsets.any()))
     return is_symmetric and block in ((1, size), [1, size])
 
