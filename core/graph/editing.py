@@ -41,8 +41,12 @@ def set_operand(node: fx.Node, name: str, value: Any) -> None:
     if not isinstance(node.target, OpOverload) or name in node.kwargs:
         node.update_kwarg(name, value)
         return
-    names = [argument.name for argument in schema_of(node.target).arguments]
+    arguments = schema_of(node.target).arguments
+    names = [argument.name for argument in arguments]
     position, given = names.index(name), operands(node)
+    if arguments[position].kwarg_only:
+        node.update_kwarg(name, value)
+        return
     missing = tuple(given[n] for n in names[len(node.args) : position + 1])
     node.args = (*node.args, *missing)
     node.update_arg(position, value)

@@ -1,43 +1,72 @@
-"""Attention as products and a softmax."""
+"""Attention as products and a softmax, with keys and values that queries share in groups."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph.editing import call_like
-from quantplug.core.graph.facts import tensor_value
-from quantplug.lowering.rewrites.writing import Writer, constant_operand, done, matching
+from quantplug.core.graph.editing import call_like, set_operand
+from quantplug.core.graph.facts import operands, operator_name, tensor_value
+from quantplug.lowering.rewrites.writing import Writer, axis_of, constant_operand, done, matching
 
 _ATEN = torch.ops.aten
+_JOINS = ("aten::reshape", "aten::view", "aten::_unsafe_view")
+_COPIES = ("aten::clone", "aten::contiguous")
+
+
+def repeated_heads_are_grouped(model: fx.GraphModule) -> fx.GraphModule:
+    """Lets attention read keys and values as they are that are repeated for groups of queries.
+
+    Source: Ainslie et al., "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints",
+    2023.
+    """
+    for node, values in matching(model, "scaled_dot_product_attention"):
+        key, value = (_before_repeating(values[name]) for name in ("key", "value"))
+        if not values.get("enable_gqa") and key is not None and value is not None:
+            set_operand(node, "enable_gqa", True)
+            node.replace_input_with(values["key"], key)
+            node.replace_input_with(values["value"], value)
+    return done(model)
 
 
 def attention_is_products(model: fx.GraphModule) -> fx.GraphModule:
-    """Writes scaled_dot_product_attention as matmul, softmax and matmul.
+    """Writes scaled_dot_product_attention as matmul, softmax and matmul where the mask is known.
 
     ExecuTorch's decomposition guards against rows that are masked completely with portable operators that cost ten
-    times the attention itself. A graph without mask has no such row; one whose boolean mask is known and has none
-    adds the mask; any other keeps the original.
+    times the attention itself. A graph without mask has no such row; one whose mask is known and has none adds the
+    mask; any other keeps the original.
     Source of the formula: Vaswani et al., "Attention Is All You Need", 2017, equation 1.
     """
     for node, values in matching(model, "scaled_dot_product_attention"):
-        query, key = tensor_value(values["query"]), tensor_value(values["key"])
-        if query is None or key is None or values["dropout_p"] or values.get("enable_gqa"):
+        mask = _known(Writer(model, node), values)
+        if mask is not None and _is_plain(values):
+            _write(Writer(model, node), values, mask)
+    return done(model)
+
+
+def any_attention_is_products(model: fx.GraphModule, taken: Callable[[fx.Node], bool] | None = None) -> fx.GraphModule:
+    """Writes attention as products where the mask is computed too, once for all layers that have it.
+
+    What is nowhere seen is masked by hand: its softmax is that of zeros, its result is multiplied by zero.
+
+    Args:
+        model: a graph module; it is changed in place and returned.
+        taken: which nodes may be written so, None for all.
+    """
+    masks: dict[tuple[fx.Node, int], _Mask] = {}
+    for node, values in matching(model, "scaled_dot_product_attention"):
+        if not _is_plain(values) or (taken is not None and not taken(node)):
             continue
-        write = Writer(model, node)
-        masked, mask = _additive_mask(write, values, query, key)
-        if masked and mask is None:
-            continue
-        scale = values.get("scale")
-        factor = float(scale) if scale is not None else 1.0 / math.sqrt(query.shape[-1])
-        turned = write.call(_ATEN.transpose.int, values["key"], -2, -1)
-        # The factor goes onto the query: it is the smaller tensor.
-        held = write.number(factor, query, "attention_scale")
-        scores = write.call(_ATEN.matmul.default, write.call(_ATEN.mul.Tensor, values["query"], held), turned)
-        scores = scores if mask is None else write.call(_ATEN.add.Tensor, scores, mask)
-        weights = write.call(_ATEN.softmax.int, scores, -1)
-        write.replace(write.call(_ATEN.matmul.default, weights, values["value"]))
+        write, query = Writer(model, node), tensor_value(values["query"])
+        mask = _known(write, values)
+        if mask is None and values["attn_mask"] is not None and not values["is_causal"] and query is not None:
+            place = (values["attn_mask"], query.dim())
+            mask = masks.get(place) or masks.setdefault(place, _asked(write, values["attn_mask"], query))
+        if mask is not None:
+            _write(write, values, mask)
     return done(model)
 
 
@@ -56,20 +85,144 @@ def attention_is_contiguous(model: fx.GraphModule) -> fx.GraphModule:
     return done(model)
 
 
-def _additive_mask(write: Writer, values: dict[str, Any], query: Tensor, key: Tensor) -> tuple[bool, fx.Node | None]:
-    """Returns whether attention is masked, and the mask to add to the scores, None if it is not known."""
-    given = values["attn_mask"]
+@dataclass(frozen=True)
+class _Mask:
+    """What is added to the scores, and by what the result is multiplied; None for neither."""
+
+    added: fx.Node | None = None
+    seen: fx.Node | None = None
+
+
+def _is_plain(values: dict[str, Any]) -> bool:
+    query, key = tensor_value(values["query"]), tensor_value(values["key"])
+    if query is None or key is None or values["dropout_p"]:
+        return False
+    if not values.get("enable_gqa"):
+        return True
+    shared = (*query.shape[:-2], *key.shape[-3:], query.shape[-1])
+    return query.dim() == key.dim() == 4 and all(isinstance(size, int) for size in (shared[1], shared[2], shared[4]))
+
+
+def _write(write: Writer, values: dict[str, Any], mask: _Mask) -> None:
+    query = tensor_value(values["query"])
+    assert query is not None
+    groups = _Groups.of(write, values)
+    scale = values.get("scale")
+    factor = float(scale) if scale is not None else 1.0 / math.sqrt(query.shape[-1])
+    turned = write.call(_ATEN.transpose.int, values["key"], -2, -1)
+    # The factor goes onto the query: it is the smaller tensor.
+    held = write.number(factor, query, "attention_scale")
+    scaled = write.call(_ATEN.mul.Tensor, values["query"], held)
+    scores = groups.apart(write.call(_ATEN.matmul.default, groups.joined(scaled), turned))
+    scores = scores if mask.added is None else write.call(_ATEN.add.Tensor, scores, mask.added)
+    weights = write.call(_ATEN.softmax.int, scores, -1)
+    found = groups.apart(write.call(_ATEN.matmul.default, groups.joined(weights), values["value"]))
+    write.replace(found if mask.seen is None else write.call(_ATEN.mul.Tensor, found, mask.seen))
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Queries of several heads that read the same keys, one behind the other, as the kernel's batch has them.
+
+    Attributes:
+        write: writes the nodes.
+        heads: of keys and values, None where each query has its own.
+        queries: heads of the queries.
+    """
+
+    write: Writer
+    heads: int | None
+    queries: int
+
+    @classmethod
+    def of(cls, write: Writer, values: dict[str, Any]) -> "_Groups":
+        query, key = tensor_value(values["query"]), tensor_value(values["key"])
+        assert query is not None
+        assert key is not None
+        grouped = values.get("enable_gqa") and key.shape[1] != query.shape[1]
+        return cls(write, int(key.shape[1]) if grouped else None, int(query.shape[1]) if grouped else 0)
+
+    def joined(self, node: fx.Node) -> fx.Node:
+        """Returns [n, queries, length, channels] as [n, heads, groups * length, channels]."""
+        return node if self.heads is None else self._in_heads(node, self.heads)
+
+    def apart(self, node: fx.Node) -> fx.Node:
+        """Returns it as it was."""
+        return node if self.heads is None else self._in_heads(node, self.queries)
+
+    def _in_heads(self, node: fx.Node, heads: int) -> fx.Node:
+        value = tensor_value(node)
+        assert value is not None
+        length = value.shape[1] * value.shape[2] // heads
+        return self.write.reshape(node, value.shape[0], heads, length, value.shape[3])
+
+
+def _known(write: Writer, values: dict[str, Any]) -> _Mask | None:
+    """Returns the mask of attention that has none or a known one without rows that see nothing, None for others."""
+    query, key, given = tensor_value(values["query"]), tensor_value(values["key"]), values["attn_mask"]
+    if query is None or key is None:
+        return None
     if given is None and not values["is_causal"]:
-        return False, None
-    value = tensor_value(given)
-    if value is not None and value.is_floating_point():
-        return True, given
-    seen = _causal(query, key) if given is None else constant_operand(given)
-    if seen is None or not bool(seen.any(-1).all()):
-        return True, None
-    return True, write.constant(torch.zeros(seen.shape, dtype=query.dtype).masked_fill(~seen, -math.inf), "mask")
+        return _Mask()
+    held = _causal(query, key) if given is None else constant_operand(given)
+    if held is None or not bool(_seen(held).all()):
+        return None
+    if held.dtype == torch.bool:
+        held = torch.zeros(held.shape, dtype=query.dtype).masked_fill(~held, -math.inf)
+    return _Mask(given if given is not None and constant_operand(given) is held else write.constant(held, "mask"))
+
+
+def _seen(mask: Tensor) -> Tensor:
+    """Returns which rows of a mask see anything, with a last dimension of 1."""
+    return (mask if mask.dtype == torch.bool else mask != -math.inf).any(-1, keepdim=True)
+
+
+def _asked(write: Writer, mask: fx.Node, query: Tensor) -> _Mask:
+    """Writes what a mask that is known at run time alone adds, of the queries' rank."""
+    value = tensor_value(mask)
+    assert value is not None
+    for _ in range(query.dim() - value.dim()):
+        mask = write.call(_ATEN.unsqueeze.default, mask, 0)
+    seen = mask if value.dtype == torch.bool else write.call(_ATEN.ne.Scalar, mask, -math.inf)
+    seen_rows = write.call(_ATEN.any.dim, seen, -1, True)
+    nothing, never = (write.constant(torch.tensor(n, dtype=query.dtype), "mask") for n in (0.0, -math.inf))
+    shown = nothing if value.dtype == torch.bool else mask
+    added = write.call(_ATEN.where.self, seen, shown, never)
+    added = write.call(_ATEN.where.self, seen_rows, added, nothing)
+    return _Mask(added, write.call(_ATEN.to.dtype, seen_rows, query.dtype))
 
 
 def _causal(query: Tensor, key: Tensor) -> Tensor | None:
     sizes = (query.shape[-2], key.shape[-2])
     return torch.ones(sizes, dtype=torch.bool).tril() if all(isinstance(size, int) for size in sizes) else None
+
+
+def _before_repeating(node: fx.Node) -> fx.Node | None:
+    """Returns what [n, heads * times, length, channels] repeats head by head, None where it repeats nothing."""
+    shape = _shape(node)
+    if operator_name(node) == "aten::repeat_interleave":
+        given = operands(node)
+        times, source = given.get("repeats"), given["self"]
+        is_by_head = isinstance(times, int) and given.get("dim") is not None and axis_of(given["dim"], len(shape)) == 1
+        return source if is_by_head and len(shape) == 4 else None
+    while operator_name(node) in (*_JOINS, *_COPIES):
+        node = operands(node)["self"]
+    repeated = _shape(node)
+    if operator_name(node) != "aten::expand" or len(shape) != 4 or len(repeated) != 5:
+        return None
+    one = operands(node)["self"]
+    before, is_one = _shape(one), operator_name(one) == "aten::unsqueeze"
+    source = operands(one)["self"] if is_one else one
+    joined = [*repeated[:1], repeated[1] * repeated[2], *repeated[3:]]
+    is_repeated = _alike(before, [*repeated[:2], 1, *repeated[3:]]) and _alike(joined, shape)
+    return source if is_one and is_repeated else None
+
+
+def _shape(node: Any) -> list[Any]:
+    value = tensor_value(node)
+    return [] if value is None else list(value.shape)
+
+
+def _alike(sizes: list[Any], others: list[Any]) -> bool:
+    """Tells whether sizes are written the same; to compare open ones would decide about them."""
+    return list(map(str, sizes)) == list(map(str, others))

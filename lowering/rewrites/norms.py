@@ -42,25 +42,31 @@ def norms_are_rows(model: fx.GraphModule, taken: Callable[[fx.Node], bool] | Non
 
 def _layer_norm(write: Writer, values: dict[str, Any], source: Tensor) -> fx.Node | None:
     rows = _Rows.of(write, values["input"], source, len(values["normalized_shape"]))
-    return rows and rows.standardized(values["eps"]).given_back(values["weight"], values["bias"])
+    if rows is None:
+        return None
+    return rows.standardized(values["eps"]).given_back(values["weight"], values["bias"])
 
 
 def _rms_norm(write: Writer, values: dict[str, Any], source: Tensor) -> fx.Node | None:
     rows = _Rows.of(write, values["input"], source, len(values["normalized_shape"]))
     least = torch.finfo(source.dtype).eps if values["eps"] is None else values["eps"]
-    return rows and rows.scaled(rows.data, least).given_back(values["weight"], None)
+    return None if rows is None else rows.scaled(rows.data, least).given_back(values["weight"], None)
 
 
 def _group_norm(write: Writer, values: dict[str, Any], source: Tensor) -> fx.Node | None:
     rows = _Rows.of(write, values["input"], source, source.dim() - 1, parts=values["num_groups"])
-    return rows and rows.standardized(values["eps"]).given_back(values["weight"], values["bias"], axis=1)
+    if rows is None:
+        return None
+    return rows.standardized(values["eps"]).given_back(values["weight"], values["bias"], axis=1)
 
 
 def _instance_norm(write: Writer, values: dict[str, Any], source: Tensor) -> fx.Node | None:
     if not values["use_input_stats"]:
         return None
     rows = _Rows.of(write, values["input"], source, source.dim() - 2)
-    return rows and rows.standardized(values["eps"]).given_back(values["weight"], values["bias"], axis=1)
+    if rows is None:
+        return None
+    return rows.standardized(values["eps"]).given_back(values["weight"], values["bias"], axis=1)
 
 
 def _mean(write: Writer, values: dict[str, Any], source: Tensor) -> fx.Node | None:
@@ -132,9 +138,9 @@ class _Rows:
 
     def given_back(self, weight: fx.Node | None, bias: fx.Node | None, axis: int | None = None) -> fx.Node:
         """Returns the rows in the tensor's shape, scaled and moved by element, or by what an axis counts."""
-        found = self.data
-        if tensor_value(found).shape != self.shape:
-            found = self.write.reshape(found, *self.shape)
+        written = tensor_value(self.data)
+        assert written is not None
+        found = self.data if written.shape == self.shape else self.write.reshape(self.data, *self.shape)
         for target, node in ((_ATEN.mul.Tensor, weight), (_ATEN.add.Tensor, bias)):
             value = tensor_value(node)
             if node is None or value is None:

@@ -1,12 +1,12 @@
-"""Products by a constant matrix as linear layers."""
+"""Products by a constant matrix as linear layers, and parts of rows in another order as such products."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from quantplug.core.graph.facts import tensor_value
-from quantplug.lowering.rewrites.writing import Writer, constant_operand, done, matching
+from quantplug.core.graph.facts import operands, operator_name, tensor_value
+from quantplug.lowering.rewrites.writing import Writer, axis_of, constant_operand, done, matching
 
 _ATEN = torch.ops.aten
 
@@ -35,3 +35,45 @@ def _adds_a_row(values: dict[str, Any], bias: Any, matrix: Tensor) -> bool:
         return True
     row = constant_operand(bias)
     return row is not None and row.shape == matrix.shape[1:] and (values["beta"], values["alpha"]) == (1, 1)
+
+
+def turned_parts_are_products(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes parts of rows that are joined again in another order, some negated, as a product by a constant matrix.
+
+    Rotary positions turn halves of heads so. XNNPACK slices tensors whose sizes are known; where the length of a
+    sequence is open, the slices would stand outside of its delegates. The product is exact: all but one of the terms
+    of each sum are zeros.
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+    """
+    for node, values in matching(model, "cat"):
+        parts = [_part(part) for part in values["tensors"]]
+        sources = {part[0] for part in parts if part is not None}
+        value = tensor_value(next(iter(sources))) if len(sources) == 1 and None not in parts else None
+        if value is None or not _is_row_of_open_tensor(value) or axis_of(values["dim"], value.dim()) != value.dim() - 1:
+            continue
+        unit = torch.eye(int(value.shape[-1]), dtype=value.dtype)
+        matrix = torch.cat([sign * unit[start:end] for _, sign, start, end in filter(None, parts)])
+        write = Writer(model, node)
+        write.replace(write.call(_ATEN.linear.default, sources.pop(), write.constant(matrix, "turned")))
+    return done(model)
+
+
+def _part(node: Any) -> tuple[fx.Node, float, int, int] | None:
+    """Returns the tensor that a node has a part of, with which sign, and from where to where along its last axis."""
+    sign = -1.0 if operator_name(node) == "aten::neg" else 1.0
+    node = operands(node)["self"] if sign < 0 else node
+    if operator_name(node) != "aten::slice":
+        return None
+    given = operands(node)
+    value = tensor_value(given["self"])
+    if value is None or axis_of(given["dim"], value.dim()) != value.dim() - 1 or given["step"] != 1:
+        return None
+    start, end, length = given["start"] or 0, given["end"], value.shape[-1]
+    if not all(isinstance(number, int) for number in (start, length)) or not isinstance(end, int | None):
+        return None
+    start, end, _ = slice(start, end).indices(length)
+    return given["self"], sign, start, end
+
+
+def _is_row_of_open_tensor(value: Tensor) -> bool:
+    return value.dtype == torch.float32 and value.dim() > 1 and not all(isinstance(size, int) for size in value.shape)

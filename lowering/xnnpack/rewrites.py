@@ -21,7 +21,11 @@ from quantplug.lowering.rewrites.activations import (
     silu_is_product,
     single_slope_is_leaky_relu,
 )
-from quantplug.lowering.rewrites.attention import attention_is_contiguous, attention_is_products
+from quantplug.lowering.rewrites.attention import (
+    attention_is_contiguous,
+    attention_is_products,
+    repeated_heads_are_grouped,
+)
 from quantplug.lowering.rewrites.constants import (
     batch_norm_is_depthwise,
     numbers_are_constants,
@@ -94,6 +98,7 @@ ALL: tuple[Rewrite, ...] = (
     global_pooling_is_2d,
     recurrence_is_unrolled,
     cells_are_layers,
+    repeated_heads_are_grouped,
     attention_is_products,
     split_is_slices,
     select_is_slice,

@@ -66,7 +66,8 @@ def test_a_table_alone_is_what_its_integers_say(config, low, high, groups):
         found = artefact(given)
         assert torch.equal(found, artefact.reference(given))
         weights = model(given).detach().unflatten(-1, (groups, 64))
-        step = model.weight.detach().unflatten(-1, (groups, 64)).abs().amax(-1, keepdim=True)[given] / ((high - low) / 2)
+        largest = model.weight.detach().unflatten(-1, (groups, 64)).abs().amax(-1, keepdim=True)[given]
+        step = largest / ((high - low) / 2)
         counts = found.unflatten(-1, (groups, 64)) / step
         assert torch.allclose(counts, counts.round(), atol=1e-4)
         assert low <= counts.round().min()

@@ -15,7 +15,9 @@ from quantplug.core.graph.editing import finish
 from quantplug.core.graph.facts import describe, operator_name
 from quantplug.core.qdq.calls import QuantizedCall, quantized_calls
 from quantplug.core.qdq.qparams import folded
+from quantplug.lowering.rewrites.attention import any_attention_is_products
 from quantplug.lowering.rewrites.norms import norms_are_rows
+from quantplug.lowering.rewrites.products import turned_parts_are_products
 from quantplug.lowering.spelling import spell_plainly
 from quantplug.lowering.steps import Step, every_node, run
 from quantplug.lowering.xnnpack.legalize import conditions
@@ -111,9 +113,7 @@ def legalize(working: fx.GraphModule, accepts: Callable[[fx.Node], bool] | None 
     return found
 
 
-def steps(
-    found: Legalized, accepts: Callable[[fx.Node], bool] | None = None
-) -> tuple[Step[fx.GraphModule], ...]:
+def steps(found: Legalized, accepts: Callable[[fx.Node], bool] | None = None) -> tuple[Step[fx.GraphModule], ...]:
     """Returns what is done to a graph, in this order.
 
     Args:
@@ -121,6 +121,7 @@ def steps(
         accepts: which operators XNNPACK may take; None for all.
     """
     return (
+        Step("attention as products", partial(any_attention_is_products, taken=accepts)),
         Step("operators that the runtime has", _operators_of_the_runtime),
         Step("one spelling", _spelled_plainly, leaves=(every_node(conditions.plain),)),
         Step("contiguous constants", contiguous_constants, leaves=(every_node(conditions.contiguous),)),
@@ -150,6 +151,7 @@ def steps(
         Step("constants of its own for each product", own_constants_per_use, leaves=(conditions.own_constants,)),
         Step("operators that stay float", _refusing(found.floats, SCALES_OUT_OF_RANGE, MEANS)),
         Step("operators that stay portable", _refusing(found.portable, *PORTABLE)),
+        Step("turned parts as products", turned_parts_are_products),
         Step("norms as rows", partial(norms_are_rows, taken=accepts)),
         Step("nothing that is not read", finish),
     )

@@ -83,6 +83,8 @@ def _recast(working: fx.GraphModule, expected: Any, types: Collection[torch.dtyp
 
     _recast_state(working, types, wanted)
     for node in list(working.graph.nodes):
+        if node.op == "call_function" and "val" in node.meta:  # by which what is written later knows the type
+            node.meta["val"] = pytree.tree_map(lambda v: v.to(wanted) if _is_of(v, types) else v, node.meta["val"])
         if node.op == "call_function":
             node.args, node.kwargs = (pytree.tree_map(other, part) for part in (node.args, node.kwargs))
         elif node.op == "placeholder" and _is_of(tensor_value(node), types):
@@ -111,8 +113,8 @@ def _mentions_half(node: fx.Node) -> bool:
     return _is_of(value, _HALF) or any(part in _HALF for part in pytree.tree_leaves((node.args, node.kwargs)))
 
 
-def _is_of(value: Tensor | None, types: Collection[torch.dtype]) -> bool:
-    return value is not None and value.dtype in types
+def _is_of(value: Any, types: Collection[torch.dtype]) -> bool:
+    return isinstance(value, Tensor) and value.dtype in types
 
 
 def _replace_constant(working: fx.GraphModule, node: fx.Node, source: Any, dtype: torch.dtype) -> None:
