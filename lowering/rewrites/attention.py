@@ -10,11 +10,11 @@ from torch import Tensor, fx
 
 from quantplug.core.graph.editing import call_like, set_operand
 from quantplug.core.graph.facts import operands, operator_name, tensor_value
+from quantplug.core.graph.operators import COPIES, VIEWS, schema_names
 from quantplug.lowering.rewrites.writing import Writer, axis_of, constant_operand, done, matching
 
 _ATEN = torch.ops.aten
-_JOINS = ("aten::reshape", "aten::view", "aten::_unsafe_view")
-_COPIES = ("aten::clone", "aten::contiguous")
+_REGROUPED = schema_names((*VIEWS, *COPIES))
 
 
 def repeated_heads_are_grouped(model: fx.GraphModule) -> fx.GraphModule:
@@ -205,7 +205,7 @@ def _before_repeating(node: fx.Node) -> fx.Node | None:
         times, source = given.get("repeats"), given["self"]
         is_by_head = isinstance(times, int) and given.get("dim") is not None and axis_of(given["dim"], len(shape)) == 1
         return source if is_by_head and len(shape) == 4 else None
-    while operator_name(node) in (*_JOINS, *_COPIES):
+    while operator_name(node) in _REGROUPED:
         node = operands(node)["self"]
     repeated = _shape(node)
     if operator_name(node) != "aten::expand" or len(shape) != 4 or len(repeated) != 5:
