@@ -37,12 +37,14 @@ def attention_is_products(model: fx.GraphModule) -> fx.GraphModule:
 
     ExecuTorch's decomposition guards against rows that are masked completely with portable operators that cost ten
     times the attention itself. A graph without mask has no such row; one whose mask is known and has none adds the
-    mask; any other keeps the original.
+    mask; any other keeps the original, and so do heads that a layer would have to repeat, which is none to quantize.
     Source of the formula: Vaswani et al., "Attention Is All You Need", 2017, equation 1.
     """
     for node, values in matching(model, "scaled_dot_product_attention"):
+        if not _is_plain(values) or _is_to_be_repeated(values):
+            continue
         mask = _known(Writer(model, node), values)
-        if mask is not None and _is_plain(values):
+        if mask is not None:
             _write(Writer(model, node), values, mask)
     return done(model)
 
@@ -99,25 +101,58 @@ def _is_plain(values: dict[str, Any]) -> bool:
         return False
     if not values.get("enable_gqa"):
         return True
-    shared = (*query.shape[:-2], *key.shape[-3:], query.shape[-1])
-    return query.dim() == key.dim() == 4 and all(isinstance(size, int) for size in (shared[1], shared[2], shared[4]))
+    shared = (query.shape[1], key.shape[1], query.shape[-1], key.shape[-1])
+    return query.dim() == key.dim() == 4 and _open(*shared) == 0 and _open(key.shape[0], key.shape[2]) <= 1
+
+
+def _open(*sizes: Any) -> int:
+    """Returns how many sizes are open."""
+    return sum(not isinstance(size, int) for size in sizes)
 
 
 def _write(write: Writer, values: dict[str, Any], mask: _Mask) -> None:
     query = tensor_value(values["query"])
     assert query is not None
-    groups = _Groups.of(write, values)
+    groups, asked, key, value = _Groups.of(write, values), values["query"], values["key"], values["value"]
+    if _is_to_be_repeated(values):
+        key, value = (_repeated(write, part, query.shape[1]) for part in (key, value))
+    is_flat = _has_flat_scores(values) and mask.added is None
+    if is_flat:
+        asked, key, value = (_flat(write, part) for part in (asked, key, value))
     scale = values.get("scale")
     factor = float(scale) if scale is not None else 1.0 / math.sqrt(query.shape[-1])
-    turned = write.call(_ATEN.transpose.int, values["key"], -2, -1)
+    turned = write.call(_ATEN.transpose.int, key, -2, -1)
     # The factor goes onto the query: it is the smaller tensor.
-    held = write.number(factor, query, "attention_scale")
-    scaled = write.call(_ATEN.mul.Tensor, values["query"], held)
-    scores = groups.apart(write.call(_ATEN.matmul.default, groups.joined(scaled), turned))
+    held = write.number(factor, query[0] if is_flat else query, "attention_scale")
+    scaled = write.call(_ATEN.mul.Tensor, asked, held)
+    product = _ATEN.bmm.default if is_flat else _ATEN.matmul.default
+    scores = groups.apart(write.call(product, groups.joined(scaled), turned))
     scores = scores if mask.added is None else write.call(_ATEN.add.Tensor, scores, mask.added)
     weights = write.call(_ATEN.softmax.int, scores, -1)
-    found = groups.apart(write.call(_ATEN.matmul.default, groups.joined(weights), values["value"]))
+    found = groups.apart(write.call(product, groups.joined(weights), value))
+    found = write.reshape(found, *query.shape[:-1], found.meta["val"].shape[-1]) if is_flat else found
     write.replace(found if mask.seen is None else write.call(_ATEN.mul.Tensor, found, mask.seen))
+
+
+def _is_to_be_repeated(values: dict[str, Any]) -> bool:
+    """Tells whether heads are shared, and scores have two open sizes: XNNPACK reshapes to one, as groups would need."""
+    query, key = values["query"].meta["val"], values["key"].meta["val"]
+    is_asked = values.get("enable_gqa") and key.shape[1] != query.shape[1]
+    return bool(is_asked) and _open(query.shape[0], query.shape[2], key.shape[2]) > 1
+
+
+def _has_flat_scores(values: dict[str, Any]) -> bool:
+    """Tells whether scores have two open sizes, so that heads are no dimension: XNNPACK reshapes to one open size."""
+    query, key = tensor_value(values["query"]), tensor_value(values["key"])
+    is_long = query is not None and key is not None and _open(query.shape[-2], key.shape[-2]) == 2
+    return is_long and query is not None and query.dim() == 4 and _open(*query.shape[:2]) == 0
+
+
+def _flat(write: Writer, node: fx.Node) -> fx.Node:
+    """Returns [n, heads, length, channels] as [n * heads, length, channels]."""
+    value = tensor_value(node)
+    assert value is not None
+    return write.reshape(node, value.shape[0] * value.shape[1], *value.shape[2:])
 
 
 @dataclass(frozen=True)
@@ -126,7 +161,7 @@ class _Groups:
 
     Attributes:
         write: writes the nodes.
-        heads: of keys and values, None where each query has its own.
+        heads: of keys and values, None where each query has its own, or is given its own.
         queries: heads of the queries.
     """
 
@@ -139,7 +174,8 @@ class _Groups:
         query, key = tensor_value(values["query"]), tensor_value(values["key"])
         assert query is not None
         assert key is not None
-        grouped = values.get("enable_gqa") and key.shape[1] != query.shape[1]
+        is_asked = values.get("enable_gqa") and key.shape[1] != query.shape[1]
+        grouped = is_asked and not _is_to_be_repeated(values)
         return cls(write, int(key.shape[1]) if grouped else None, int(query.shape[1]) if grouped else 0)
 
     def joined(self, node: fx.Node) -> fx.Node:
@@ -155,6 +191,23 @@ class _Groups:
         assert value is not None
         length = value.shape[1] * value.shape[2] // heads
         return self.write.reshape(node, value.shape[0], heads, length, value.shape[3])
+
+
+def _repeated(write: Writer, node: fx.Node, queries: int) -> fx.Node:
+    """Returns keys or values [n, heads, length, channels] with each head as often as queries read it.
+
+    A product by a constant matrix whose sums have one term each: it is exact, and runs where a copy would not.
+    """
+    value = tensor_value(node)
+    assert value is not None
+    batch, heads, length, channels = value.shape
+    if heads == queries:
+        return node
+    unit = torch.eye(heads * channels, dtype=value.dtype).reshape(heads, channels, -1)
+    matrix = write.constant(unit.repeat_interleave(queries // heads, 0).flatten(0, 1), "repeated")
+    rows = write.reshape(write.call(_ATEN.transpose.int, node, 1, 2), batch, length, heads * channels)
+    apart = write.reshape(write.call(_ATEN.linear.default, rows, matrix), batch, length, queries, channels)
+    return write.call(_ATEN.transpose.int, apart, 1, 2)
 
 
 def _known(write: Writer, values: dict[str, Any]) -> _Mask | None:

@@ -211,13 +211,16 @@ def lone_concatenation_is_copy(model: fx.GraphModule) -> fx.GraphModule:
 
 
 def squeeze_is_view(model: fx.GraphModule) -> fx.GraphModule:
-    """Writes squeeze and unsqueeze of static shapes as a view: XNNPACK has them for the last dimension only."""
+    """Writes squeeze and unsqueeze to one open size at most as a view: XNNPACK has them for last dimensions alone."""
     for node, values in matching(model, "squeeze", "squeeze_", "unsqueeze", "unsqueeze_"):
         result = tensor_value(node)
-        if result is None or not result.is_floating_point() or not all(isinstance(s, int) for s in result.shape):
+        if result is None or not result.is_floating_point():
+            continue
+        sizes = [size if isinstance(size, int) else -1 for size in result.shape]
+        if sizes.count(-1) > 1 or (-1 in sizes and 0 in sizes):
             continue
         write = Writer(model, node)
-        write.replace(write.call(_ATEN.reshape.default, values["self"], list(result.shape)))
+        write.replace(write.call(_ATEN.reshape.default, values["self"], sizes))
     return done(model)
 
 

@@ -63,7 +63,9 @@ def _part(node: Any) -> tuple[fx.Node, float, int, int] | None:
     sign = -1.0 if operator_name(node) == "aten::neg" else 1.0
     node = operands(node)["self"] if sign < 0 else node
     if operator_name(node) != "aten::slice":
-        return None
+        value = tensor_value(node)
+        is_known = value is not None and value.dim() > 0 and isinstance(value.shape[-1], int)
+        return (node, sign, 0, int(value.shape[-1])) if value is not None and is_known else None
     given = operands(node)
     value = tensor_value(given["self"])
     if value is None or axis_of(given["dim"], value.dim()) != value.dim() - 1 or given["step"] != 1:

@@ -53,15 +53,12 @@ def partitioner(graph: fx.Graph, legal: Legalized) -> Any:
     stock = [*ALL_PARTITIONER_CONFIGS]
     stock += [EluConfig] if EluConfig not in stock else []  # its kernel is in the runtime, the list omits it
 
-    class WithoutCycles(XnnpackPartitioner):
+    class InStages(XnnpackPartitioner):
         def generate_partitions(self, ep: Any) -> list[Any]:
-            found = super().generate_partitions(ep)
-            if networkx.is_directed_acyclic_graph(_units(ep.graph, [list(one.nodes) for one in found])):
-                return list(found)
             stages = in_stages(ep.graph, self.get_matched_nodes_from_configs(ep))
             return [Partition(id=index, nodes=stage) for index, stage in enumerate(stages)]
 
-    return WithoutCycles(configs=[_guarded(config, graph, legal) for config in stock])
+    return InStages(configs=[_guarded(config, graph, legal) for config in stock])
 
 
 def in_stages(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
@@ -195,6 +192,24 @@ def copies_of_dequantized_are_dropped(edge: fx.GraphModule) -> PassResult:
         edge.graph.erase_node(node)
     edge.recompile()
     return PassResult(edge, bool(copies))
+
+
+def views_infer_their_open_size(edge: fx.GraphModule) -> PassResult:
+    """Lets a view whose one open size is computed infer it: XNNPACK reshapes by numbers.
+
+    Products of more than three dimensions are decomposed to views whose sizes are expressions.
+    """
+    changed = False
+    for node in edge.graph.nodes:
+        if operator_name(node) != "aten::view_copy" or all(isinstance(size, int) for size in node.args[1]):
+            continue
+        sizes = [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]
+        if sizes.count(-1) <= 1 and 0 not in sizes:
+            node.update_arg(1, sizes)
+            changed = True
+    edge.graph.eliminate_dead_code()
+    edge.recompile()
+    return PassResult(edge, changed)
 
 
 def _says_nothing(copy: fx.Node) -> bool:

@@ -35,10 +35,15 @@ from quantplug.lowering.xnnpack.capacity import largest_sizes, one_way_to_convol
 from quantplug.lowering.xnnpack.legalize import Legalized, legalize, read_tables_by_row, runs_alone
 from quantplug.lowering.xnnpack.legalize.half import compute_in_float16, compute_in_float32
 from quantplug.lowering.xnnpack.legalize.products import GEMMS
-from quantplug.lowering.xnnpack.partition import copies_of_dequantized_are_dropped, keeping_whole, partitioner
+from quantplug.lowering.xnnpack.partition import (
+    copies_of_dequantized_are_dropped,
+    keeping_whole,
+    partitioner,
+    views_infer_their_open_size,
+)
 from quantplug.lowering.xnnpack.placement import count, place
 from quantplug.lowering.xnnpack.program import XNNPACKProgram
-from quantplug.lowering.xnnpack.run_time import as_kernels_choose, as_serializer_reads
+from quantplug.lowering.xnnpack.run_time import as_kernels_choose, as_serializer_reads, scales_of_groups_as_stored
 from quantplug.lowering.xnnpack.runtime import Method, check_threads, quiet
 from quantplug.lowering.xnnpack.serializer.records import recorded_kernel_calls
 
@@ -91,9 +96,9 @@ def lower(
         require_limits(model.graph)
         require_no_autocast(working.graph, "ExecuTorch does")
         recorded = record(working.graph)
-        notes = as_kernels_choose(working)
+        notes, is_rounded = as_kernels_choose(working), scales_of_groups_as_stored(working)
         # Where the graph says less than the kernels do, the program is compared with what they are asked for.
-        expected = _reference(working if notes else model, inputs)
+        expected = _reference(working if notes or is_rounded else model, inputs)
         halves = compute_in_float16(working, expected)
         compute_in_float32(working, expected)
         read_tables_by_row(working)
@@ -255,7 +260,7 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
             edge = to_edge_transform_and_lower(
                 exported,
                 # The stock ones drop the no-op expands around every matmul.
-                transform_passes=get_transform_passes([copies_of_dequantized_are_dropped]),
+                transform_passes=get_transform_passes([copies_of_dequantized_are_dropped, views_infer_their_open_size]),
                 partitioner=keeping_whole([partitioner(graph, legal), *task.partitioners]),
                 compile_config=get_xnnpack_edge_compile_config(),  # the runtime has the last word, not the verifier
                 constant_methods=dict(task.constants or {}),

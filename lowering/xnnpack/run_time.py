@@ -14,8 +14,8 @@ import torch
 from torch import fx
 from torchao.quantization.pt2e import PerAxis, PerToken
 
-from quantplug.core.graph.editing import erase_dead_code, like
-from quantplug.core.graph.facts import operands, operator_name, rank, tensor_value
+from quantplug.core.graph.editing import constant, erase_dead_code, like
+from quantplug.core.graph.facts import constant_value, operands, operator_name, rank, tensor_value
 from quantplug.core.observers.rowwise import Granularity, add_rows, granularity_text
 from quantplug.core.qdq.nodes import is_dequantize, range_of
 from quantplug.core.qdq.qparams import INT8
@@ -48,6 +48,33 @@ def as_kernels_choose(working: fx.GraphModule) -> dict[str, str]:
     erase_dead_code(working.graph)
     working.recompile()
     return notes
+
+
+def scales_of_groups_as_stored(working: fx.GraphModule) -> bool:
+    """Rounds scales of groups that linear layers read to bfloat16, as ExecuTorch 1.4 stores them; tells if any changed.
+
+    Thirty layers add that rounding up until the program and a graph with other scales have little in common.
+
+    Args:
+        working: a private copy of the q/dq graph.
+    """
+    changed = False
+    for node in working.graph.nodes:
+        if operator_name(node) != "torchao::dequantize_affine" or not any(map(_is_linear, node.users)):
+            continue
+        held = operands(node)["scale"]
+        scale = constant_value(held)
+        if scale is None or torch.equal(scale, scale.bfloat16().to(scale.dtype)):
+            continue
+        node.replace_input_with(held, constant(node, "scale", scale.detach().bfloat16().to(scale.dtype)))
+        changed = True
+    erase_dead_code(working.graph)
+    working.recompile()
+    return changed
+
+
+def _is_linear(node: fx.Node) -> bool:
+    return operator_name(node) == "aten::linear"
 
 
 def as_serializer_reads(working: fx.GraphModule, outside: Container[str]) -> fx.GraphModule:

@@ -160,6 +160,9 @@ def llm(
     config: Annotated[
         str | None, typer.Option("--config", "-c", help="A config of the backend, or float32; 8da4w on xnnpack.")
     ] = None,
+    table: Annotated[
+        str | None, typer.Option(help="Config of embedding tables: int4_groups (beside 8da4w), int8_groups, float32.")
+    ] = None,
     recipe: Annotated[str | None, typer.Option(help="What keeps accuracy: fast, accurate.")] = None,
     calibration: Annotated[
         Path | None, typer.Option(metavar="TEXT", help="A text; its last quarter is held back, and scored.")
@@ -172,7 +175,7 @@ def llm(
     """Quantize a language model with its cache, and measure it."""
     from quantplug.language.command import Order, convert
 
-    order = Order(model, out, backend, config, recipe, calibration, context, limit, score, progress)
+    order = Order(model, out, backend, config, table, recipe, calibration, context, limit, score, progress)
     convert(order, Console())
 
 

@@ -23,7 +23,7 @@ from quantplug.core.files.whole import kind_at, require_writable
 from quantplug.files import require_apart
 from quantplug.language.artefact import LanguageArtefact, load_language_model
 from quantplug.language.checkpoint import Checkpoint, load_checkpoint, load_tokenizer
-from quantplug.language.flow import STEP, config_of, quantize_language_model
+from quantplug.language.flow import STEP, config_of, quantize_language_model, table_of
 from quantplug.language.measure import perplexity, speed
 
 SUFFIXES = {"xnnpack": ".pte", "x86": ".pt2"}
@@ -41,6 +41,7 @@ class Order:
     out: Path
     backend: str
     config: str | None
+    table: str | None
     recipe: str | None
     calibration: Path | None
     context: int
@@ -78,6 +79,7 @@ def convert(order: Order, console: Console) -> None:
 def _required(order: Order) -> str:
     """Returns the config after a look at everything that can be refused before the work begins."""
     chosen = config_of(order.backend, order.config)
+    table_of(order.backend, chosen, order.table)
     recipe_of(order.recipe or ())
     require_apart((order.model, order.calibration), (order.out,))
     require_writable(order.out)
@@ -132,6 +134,7 @@ def _quantized(order: Order, checkpoint: Checkpoint, config: str, texts: list[Te
         checkpoint.model,
         order.backend,
         config,
+        table=order.table,
         context=order.context,
         calibration=texts,
         recipe=order.recipe or (),

@@ -21,11 +21,11 @@ from quantplug.quantizers.framework.registry import get_quantizer
 # The first of these that a backend has is what it runs language models in.
 PREFERRED = ("8da4w", "int8_dynamic")
 FLOAT = "float32"
+# Configs for tables of embeddings, and the one that goes by itself with layers in groups.
+TABLES = ("int4_groups", "int8_groups", "int8_weight_only")
+TABLE_BESIDE = {"int4_dynamic_groups": "int4_groups"}
 # What a call takes at most by itself: the runtime plans its memory for so many tokens.
 STEP = 128
-# XNNPACK's kernels have the scales of groups in bfloat16, which thirty layers add up: SmolLM2 keeps 24 decibels of its
-# q/dq graph for the logits of one token, of which 8da4w itself is some twelve from float.
-AGREED = {"xnnpack": {"minimum_sqnr": 18.0}}
 
 
 def config_of(backend: str, config: str | None) -> str | None:
@@ -42,11 +42,32 @@ def config_of(backend: str, config: str | None) -> str | None:
     return chosen
 
 
+def table_of(backend: str, config: str | None, table: str | None) -> str:
+    """Returns the name of the config for tables of embeddings, "float32" for none.
+
+    Args:
+        backend: that runs them.
+        config: of the layers, as `config_of` returned it.
+        table: what was asked for; None for what goes with the config.
+
+    Raises:
+        ConfigError: the backend has no such tables.
+    """
+    declared = get_quantizer(backend).backend
+    if table is None:
+        return TABLE_BESIDE.get(declared.aliases.get(config or "", config or ""), FLOAT)
+    known = [FLOAT, *(name for name in TABLES if name in declared.configs)]
+    if table not in known:
+        raise ConfigError(f"Backend '{backend}' has no tables of embeddings in '{table}'; choose one of {known}.")
+    return table
+
+
 def quantize_language_model(
     model: nn.Module,
     backend: str = "xnnpack",
     config: str | None = None,
     *,
+    table: str | None = None,
     context: int = 512,
     step: int | None = None,
     calibration: Iterable[Tensor] | None = None,
@@ -63,6 +84,7 @@ def quantize_language_model(
         model: of transformers, such as `LlamaForCausalLM` in float32; it is not changed.
         backend: "xnnpack" or "x86".
         config: of the backend, or "float32" for none; by default "8da4w" or "int8_dynamic", what the backend has.
+        table: config of the tables of embeddings, "float32" for none; by default 4 bits in groups beside "8da4w".
         context: positions of the cache.
         step: tokens that a call takes at most, 128 or the context by default.
         calibration: ids [1, n] of texts, each no longer than a step, for static configs and for recipes.
@@ -74,21 +96,25 @@ def quantize_language_model(
         lowering: options of the backend's lowering.
 
     Raises:
-        ConfigError: unknown backend or config, or a step that is none.
+        ConfigError: unknown backend, config or table, or a step that is none.
         ModelError: the model is none of transformers' causal ones, or has fewer positions than the context.
         CalibrationError: ids of the wrong shape or beyond the vocabulary.
         LoweringError: the backend cannot run the result.
     """
     chosen = config_of(backend, config)
+    rows = table_of(backend, chosen, table)
     decoder = Decoder(model, context).eval()
     facts = _facts(decoder, step, begin, ends)
     batches = None if calibration is None else _batches(calibration, facts, limit)
     exported = _exported(decoder, facts, batches)
-    lowering = {"constants": facts.constants(), **AGREED.get(backend, {}), **lowering}
-    if chosen == FLOAT:
+    lowering = {"constants": facts.constants(), **lowering}
+    if chosen == FLOAT and rows == FLOAT:
         made = _in_float(exported, backend, lowering)
     else:
-        made = quantize(exported, None, backend, batches, chosen, progress=progress, recipe=recipe, **lowering)
+        quantizer = get_quantizer(backend)
+        quantizer = quantizer if chosen == FLOAT else quantizer.set_global(chosen)
+        quantizer = quantizer if rows == FLOAT else quantizer.set_operator_type("embedding", rows)
+        made = quantize(exported, None, quantizer, batches, progress=progress, recipe=recipe, **lowering)
     return LanguageArtefact(made.program, facts, made)
 
 
