@@ -244,6 +244,27 @@ def test_what_the_file_says(xnnpack, tmp_path):
     }
 
 
+def test_a_layer_is_one_delegate(xnnpack):
+    """Caches are written between: one delegate before the first, one for each layer, one for the last token's logits."""
+    assert xnnpack[1].made.program.counts.delegates == 3
+    attention = [row for row in xnnpack[1].made.program.ops if "attention" in row.target]
+    assert [row.placement for row in attention] == ["float"]
+
+
+def test_tables_of_embeddings(xnnpack, x86):
+    assert xnnpack[1].made.report.row("embedding").quantized
+    assert not x86[1].made.report.row("embedding").quantized
+    model = causal(num_hidden_layers=1)
+    for backend, said in (("xnnpack", "'int5'; choose one of"), ("x86", "'int5'; choose one of")):
+        with pytest.raises(quantplug.ConfigError, match=f"has no tables of embeddings in {said}"):
+            quantplug.quantize_language_model(model, backend, context=8, table="int5")
+    kept = quantplug.quantize_language_model(model, "xnnpack", context=CONTEXT, table="float32", progress=False)
+    assert not kept.made.report.row("embedding").quantized
+    ids, start = texts(9)[0], torch.tensor([0])
+    reference = copy.deepcopy(kept.made.reference)
+    assert sqnr(kept.program(ids, start)[0], reference(ids, start)[0]) > 30
+
+
 def test_perplexity_and_speed(x86):
     model, artefact = x86
     pieces = texts(30, 2)

@@ -99,6 +99,7 @@ def refused(run, said, *words):
         ("Backend 'xnnpack' has no config 'int5'", ("--out", "m.pte", "--config", "int5")),
         ("writes no language models; choose one of", ("--out", "m.pte", "--backend", "openvino")),
         ("no recipe", ("--out", "m.pte", "--recipe", "slow")),
+        ("Backend 'xnnpack' has no tables of embeddings in 'int5'", ("--out", "m.pte", "--table", "int5")),
         ("Recipe 'fast' needs data; pass --calibration", ("--out", "m.pte", "--recipe", "fast")),
     ],
 )

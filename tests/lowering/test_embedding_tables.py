@@ -41,8 +41,10 @@ def test_tables_are_stored_in_groups(config, size, share, tied, tmp_path):
     artefact = quantplug.quantize(model, (example,), in_groups(config, size), progress=False)
     for given in (example, words(), example):
         # The head's kernel rounds the scales of its groups to bfloat16; the table alone is exact, see below.
-        assert sqnr(artefact(given), artefact.reference(given)) > 50
+        assert sqnr(artefact(given), artefact.reference(given)) > 40
         assert sqnr(artefact.reference(given), model(given)) > 15
+    # The program is held against a graph with the scales that its file has.
+    assert artefact.program.sqnr > 90
     assert artefact.report.row("embedding").quantized
     assert artefact.report.row("embedding_1").reason.endswith(
         "the same at each call, and rounding them would save nothing"
