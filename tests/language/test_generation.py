@@ -245,7 +245,7 @@ def test_what_the_file_says(xnnpack, tmp_path):
 
 
 def test_a_layer_is_one_delegate(xnnpack):
-    """Caches are written between: one delegate before the first, one for each layer, one for the last token's logits."""
+    """Caches are written between: a delegate before the first, one for each layer, one for the last token's logits."""
     assert xnnpack[1].made.program.counts.delegates == 3
     attention = [row for row in xnnpack[1].made.program.ops if "attention" in row.target]
     assert [row.placement for row in attention] == ["float"]
