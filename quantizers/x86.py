@@ -106,7 +106,10 @@ X86 = Backend(
         "float16": get_float16_quantization_config,
     },
     lowering="quantplug.lowering.x86:lower",
-    transforms=(named("quantplug.lowering.rewrites.movement:split_is_slices"),),
+    transforms=(
+        named("quantplug.lowering.rewrites.gelu:written_gelu_is_one"),
+        named("quantplug.lowering.rewrites.movement:split_is_slices"),
+    ),
     kernels="x86",
     weight_bits=named("quantplug.lowering.x86.kernels.four_bits:stored_bits"),
     without={**dict.fromkeys(("bmm", "matmul", "scaled_dot_product_attention"), _PRODUCTS), **NO_INTEGERS},

@@ -42,6 +42,7 @@ from quantplug.lowering.rewrites.folding import (
     all_constant_expressions_are_folded,
     constant_expressions_are_folded,
 )
+from quantplug.lowering.rewrites.gelu import written_gelu_is_one
 from quantplug.lowering.rewrites.movement import (
     circular_padding_is_joined,
     lone_concatenation_is_copy,
@@ -91,6 +92,7 @@ AT_LOWERING: tuple[Rewrite, ...] = (
 
 ALL: tuple[Rewrite, ...] = (
     constant_expressions_are_folded,
+    written_gelu_is_one,
     products_are_linear,
     *_RUNNABLE,
     pooling_1d_is_2d,

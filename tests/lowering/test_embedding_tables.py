@@ -6,6 +6,7 @@ from torch import nn
 
 import quantplug
 from quantplug.core.specs.levels import sqnr
+from quantplug.lowering.xnnpack import XNNPACKProgram
 
 
 class Words(nn.Module):
@@ -44,6 +45,7 @@ def test_tables_are_stored_in_groups(config, size, share, tied, tmp_path):
         assert sqnr(artefact(given), artefact.reference(given)) > 40
         assert sqnr(artefact.reference(given), model(given)) > 15
     # The program is held against a graph with the scales that its file has.
+    assert isinstance(artefact.program, XNNPACKProgram)
     assert artefact.program.sqnr > 90
     assert artefact.report.row("embedding").quantized
     assert artefact.report.row("embedding_1").reason.endswith(
