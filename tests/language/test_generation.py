@@ -17,7 +17,7 @@ CONTEXT = 128
 # outliers and no redundancy: 4 bits of them are 18 decibels. The kernel of groups has scales in bfloat16, and an
 # activation that lies between two steps goes either way.
 CONFIGS = {
-    ("xnnpack", "8da4w"): (14, 32, 30),
+    ("xnnpack", "8da4w"): (12, 32, 30),
     ("xnnpack", "int8_dynamic"): (34, 60, 90),
     ("xnnpack", "float32"): (100, 100, 100),
     ("x86", "int8_dynamic"): (34, 40, 34),
