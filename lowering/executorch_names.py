@@ -34,6 +34,16 @@ def folding_pass() -> Any:
     return FoldAndAnnotateQParamsPass
 
 
+def passes_of_delegates() -> tuple[Any, str]:
+    """Returns where XNNPACK's serializer looks up the passes that it runs over a delegate, and their name there.
+
+    An option of the partitioner that names the passes would do.
+    """
+    from executorch.backends.xnnpack import xnnpack_preprocess
+
+    return xnnpack_preprocess, "XNNPACKPassManager"
+
+
 def unchecked(preserved: Iterable[Any]) -> Any:
     """Returns the settings of an edge program whose operators are none of the edge dialect's.
 

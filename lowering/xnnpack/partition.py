@@ -11,9 +11,11 @@ from typing import Any
 
 import networkx
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.passes.infra.pass_base import PassResult
 
 from quantplug.core.graph.facts import operator_name
+from quantplug.core.graph.operators import schema_names
 from quantplug.core.qdq.nodes import is_dequantize
 from quantplug.lowering.xnnpack.legalize import Legalized
 from quantplug.lowering.xnnpack.placement import origins
@@ -35,6 +37,9 @@ _WITH_WEIGHTS = (
 )
 # Copies that only export needs.
 _COPIES = {"aten::clone", "dim_order_ops::_clone_dim_order"}
+# What portable kernels compute as well where there are few numbers.
+_LIGHT = schema_names(("add", "sub", "mul", "div", "abs", "neg", "clamp"))
+_FEW = 2**18
 _GEMM_CONFIGS = ("ConvolutionConfig", "LinearConfig", "AddmmConfig", "MMConfig")
 
 
@@ -55,10 +60,36 @@ def partitioner(graph: fx.Graph, legal: Legalized) -> Any:
 
     class InStages(XnnpackPartitioner):
         def generate_partitions(self, ep: Any) -> list[Any]:
-            stages = in_stages(ep.graph, self.get_matched_nodes_from_configs(ep))
+            stages = in_stages(ep.graph, worth_a_delegate(ep.graph, self.get_matched_nodes_from_configs(ep)))
             return [Partition(id=index, nodes=stage) for index, stage in enumerate(stages)]
 
     return InStages(configs=[_guarded(config, graph, legal) for config in stock])
+
+
+def worth_a_delegate(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> list[Sequence[fx.Node]]:
+    """Returns groups without sums and products of few numbers that stand between operators of none.
+
+    Each would cut the delegate around it into two, as the scales of a cache in integers do.
+
+    Args:
+        graph: an edge program's.
+        groups: what has to run in one delegate.
+    """
+    inside = {node for group in groups for node in group}
+    light = {group[0] for group in groups if len(group) == 1 and _is_light(group[0])}
+    behind: set[fx.Node] = set()
+    for node in graph.nodes:
+        outside = (source for source in node.all_input_nodes if source.op == "call_function" and source not in inside)
+        if node in light and (next(outside, None) is not None or not behind.isdisjoint(node.all_input_nodes)):
+            behind.add(node)
+    for node in reversed(graph.nodes):
+        if node in behind and inside.isdisjoint(node.users):
+            inside.remove(node)
+    return [group for group in groups if group[0] in inside]
+
+
+def _is_light(node: fx.Node) -> bool:
+    return operator_name(node) in _LIGHT and statically_known_true(node.meta["val"].numel() <= _FEW)
 
 
 def in_stages(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:

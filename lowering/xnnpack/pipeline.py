@@ -45,6 +45,7 @@ from quantplug.lowering.xnnpack.placement import count, place
 from quantplug.lowering.xnnpack.program import XNNPACKProgram
 from quantplug.lowering.xnnpack.run_time import as_kernels_choose, as_serializer_reads, scales_of_groups_as_stored
 from quantplug.lowering.xnnpack.runtime import Method, check_threads, quiet
+from quantplug.lowering.xnnpack.serializer.passes import idle_passes_left_out
 from quantplug.lowering.xnnpack.serializer.records import recorded_kernel_calls
 
 # Seen with ExecuTorch 1.4.
@@ -251,7 +252,7 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
     from executorch.exir import to_edge_transform_and_lower
 
     graph = task.working.graph
-    with recorded_kernel_calls() as calls, one_way_to_convolve():
+    with recorded_kernel_calls() as calls, one_way_to_convolve(), idle_passes_left_out():
         try:
             exported = torch.export.export(task.working, task.inputs, dynamic_shapes=task.dynamic_shapes)
             signature, structure = Signature.of_exported(exported), exported.call_spec.out_spec

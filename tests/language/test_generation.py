@@ -23,15 +23,18 @@ CONFIGS = {
     ("x86", "int8_dynamic"): (34, 40, 34),
     ("x86", "float32"): (100, 100, 100),
 }
+# A cache in int8 loses so much beside layers in float; a ratio that lies between two integers goes either way.
+INTEGER_CACHE = (42, 60, 60)
 _MADE: dict[tuple[Any, ...], Any] = {}
 
 
-def made(backend="xnnpack", config="8da4w", family="Llama", context=CONTEXT, layers=2):
+def made(backend="xnnpack", config="8da4w", family="Llama", context=CONTEXT, layers=2, cache="float32"):
     """Returns a float model and its artefact, which tests share."""
-    key = backend, config, family, context, layers
+    key = backend, config, family, context, layers, cache
     if key not in _MADE:
         model = causal(family, num_hidden_layers=layers)
-        _MADE[key] = model, quantplug.quantize_language_model(model, backend, config, context=context, progress=False)
+        options = {"context": context, "cache": cache, "progress": False}
+        _MADE[key] = model, quantplug.quantize_language_model(model, backend, config, **options)
     return _MADE[key]
 
 
@@ -67,11 +70,12 @@ def agrees_with_the_whole(model, artefact, bounds, parts=(10, 6), steps=100):
     return found
 
 
-def _check(backend, config, family="Llama", context=CONTEXT, layers=2, **options):
-    model, artefact = made(backend, config, family, context, layers)
-    first = agrees_with_the_whole(model, artefact, CONFIGS[backend, config], **options)
+def _check(backend, config, family="Llama", context=CONTEXT, layers=2, cache="float32", **options):
+    model, artefact = made(backend, config, family, context, layers, cache)
+    bounds = CONFIGS[backend, config] if cache == "float32" else INTEGER_CACHE
+    first = agrees_with_the_whole(model, artefact, bounds, **options)
     artefact.reset()
-    assert torch.equal(agrees_with_the_whole(model, artefact, CONFIGS[backend, config], **options), first)
+    assert torch.equal(agrees_with_the_whole(model, artefact, bounds, **options), first)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +89,18 @@ def test_a_cache_gives_the_logits_of_the_whole_sequence(backend, config, layers)
 @pytest.mark.parametrize(("backend", "config"), [("xnnpack", "8da4w"), ("x86", "int8_dynamic")])
 def test_a_cache_gives_the_logits_of_the_whole_sequence_for_500_steps(backend, config):
     _check(backend, config, context=576, parts=(40, 24), steps=500)
+
+
+@pytest.mark.parametrize(
+    ("backend", "steps"),
+    [("x86", 60), *(pytest.param(name, 500, marks=pytest.mark.slow) for name in ("xnnpack", "x86"))],
+)
+def test_a_cache_in_integers_gives_the_logits_of_the_whole_sequence(backend, steps):
+    asked = {"cache": "int8", "context": steps + 76, "layers": 1}
+    _check(backend, "float32", parts=(40, 24), steps=steps, **asked)
+    buffers = made(backend, "float32", **asked)[1].made.reference.buffers()
+    kept = [buffer.dtype for buffer in buffers if buffer.dim() == 4]
+    assert kept.count(torch.int8) == kept.count(torch.float32) == 2  # integers and scales of keys and values
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "GPTNeoX", "Gemma", "Mistral"])
@@ -186,6 +202,8 @@ def test_what_is_no_language_model(tmp_path):
         quantplug.quantize_language_model(causal(), context=641)
     with pytest.raises(quantplug.ConfigError, match="step is 9 and the context 8"):
         quantplug.quantize_language_model(causal(), context=8, step=9)
+    with pytest.raises(quantplug.ConfigError, match="There is no cache in 'int4'; choose one of"):
+        quantplug.quantize_language_model(causal(), context=8, cache="int4")
     with pytest.raises(quantplug.ConfigError, match="has no config '4da8w'"):
         quantplug.quantize_language_model(causal(), config="4da8w")
     with pytest.raises(quantplug.CalibrationError, match=r"Text 0 is torch\.float32"):

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from quantplug.core.graph.editing import call_like, constant, erase_dead_code, like
-from quantplug.core.graph.facts import constant_value, operands, operator_name, rank
+from quantplug.core.graph.facts import constant_value, operands, operator_name, rank, tensor_value
 from quantplug.core.graph.operators import CLAMPS, schema_names
 from quantplug.core.graph.traits import clamp_bounds
 from quantplug.core.qdq.calls import QuantizedCall, is_activation, quantized_calls
@@ -35,6 +35,7 @@ _BESIDE_NUMBERS: Mapping[str, Any] = MappingProxyType(
         "aten::div": _ATEN.mul.Tensor,
     }
 )
+_CASTS = schema_names(("to", "_to_copy"))
 # The rows of a table of which a kernel reads some have one scale each, and its integers one byte.
 _ROWS = 0
 _BYTES = (torch.int8, torch.uint8)
@@ -139,6 +140,15 @@ def _bound(quantize: fx.Node, params: StaticQParams) -> None:
         whole = replace(params, quant_min=-128, quant_max=127)
         source = value if _fuses(value) else requantize(graph, value, whole)
         quantize.replace_input_with(value, call_like(graph, value, _ATEN.hardtanh.default, source, low, high))
+
+
+def casts_of_integers_are_conversions(working: fx.GraphModule) -> None:
+    """An int8 tensor as float32, such as a cache in integers, is a conversion with scale 1, which delegates have."""
+    for node in [n for n in working.graph.nodes if operator_name(n) in _CASTS]:
+        source, value = tensor_value(node.args[0]), tensor_value(node)
+        if source is None or value is None or (source.dtype, value.dtype) != (torch.int8, torch.float32):
+            continue
+        node.target, node.args, node.kwargs = _Q.dequantize_per_tensor.default, (node.args[0], 1.0, 0, *INT8), {}
 
 
 def read_tables_by_row(working: fx.GraphModule) -> None:

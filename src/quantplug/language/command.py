@@ -23,6 +23,7 @@ from quantplug.core.files.whole import kind_at, require_writable
 from quantplug.files import require_apart
 from quantplug.language.artefact import LanguageArtefact, load_language_model
 from quantplug.language.checkpoint import Checkpoint, load_checkpoint, load_tokenizer
+from quantplug.language.decoder import require_cache
 from quantplug.language.flow import STEP, config_of, quantize_language_model, table_of
 from quantplug.language.measure import perplexity, speed
 
@@ -42,6 +43,7 @@ class Order:
     backend: str
     config: str | None
     table: str | None
+    cache: str
     recipe: str | None
     calibration: Path | None
     context: int
@@ -80,6 +82,7 @@ def _required(order: Order) -> str:
     """Returns the config after a look at everything that can be refused before the work begins."""
     chosen = config_of(order.backend, order.config)
     table_of(order.backend, chosen, order.table)
+    require_cache(order.cache)
     recipe_of(order.recipe or ())
     require_apart((order.model, order.calibration), (order.out,))
     require_writable(order.out)
@@ -135,6 +138,7 @@ def _quantized(order: Order, checkpoint: Checkpoint, config: str, texts: list[Te
         order.backend,
         config,
         table=order.table,
+        cache=order.cache,
         context=order.context,
         calibration=texts,
         recipe=order.recipe or (),

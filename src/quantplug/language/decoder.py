@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantplug.core.errors import ModelError, first_line
+from quantplug.core.errors import ConfigError, ModelError, first_line
 
 
 def _shapes(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
@@ -42,22 +42,65 @@ def _slots() -> type:
     from transformers.cache_utils import StaticLayer
 
     class Slots(StaticLayer):
-        """Rows of two buffers, filled at given positions."""
+        """Keys and values of a layer, filled at given positions."""
 
-        def __init__(self, keys: Tensor, values: Tensor, start: Tensor, positions: Tensor) -> None:
-            super().__init__(keys.shape[2])
+        def __init__(self, keys: "_Rows", values: "_Rows", start: Tensor, positions: Tensor) -> None:
+            super().__init__(keys.count)
             self.keys, self.values, self.is_initialized = keys, values, True
             self.start, self.positions = start, positions
 
         def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-            self.keys.index_copy_(2, self.positions, keys)
-            self.values.index_copy_(2, self.positions, values)
-            return self.keys, self.values
+            return self.keys.filled(self.positions, keys), self.values.filled(self.positions, values)
 
         def get_seq_length(self) -> Tensor:
             return self.start
 
     return Slots
+
+
+class _Rows(nn.Module):
+    """A row of numbers for each head and position: [1, heads, positions, channels]."""
+
+    def __init__(self, like: Tensor, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self.register_buffer("data", _empty(like, count, like.shape[3], like.dtype), persistent=False)
+
+    def filled(self, positions: Tensor, rows: Tensor) -> Tensor:
+        """Returns all rows after some were written at their positions."""
+        self.data.index_copy_(2, positions, rows)
+        return self.data
+
+
+class _IntegerRows(_Rows):
+    """Rows in int8, each with its own scale."""
+
+    def __init__(self, like: Tensor, count: int) -> None:
+        super().__init__(like.to(torch.int8), count)
+        self.register_buffer("scales", _empty(like, count, 1, like.dtype), persistent=False)
+
+    def filled(self, positions: Tensor, rows: Tensor) -> Tensor:
+        largest = rows.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny * 127)
+        self.data.index_copy_(2, positions, (rows * (127 / largest)).round().to(torch.int8))
+        self.scales.index_copy_(2, positions, largest / 127)
+        return self.data.to(rows.dtype) * self.scales
+
+
+def _empty(like: Tensor, count: int, channels: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(1, like.shape[1], count, channels, dtype=dtype)
+
+
+_ROWS = {"float32": _Rows, "int8": _IntegerRows}
+
+
+def require_cache(name: str) -> None:
+    """Checks the name of a kind of cache.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in _ROWS:
+        raise ConfigError(f"There is no cache in '{name}'; choose one of {sorted(_ROWS)}.")
 
 
 class Decoder(nn.Module):
@@ -69,26 +112,30 @@ class Decoder(nn.Module):
     Args:
         model: of transformers, such as `LlamaForCausalLM`; its weights are shared.
         context: positions of the cache.
+        cache: "float32", or "int8" with a scale for each head and position.
 
     Raises:
+        ConfigError: there is no such cache.
         ModelError: the model has no such cache, or was not trained for so many positions.
     """
 
-    def __init__(self, model: nn.Module, context: int) -> None:
+    def __init__(self, model: nn.Module, context: int, cache: str = "float32") -> None:
         super().__init__()
+        require_cache(cache)
         config: Any = model.config
         most = getattr(config.get_text_config(), "max_position_embeddings", None) or context
         if not 2 <= context <= most:
             raise ModelError(
                 f"The context is {context}, and {type(model).__name__} has {most} positions; give 2 to {most}."
             )
-        self.model = model
-        shapes = _shapes(model)
-        self.layers, self.context = len(shapes), context
-        for number, pair in enumerate(shapes):
-            for name, one in zip(("keys", "values"), pair, strict=True):
-                empty = torch.zeros(1, one.shape[1], context, one.shape[3], dtype=one.dtype)
-                self.register_buffer(f"{name}_{number}", empty, persistent=False)
+        self.model, self.context = model, context
+        pairs = [[_ROWS[cache](part, context) for part in pair] for pair in _shapes(model)]
+        self.keys, self.values = (nn.ModuleList(kind) for kind in zip(*pairs, strict=True))
+
+    @property
+    def layers(self) -> int:
+        """How many layers look back."""
+        return len(self.keys)
 
     def forward(self, tokens: Tensor, start: Tensor) -> Tensor:
         """Returns the logits behind the last of the tokens, whose first one stands at a position.
@@ -111,6 +158,5 @@ class Decoder(nn.Module):
     def _cache(self, start: Tensor, positions: Tensor) -> Any:
         from transformers.cache_utils import Cache
 
-        buffers, slots = dict(self.named_buffers(recurse=False)), _slots()
-        pairs = ((buffers[f"keys_{number}"], buffers[f"values_{number}"]) for number in range(self.layers))
-        return Cache(layers=[slots(*pair, start, positions) for pair in pairs])
+        slots = _slots()
+        return Cache(layers=[slots(*pair, start, positions) for pair in zip(self.keys, self.values, strict=True)])

@@ -68,6 +68,7 @@ def quantize_language_model(
     config: str | None = None,
     *,
     table: str | None = None,
+    cache: str = "float32",
     context: int = 512,
     step: int | None = None,
     calibration: Iterable[Tensor] | None = None,
@@ -85,6 +86,7 @@ def quantize_language_model(
         backend: "xnnpack" or "x86".
         config: of the backend, or "float32" for none; by default "8da4w" or "int8_dynamic", what the backend has.
         table: config of the tables of embeddings, "float32" for none; by default 4 bits in groups beside "8da4w".
+        cache: of keys and values, "float32", or "int8" with a scale for each head and position.
         context: positions of the cache.
         step: tokens that a call takes at most, 128 or the context by default.
         calibration: ids [1, n] of texts, each no longer than a step, for static configs and for recipes.
@@ -96,14 +98,14 @@ def quantize_language_model(
         lowering: options of the backend's lowering.
 
     Raises:
-        ConfigError: unknown backend, config or table, or a step that is none.
+        ConfigError: unknown backend, config, table or cache, or a step that is none.
         ModelError: the model is none of transformers' causal ones, or has fewer positions than the context.
         CalibrationError: ids of the wrong shape or beyond the vocabulary.
         LoweringError: the backend cannot run the result.
     """
     chosen = config_of(backend, config)
     rows = table_of(backend, chosen, table)
-    decoder = Decoder(model, context).eval()
+    decoder = Decoder(model, context, cache).eval()
     facts = _facts(decoder, step, begin, ends)
     batches = None if calibration is None else _batches(calibration, facts, limit)
     exported = _exported(decoder, facts, batches)
