@@ -22,6 +22,7 @@ from quantplug.core.qdq.qparams import quantized_output, static_qparams
 from quantplug.lowering.placement import NOTHING
 from quantplug.lowering.program import LoweredOp
 from quantplug.lowering.xnnpack.legalize import Legalized
+from quantplug.lowering.xnnpack.legalize.integers import ROWS_OF_INTEGERS
 from quantplug.lowering.xnnpack.legalize.refusals import FLOAT_RESULT
 from quantplug.lowering.xnnpack.program import KernelCounts
 from quantplug.lowering.xnnpack.serializer.records import KernelCall
@@ -163,6 +164,8 @@ def _told(operator: LoweredOp, placement: str, found: str, legal: Legalized) -> 
 
 def _outside(portable: list[fx.Node]) -> tuple[str, str] | None:
     names = sorted({_operator_name(n) for n in portable})
+    if names and {*names} <= {*ROWS_OF_INTEGERS}:
+        return "int8", ""
     return ("portable", f"XNNPACK does not take {', '.join(names)} here") if names else None
 
 

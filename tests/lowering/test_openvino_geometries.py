@@ -201,7 +201,7 @@ def test_a_program_that_does_not_compute_what_its_graph_does_is_refused():
 def test_every_geometry_is_right_or_refused():
     r, tried = random.Random(5), 0
     torch.manual_seed(5)
-    while tried < 300:
+    while tried < 40:
         size, weight, given = geometry(r)
         model = nn.Sequential(KINDS[len(weight) - 3](size[1], weight[0], weight[2:], *given), nn.ReLU())
         calls = [torch.randn(*size) for _ in range(2)]

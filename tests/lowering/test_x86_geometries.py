@@ -268,7 +268,7 @@ def sweep(seed, count):
 @pytest.mark.parametrize("instructions", ["AVX2", "AVX512_CORE", "AVX512_CORE_VNNI", "ALL"])
 def test_every_geometry_that_nothing_is_said_against_is_right(instructions):
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": instructions}
-    for seed in range(10):
+    for seed in range(4):
         done = subprocess.run(
             [sys.executable, __file__, str(seed), "400"], env=environment, capture_output=True, text=True, check=False
         )

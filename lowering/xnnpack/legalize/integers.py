@@ -35,6 +35,8 @@ _BESIDE_NUMBERS: Mapping[str, Any] = MappingProxyType(
         "aten::div": _ATEN.mul.Tensor,
     }
 )
+ROWS_OF_INTEGERS = ("quantized_decomposed::embedding_byte", "quantized_decomposed::embedding_4bit")
+_BY_ROW = "outside of the delegates, on a portable kernel that reads the integers of the rows it is asked for"
 _CASTS = schema_names(("to", "_to_copy"))
 # The rows of a table of which a kernel reads some have one scale each, and its integers one byte.
 _ROWS = 0
@@ -151,11 +153,14 @@ def casts_of_integers_are_conversions(working: fx.GraphModule) -> None:
         node.target, node.args, node.kwargs = _Q.dequantize_per_tensor.default, (node.args[0], 1.0, 0, *INT8), {}
 
 
-def read_tables_by_row(working: fx.GraphModule) -> None:
+def read_tables_by_row(working: fx.GraphModule) -> dict[str, str]:
     """Replaces embeddings of quantized tables by `embedding_byte` or `embedding_4bit`, in place; names are kept.
 
     A dequantized table would be float at every call, and end the process where zero points are float (torchao's
     `EmbeddingQuantizer`; the portable kernel takes int64). That kernel dequantizes only the rows that it is asked for.
+
+    Returns:
+        How each of them runs, by its name.
     """
     import executorch.exir.passes.quant_fusion_pass  # noqa: F401  registers embedding_byte
 
@@ -167,6 +172,7 @@ def read_tables_by_row(working: fx.GraphModule) -> None:
         elif _is_table_of_groups(operands(node)["weight"]):
             _read_groups(node)
     erase_dead_code(working.graph)
+    return {node.name: _BY_ROW for node in working.graph.nodes if operator_name(node) in ROWS_OF_INTEGERS}
 
 
 def _is_table(weight: fx.Node) -> bool:
