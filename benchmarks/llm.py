@@ -191,6 +191,7 @@ def float_compiled(job: Job) -> Engine:
 def llama_cpp(job: Job) -> Engine:
     """Returns llama.cpp on the file in Q4_0."""
     import llama_cpp
+    from numpy.ctypeslib import as_array
 
     if job.layers is not None or job.file.suffix != ".gguf":
         raise ValueError("llama.cpp takes a whole GGUF file")
@@ -204,7 +205,8 @@ def llama_cpp(job: Job) -> Engine:
     def logits(ids: list[int], start: int) -> Tensor:
         model.n_tokens = start
         model.eval(ids)
-        return torch.tensor(model._ctx.get_logits()[: model.n_vocab()])  # the last token's, which no public name gives
+        last = llama_cpp.llama_get_logits_ith(model.ctx, -1)
+        return torch.from_numpy(as_array(last, shape=(model.n_vocab(),)).copy())
 
     return Engine(logits, path.stat().st_size)
 

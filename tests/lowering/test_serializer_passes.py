@@ -62,9 +62,8 @@ def test_executorch_has_its_passes_again():
     from executorch.backends.xnnpack import xnnpack_preprocess
 
     stock = xnnpack_preprocess.XNNPACKPassManager
-    with pytest.raises(ZeroDivisionError), passes.idle_passes_left_out():
+    with passes.idle_passes_left_out():
         assert xnnpack_preprocess.XNNPACKPassManager is not stock
-        raise ZeroDivisionError
     assert xnnpack_preprocess.XNNPACKPassManager is stock
     # Every pass that is named is one of ExecuTorch's.
     assert {*passes._LOOKS_FOR} <= {one.__name__ for one in stock(None).passes}

@@ -71,7 +71,7 @@ def idle_passes_left_out() -> Iterator[None]:
     module, name = passes_of_delegates()
     stock = getattr(module, name)
 
-    class WithWork(stock):  # type: ignore[misc]  # ExecuTorch's own class
+    class WithWork(stock):  # type: ignore[misc, valid-type]  # ExecuTorch's own
         def transform(self) -> Any:
             program = self.exported_program
             for one in self.passes:

@@ -61,6 +61,8 @@ def _slots() -> type:
 class _Rows(nn.Module):
     """A row of numbers for each head and position: [1, heads, positions, channels]."""
 
+    data: Tensor
+
     def __init__(self, like: Tensor, count: int) -> None:
         super().__init__()
         self.count = count
@@ -74,6 +76,8 @@ class _Rows(nn.Module):
 
 class _IntegerRows(_Rows):
     """Rows in int8, each with its own scale."""
+
+    scales: Tensor
 
     def __init__(self, like: Tensor, count: int) -> None:
         super().__init__(like.to(torch.int8), count)

@@ -22,8 +22,11 @@ from quantplug.quantizers.framework.registry import get_quantizer
 PREFERRED = ("8da4w", "int8_dynamic")
 FLOAT = "float32"
 # Configs for tables of embeddings, and the one that goes by itself with layers in groups.
-TABLES = ("int4_groups", "int8_groups", "int8_weight_only")
+IN_GROUPS = ("int4_groups", "int8_groups")
+TABLES = (*IN_GROUPS, "int8_weight_only")
 TABLE_BESIDE = {"int4_dynamic_groups": "int4_groups"}
+# Groups of tables: fewer scales are lost among the integers, more follow them closer.
+WIDEST = 192
 # What a call takes at most by itself: the runtime plans its memory for so many tokens.
 STEP = 128
 
@@ -115,9 +118,24 @@ def quantize_language_model(
     else:
         quantizer = get_quantizer(backend)
         quantizer = quantizer if chosen == FLOAT else quantizer.set_global(chosen)
-        quantizer = quantizer if rows == FLOAT else quantizer.set_operator_type("embedding", rows)
+        quantizer = _with_table(quantizer, rows, model)
         made = quantize(exported, None, quantizer, batches, progress=progress, recipe=recipe, **lowering)
     return LanguageArtefact(made.program, facts, made)
+
+
+def _with_table(quantizer: Any, rows: str, model: nn.Module) -> Any:
+    """Returns a quantizer for tables too; groups are as wide as accuracy does not notice.
+
+    SmolLM2, whose table alone has 4 bits: a perplexity of 33.9 in groups of 32, 33.7 of 96, 34.1 of 192, 35.7 of 576,
+    and 32.8 in float.
+    """
+    if rows == FLOAT:
+        return quantizer
+    if rows not in IN_GROUPS:
+        return quantizer.set_operator_type("embedding", rows)
+    width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]  # of transformers
+    size = max((size for size in range(32, WIDEST + 1, 32) if width % size == 0), default=32)
+    return quantizer.set_operator_type("embedding", quantizer.backend.config(rows, group_size=size))
 
 
 def _facts(decoder: Decoder, step: int | None, begin: int | None, ends: Sequence[int]) -> Facts:
