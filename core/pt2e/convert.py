@@ -27,6 +27,7 @@ from quantplug.core.pt2e.pairs import write_pairs
 from quantplug.core.qdq.arithmetic import integer_representation
 from quantplug.core.qdq.integer_io import apply_io_dtypes
 from quantplug.core.qdq.limits import enforce_limits
+from quantplug.core.qdq.nodes import is_dequantize
 
 
 @torch.inference_mode(False)
@@ -84,10 +85,22 @@ def _convert(prepared: fx.GraphModule, fold: bool) -> fx.GraphModule:
     _replace_observers(model, fold)
     submodels = lift_constants(model, submodels)
     erase_dead_code(model.graph)
+    _dequantize_before_readers(model.graph)
     converted = rebuilt(model, submodels)
     PHASE.put(converted, CONVERTED)
     FLOATS.drop(converted)
     return converted
+
+
+def _dequantize_before_readers(graph: fx.Graph) -> None:
+    """Moves the dequantize nodes of constants to their first readers.
+
+    Behind the constants themselves all weights of a model would be there in float at once whenever it runs.
+    """
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    for node in place:
+        if is_dequantize(node) and node.users and all(source.op == "get_attr" for source in node.all_input_nodes):
+            min(node.users, key=place.__getitem__).prepend(node)
 
 
 def _replace_observers(model: fx.GraphModule, fold: bool) -> None:

@@ -1,6 +1,7 @@
 """What convert makes of observers: q/dq pairs, integer constants, metadata, errors."""
 
 import io
+import itertools
 from typing import Any
 
 import pytest
@@ -183,6 +184,18 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.decode(F.relu(self.encode(x)))
+
+
+def test_a_weight_is_there_in_float_only_while_it_is_read() -> None:
+    """A dequantize node stands at its first reader: all weights at once would be the model in float."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).eval()
+    x = torch.randn(2, 8)
+    converted = convert_pt2e(prepare_pt2e(exported(model, x), Operators(act=None, out=None)))
+    order = {node: place for place, node in enumerate(converted.graph.nodes)}
+    weights = [node for node in order if node.target in DEQUANTIZE_OPS]
+    assert len(weights) == 4
+    for earlier, later in itertools.pairwise(weights):
+        assert max(map(order.__getitem__, earlier.users)) < order[later]
 
 
 def test_tied_weights_are_stored_once() -> None:
