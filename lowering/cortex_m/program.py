@@ -57,7 +57,9 @@ class CortexMProgram(Program):
         """
         given = self._signature.nested(inputs, keywords)
         with torch.no_grad():
-            return self._kernels.run(*channels_last(given))
+            returned = self._kernels.run(*channels_last(given))
+        # What is a state too would be overwritten by the next call.
+        return pytree.tree_map_only(Tensor, Tensor.clone, returned)
 
     def save(self, path: str | Path) -> Path:
         """Writes the `.pte` and returns its path.

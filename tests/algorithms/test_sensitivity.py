@@ -252,10 +252,9 @@ OTHERS = [
     ("executorch", ""),
     ("torchao", ""),
     ("xnnpack", "int8"),
-    ("xnnpack", "int8_dynamic"),
     ("xnnpack", "int4_dynamic_groups"),
+    ("x86", "float16"),
 ]
-OTHERS += [("xnnpack", "float16"), ("x86", "int8_dynamic"), ("x86", "float16")]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ every later layer, so that beside the agreement with the q/dq graph it counts as
 to the float model as the q/dq graph is.
 """
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -231,8 +232,10 @@ def test_a_recurrence_of_any_batch_size_lowers(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["int8", "int8_dynamic"])
-@pytest.mark.parametrize("name", [*OWN, "resnet18", "bert", "LSTM"])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [*((name, "int8") for name in ("resnet18", "bert", "LSTM")), *zip(OWN, itertools.cycle(("int8_dynamic", "int8")))],
+)
 def test_eager_compiled_and_packaged_agree_for_any_batch(name, mode, tmp_path):
     batch = ({0: torch.export.Dim("batch", min=1, max=16)},)
     _, (x,), _, program = lowered({**OWN, **MODELS}[name], mode, dynamic_shapes=batch)

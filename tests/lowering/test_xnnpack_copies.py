@@ -85,7 +85,7 @@ def around(name):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("config", "is_open"), [("int8", False), ("int8", True), ("int8_dynamic", True)])
+@pytest.mark.parametrize(("config", "is_open"), [("int8", False), ("int8_dynamic", True)])
 @pytest.mark.parametrize("name", MOVES)
 def test_moved_tensors_are_copied_and_viewed(name, config, is_open):
     model, inputs = around(name), [torch.randn(2, 3, 8, 8) for _ in range(3)]

@@ -105,7 +105,7 @@ def levels(model, data, backend):
 @pytest.mark.parametrize("backend", ["x86", "xnnpack"])
 def test_models_of_text_are_no_further_from_float_than_the_peers(backend, kind):
     """On the average of seeds: which of two ranges is better for one model is chance, of up to half a decibel."""
-    models = [of_seed(kind, seed) for seed in range(3)]
+    models = [of_seed(kind, seed) for seed in range(2)]
     gains = [ours - peers for ours, peers in (levels(model, data, backend) for model, data in models)]
     assert sum(gains) / len(gains) > -NOISE
 
