@@ -159,13 +159,13 @@ def _told(operator: LoweredOp, placement: str, found: str, legal: Legalized) -> 
         return replace(operator, placement=placement, reason="", how=how)
     if placement == "float":
         return replace(operator, reason=operator.reason or legal.floats.get(operator.node) or how or found, how=how)
-    return replace(operator, placement=placement, reason=operator.reason or found, how=found)
+    return replace(operator, placement=placement, reason=operator.reason or found, how=how or found)
 
 
 def _outside(portable: list[fx.Node]) -> tuple[str, str] | None:
     names = sorted({_operator_name(n) for n in portable})
     if names and {*names} <= {*ROWS_OF_INTEGERS}:
-        return "int8", ""
+        return "portable", ""
     return ("portable", f"XNNPACK does not take {', '.join(names)} here") if names else None
 
 

@@ -49,7 +49,7 @@ def test_tables_are_stored_in_groups(config, size, share, tied, tmp_path):
     assert artefact.program.sqnr > 90
     assert artefact.report.row("embedding").quantized
     table = next(op for op in artefact.program.ops if op.node == "embedding")
-    assert (table.placement, table.reason) == ("int8", "")
+    assert (table.placement, table.reason) == ("portable", "")
     assert "portable kernel that reads the integers" in table.how
     assert artefact.report.row("embedding_1").reason.endswith(
         "the same at each call, and rounding them would save nothing"
