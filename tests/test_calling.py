@@ -49,7 +49,7 @@ def keywords(seed):
     return {name: values[name] for name in ("scale", "mask")}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("form", ["module", "strict", "program"])
 def test_a_model_called_by_keyword_runs_as_it_is_called(backend, form):
@@ -113,6 +113,7 @@ def test_a_wrong_keyword_is_one_sentence(values, said):
         artefact(batch(0)["ids"], **batch(0))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["x86", "openvino"])
 def test_a_loaded_program_takes_the_same_keywords(backend, tmp_path):
     artefact = quantplug.quantize(
@@ -149,7 +150,7 @@ class Classifier(nn.Module):
         return Output(self.body(image))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_output_class_comes_back_as_it_is(backend):
     model, x = Classifier().eval(), torch.randn(2, 3, 8, 8)
@@ -160,6 +161,7 @@ def test_an_output_class_comes_back_as_it_is(backend):
     assert sqnr(found.logits, model(x).logits) > 25
 
 
+@pytest.mark.slow
 def test_a_loader_of_images_and_labels_works_in_one_call():
     model = Classifier().eval()
     loader = [(torch.randn(2, 3, 8, 8), torch.tensor([0, 1])) for _ in range(3)]
@@ -212,7 +214,7 @@ def foreign_quantizers():
     )
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(foreign_quantizers()))
 def test_quantize_takes_any_quantizer_and_the_backend_lowers(name):
     backend, quantizer, expected = foreign_quantizers()[name]
@@ -299,7 +301,7 @@ def test_open_sizes_that_do_not_fit_the_inputs_are_one_sentence(sizes, said):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [*BACKENDS, "tensorrt"])
 @pytest.mark.parametrize("sizes", [((OPEN, OPEN),), {"xs": (OPEN, OPEN)}])
 def test_a_model_of_any_number_of_inputs_keeps_its_open_sizes(backend, sizes):

@@ -139,6 +139,7 @@ def test_quantize_takes_a_recipe_by_its_name_and_says_what_was_done(run):
     assert "There is no recipe 'acurate'; choose one of ['fast', 'accurate']" in " ".join(errors.split())
 
 
+@pytest.mark.slow
 def test_quantize_writes_a_program_that_loads_and_a_report(run, files):
     observers = "--observer mse --weight-observer mse --correct-bias"
     code, out, _ = run(f"quantize model.pt2 --calibration data.npz --out model.pte --report report.json {observers}")
@@ -154,6 +155,7 @@ def test_quantize_writes_a_program_that_loads_and_a_report(run, files):
     assert {row["owner"] for row in report["rows"]} == {"xnnpack"}
 
 
+@pytest.mark.slow
 def test_weights_of_seven_bits_are_asked_for_by_an_option(run, files):
     line = (
         "quantize model.pt2 --backend {} --calibration data.npz --out model_x86.pt2 --report bits.json --weight-bits {}"
@@ -183,6 +185,7 @@ def test_explain_needs_no_data(run):
     assert "4 of 4 operators quantized" in out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", ["", " --program"])
 def test_sensitivity_shows_draws_and_writes_what_the_function_finds(run, files, options):
     line = f"sensitivity model.pt2 --calibration data.npz --backend x86{options} --report noise"

@@ -29,7 +29,7 @@ def _run(arguments, cwd):
     )
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example, tmp_path):
     done = _run([str(example)], tmp_path)

@@ -50,7 +50,7 @@ def resnet():
     return settled(ResNet18(16, 10), torch.randn(8, *SIZE[1:]))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True], ids=["nonstrict", "strict"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_resnet18_through_both_backends(resnet, backend, strict):
@@ -97,6 +97,7 @@ def test_q13_resnet18_with_a_toy_quantizer_end_to_end(resnet, backend):
     assert sum(op.placement == "int8" for op in lowered.ops) >= 20
 
 
+@pytest.mark.slow
 def test_e06_the_sample_model_stays_within_a_hundredth():
     torch.manual_seed(0)
     model, data = SampleModel().eval(), torch.rand(64, 3, 32, 32)
@@ -133,6 +134,7 @@ def test_e16_calibrate_takes_a_loader_a_limit_and_a_progress_flag():
     assert quantplug.convert_pt2e(prepared)(torch.randn(2, 3, 8, 8)).shape == (2, 5)
 
 
+@pytest.mark.slow
 def test_r20_lowered_to_native_kernels(tmp_path):
     programs: dict[str, Any] = {}
     for backend in BACKENDS:
@@ -145,7 +147,7 @@ def test_r20_lowered_to_native_kernels(tmp_path):
     assert programs["xnnpack"].delegates == 1
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_saved_artefact_loads_and_gives_the_same(backend, tmp_path):
     artefact = quantplug.quantize(small(), (X,), backend, [X], progress=False)
@@ -207,7 +209,7 @@ def test_saving_replaces_neither_a_pipe_nor_a_link(tmp_path):
     assert torch.equal(X86Program.load(there)(X), artefact(X))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_forms_of_model_and_inputs(backend):
     model = small()
@@ -439,7 +441,7 @@ def test_a_program_says_what_is_wrong_with_an_input_in_a_short_sentence(backend)
     assert artefact(X).shape == artefact.reference(X).shape
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["x86", "xnnpack", "openvino", "tensorrt"])
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC], ids=["denied", "read-only", "full"])
 def test_a_file_that_the_system_refuses_is_one_sentence_and_leaves_nothing(backend, code, tmp_path, monkeypatch):

@@ -123,6 +123,7 @@ class InPlace(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["int8", "int8_dynamic", "int8_weight_only"])
 def test_what_stands_behind_a_layer_is_float_where_its_result_is(config):
     artefact = quantized(InPlace().eval(), (torch.randn(4, 8),), config)

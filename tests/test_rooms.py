@@ -245,6 +245,7 @@ print(sum(len(open(module.__file__).readlines()) for module in ours))
 """
 
 
+@pytest.mark.slow
 def test_to_declare_a_backend_imports_no_lowering():
     done = subprocess.run([sys.executable, "-c", WITHOUT_LOWERINGS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

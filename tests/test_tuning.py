@@ -29,7 +29,7 @@ from quantplug.trials import Job, float_trial, run_trial, time_ratio
 from quantplug.tuning import tune, written
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["x86", "xnnpack"])
 def test_the_culprit_alone_is_moved_and_the_real_program_keeps_the_metric(backend, tmp_path):
     metric = Agreement()
@@ -53,7 +53,7 @@ def test_the_culprit_alone_is_moved_and_the_real_program_keeps_the_metric(backen
     assert costs == sorted(costs)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("evaluate", "cost"), [("reference", "multiplications"), ("program", "size")])
 def test_without_a_metric_decibels_are_measured_of_graphs_or_programs(evaluate, cost):
     tuned = tune(MODEL, (DATA[0],), DATA, backend="x86", at_least=25.0, evaluate=evaluate, cost=cost)
@@ -66,6 +66,7 @@ def test_without_a_metric_decibels_are_measured_of_graphs_or_programs(evaluate, 
     assert sqnr(found, torch.cat([MODEL(x) for x in DATA])) == pytest.approx(tuned.best.metric, abs=0.5)
 
 
+@pytest.mark.slow
 def test_a_search_that_broke_off_goes_on_from_its_log_with_the_same_result(tmp_path):
     log = tmp_path / "trials.jsonl"
     options: dict[str, Any] = {"backend": "x86", "candidates": ["int8", None], "drop": 35.0}
@@ -123,6 +124,7 @@ def test_a_trial_is_a_job_that_can_be_sent():
 GIVEN: dict[str, Any] = {"backend": "x86", "candidates": ["int8", None], "drop": 0.0, "progress": False}
 
 
+@pytest.mark.slow
 def test_processes_find_and_log_what_one_process_does(tmp_path):
     """Also of an exported program, whose file goes to them; no process is left."""
     one, several = tmp_path / "one.jsonl", tmp_path / "several.jsonl"
@@ -151,7 +153,7 @@ class Pickling:
         return SimpleNamespace(result=made, done=lambda: False)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("is_exported", [False, True])
 def test_any_executor_makes_the_trials_those_ahead_too(workers, is_exported):
@@ -244,7 +246,7 @@ def test_an_exported_program_that_is_sent_stays_as_it_was():
     assert (program.example_inputs, [dict(node.meta) for node in program.graph.nodes]) == before
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["x86", "xnnpack"])
 def test_time_is_that_of_the_program_as_a_share_of_the_float_one(backend):
     """And the cheaper one is chosen, be it float, where integers keep the metric too."""

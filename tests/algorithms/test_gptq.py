@@ -155,6 +155,7 @@ def test_scales_and_integers_fitted_to_each_other_keep_more_than_gptq_alone(conf
     assert levels[1] > levels[0] + 0.15
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Backend 'x86' stores weights in 8 bits")
 def test_a_layer_makes_up_for_what_rounding_changed_before_it(monkeypatch):
     """On inputs that nothing was rounded on; without it each layer keeps to a float weight that reads other numbers."""
@@ -230,7 +231,7 @@ def perceptron(width=64):
     return nn.Sequential(nn.Linear(width, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "config"),
     [("x86", "int4_weight_only"), ("xnnpack", "int4_dynamic_groups"), ("xnnpack", "int4_dynamic")],

@@ -168,6 +168,7 @@ def test_a_rotation_is_orthogonal_even_and_keeps_the_mean_where_it_has_to(size, 
     assert float(matrix.abs().max()) * math.sqrt(size) < (1 + 1e-9 if is_hadamard else 1.5)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
     norm=st.sampled_from(sorted(NORMS)),
@@ -243,7 +244,7 @@ def level(graph, model, quantizer):
     return sqnr(quantplug.convert_pt2e(prepared)(tokens(2)), model(tokens(2)))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("quantizer", "kind"),
     [
@@ -276,6 +277,7 @@ def test_an_even_model_is_left_alone_where_batches_tell():
     assert all(value is before[name] for name, value in graph.named_parameters())
 
 
+@pytest.mark.slow
 def test_a_norm_behind_the_sum_keeps_its_stream_where_it_is():
     model = Model(32, 4, 4, "layer", post=True, tied=False).double().eval()
     graph = exported(model, tokens(0))
@@ -355,6 +357,7 @@ def test_halves_are_turned_within_their_rounding(dtype, most):
     assert difference(graph(tokens(1)), model(tokens(1))) < most
 
 
+@pytest.mark.slow
 def test_bad_input_is_a_sentence_and_changes_nothing():
     model = Model().eval()
     graph = exported(model, tokens(0))

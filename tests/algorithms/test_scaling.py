@@ -157,6 +157,7 @@ _PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 _STEP_LISTS = st.lists(st.sampled_from(sorted(STEPS)), max_size=3)
 
 
+@pytest.mark.slow
 @settings(max_examples=7, deadline=None, phases=_PHASES)
 @given(
     between=st.fixed_dictionaries({"first": st.just([]), "depthwise": _STEP_LISTS, "grouped": _STEP_LISTS}),
@@ -175,6 +176,7 @@ def test_a_vision_model_computes_the_same_whatever_stands_between_its_layers(bet
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None, phases=_PHASES)
 @given(
     spatial=st.sampled_from([1, 2, 3]),
@@ -206,6 +208,7 @@ def _is_layer(node):
     return any(str(node.target).startswith(f"aten.{name}.") for name in ("conv2d", "linear"))
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, phases=_PHASES)
 @given(
     rms=st.booleans(),
@@ -535,7 +538,7 @@ def test_a_multiplication_that_gains_nothing_is_not_inserted():
     assert graph.code == code
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("quantizer", [lambda: quantplug.get_quantizer("x86"), torchao, executorch_by_channel])
 def test_a_multiplication_gains_with_any_quantizer(quantizer):
     model = Activated().eval()

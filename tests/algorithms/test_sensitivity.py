@@ -131,7 +131,7 @@ def alone(name, path, config):
 
 
 @pytest.mark.filterwarnings("ignore:Backend 'x86' stores weights in 8 bits")
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "config"),
     [
@@ -433,6 +433,7 @@ class Branches(nn.Module):
         return torch.cond(x.sum() > 0, lambda x: self.one(x), lambda x: self.other(x), (x,))
 
 
+@pytest.mark.slow
 def test_operators_in_control_flow_are_left_and_float():
     data = [batch + sign for sign in (-1, 1) for batch in batches(4, 8)]
     prepared = prepared_with(Branches().eval(), quantplug.get_quantizer("x86"), data)
@@ -444,6 +445,7 @@ def test_operators_in_control_flow_are_left_and_float():
     assert found.rows[0].decibels == pytest.approx(level(only, Branches().eval(), data), abs=1e-3)
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(
     widths=st.lists(st.integers(2, 20), min_size=2, max_size=5),
@@ -473,6 +475,7 @@ def test_integer_ends_of_a_model_are_float_here():
     assert plain == integer
 
 
+@pytest.mark.slow
 def test_a_table_a_picture_and_json(tmp_path):
     data = batches(8, WIDTH)
     found = sensitivity(prepared_with(Planted().eval(), quantplug.get_quantizer("xnnpack"), data), data)

@@ -152,6 +152,7 @@ def prepared_perceptron(bits=3, model=None, prepare=torchao_prepare):
     return model, prepared
 
 
+@pytest.mark.slow
 def test_behind_gptq_no_integer_changes_and_float_is_what_it_was_before(monkeypatch):
     monkeypatch.setattr(train_scales._Measured, "is_better_than", lambda *given: True)
     model, prepared = prepared_perceptron()
@@ -170,6 +171,7 @@ def test_behind_gptq_no_integer_changes_and_float_is_what_it_was_before(monkeypa
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
+@pytest.mark.slow
 def test_over_executorchs_quantizer_and_torchaos_prepare_and_convert():
     model, prepared = prepared_perceptron()
     before = torchao_convert(copy.deepcopy(prepared))
@@ -181,6 +183,7 @@ def test_over_executorchs_quantizer_and_torchaos_prepare_and_convert():
     assert decibels[1] > decibels[0] + 0.5
 
 
+@pytest.mark.slow
 def test_weights_of_eight_bits_are_left_and_said_so():
     _, prepared = prepared_perceptron(bits=8)
     found = TrainScales().apply(prepared, rows())
@@ -204,6 +207,7 @@ def test_a_model_without_numbers_in_its_result_is_left_as_it_is():
     assert not found.scales
 
 
+@pytest.mark.slow
 def test_what_held_back_batches_do_not_confirm_is_not_kept():
     _, prepared = prepared_perceptron()
     state = {key: value.clone() for key, value in prepared.state_dict().items()}
@@ -214,6 +218,7 @@ def test_what_held_back_batches_do_not_confirm_is_not_kept():
     assert all(torch.equal(value, state[key]) for key, value in prepared.state_dict().items())
 
 
+@pytest.mark.slow
 def test_two_runs_give_the_same_bits_whatever_torchs_generator_and_gradients_say():
     states = []
     for seed in range(2):
@@ -227,6 +232,7 @@ def test_two_runs_give_the_same_bits_whatever_torchs_generator_and_gradients_say
     assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_early_goes_on_and_ends_with_the_same_bits(tmp_path, monkeypatch):
     algorithm, path = TrainScales(epochs=2, rate=5e-3), tmp_path / "run"
     keeping = TrainScales(epochs=2, rate=5e-3, checkpoint=path)
@@ -261,6 +267,7 @@ def test_a_run_that_ended_early_goes_on_and_ends_with_the_same_bits(tmp_path, mo
     assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
 
 
+@pytest.mark.slow
 def test_batches_of_inference_mode_are_trained_on_as_others_are():
     found = []
     for mode in (False, True):
@@ -318,6 +325,7 @@ def _(x):
     return torch.empty_like(x)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_trained_is_a_sentence_and_changes_nothing():
     _, prepared = prepared_perceptron()
     state = {key: value.clone() for key, value in prepared.state_dict().items()}

@@ -271,7 +271,7 @@ def test_q06_three_styles_of_finding_patterns_give_one_result(prepare):
     assert sqnr(outputs[0], model(x)) > 30
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["matcher", "node walk", "source partitions"])
 def test_q06_layers_found_in_any_style_run_on_integer_kernels(style):
     torch.manual_seed(0)

@@ -260,7 +260,7 @@ def test_q16_one_spec_in_both_modes():
     assert sqnr(outputs[1], outputs[0]) > 35
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["xnnpack", "x86"])
 def test_q16_a_spec_ends_on_integer_kernels_in_both_modes(backend):
     torch.manual_seed(0)

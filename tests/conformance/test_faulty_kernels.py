@@ -177,7 +177,7 @@ def test_r08_b26_a_kernel_with_one_fault_fails_the_level(fault, level, shown):
     assert any(re.match(told, reason) for reason in failures(backend(fault, level, **shown), "level"))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shown", [{}, SHOWN], ids=["generated", "shown"])
 def test_r08_b26_the_honest_kernel_passes(shown):
     found = [(check, verdict) for _, check, verdict in verdicts(backend(**shown))]

@@ -51,6 +51,7 @@ def test_b26_int8_layers_are_tried_before_a_uint8_sum_and_the_other_way_round():
     }
 
 
+@pytest.mark.slow
 def test_b26_a_core_that_cannot_requantize_what_two_rows_disagree_about_fails_only_behind(monkeypatch):
     monkeypatch.setattr("quantplug.core.annotation.verify._of_same_reader", lambda point, spec: False)
     alone, behind = found(MIXED, "verified")

@@ -54,6 +54,7 @@ def deciding(change):
     return replace(HONEST, decide=lambda match, config: change(HONEST.decide(match, config), match))
 
 
+@pytest.mark.slow
 def test_r01_r02_b26_an_honest_backend_of_60_lines_passes_every_check():
     lines = (Path(__file__).parent.parent / "plugin_package" / "src" / "tiny_npu" / "__init__.py").read_text()
     assert len(lines.splitlines()) <= 60
@@ -63,6 +64,7 @@ def test_r01_r02_b26_an_honest_backend_of_60_lines_passes_every_check():
     assert set(statuses) - {(check, "passed") for check in CHECKS} == skipped
 
 
+@pytest.mark.slow
 def test_b26_to_share_a_scale_and_to_use_an_own_one_fails_the_output():
     assert failed(with_row(replace(HONEST, output="shared"))) == {
         "output": "the row declares its output 'shared', the annotation makes it 'own'"
@@ -137,7 +139,7 @@ def emulation(rounded, level=Level.EXACT):
     return KernelSet("tiny_npu", (rows.Row("sums", (Rule(rule.pattern, rewrite),), level),))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rounded", "level", "sentence"),
     [
@@ -153,6 +155,7 @@ def test_r08_r23_an_emulation_that_the_kernels_contradict_fails_emulated(rounded
     assert sentence is None or sentence in found["emulated"]
 
 
+@pytest.mark.slow
 def test_r23_a_backend_emulates_its_own_kernels_by_the_set_that_it_names():
     statuses = {v.status for _, check, v in verdicts(lying(kernels=emulation(torch.round))) if check == "emulated"}
     assert statuses == {"passed"}
@@ -165,12 +168,14 @@ def test_r23_a_backend_emulates_its_own_kernels_by_the_set_that_it_names():
         lying(kernels="tiny_npu:NOWHERE").emulate(None, ())
 
 
+@pytest.mark.slow
 def test_r05_an_operator_that_the_lowering_leaves_float_fails_delegated():
     found = failed(lying(add=(own_range("tanh"),)), "tanh")
     assert set(found) == {"delegated"}
     assert "'tanh' is claimed and runs float: no integer kernel" in found["delegated"]
 
 
+@pytest.mark.slow
 def test_an_annotator_that_decides_otherwise_each_time_fails_deterministic():
     turns = itertools.count()
 
@@ -190,6 +195,7 @@ def test_b07_a_config_that_breaks_the_declared_limit_fails_limits():
     assert "breaks scale_min_lower_bound of backend 'liar'" in found["limits"]
 
 
+@pytest.mark.slow
 def test_b08_a_ratio_of_scales_that_calibration_cannot_keep_fails_limits():
     found = failed(with_row(HONEST.rescaling(10.0, 20.0, of="each")))
     assert set(found) == {"limits"}
@@ -218,6 +224,7 @@ def test_a_kernel_that_rescales_less_than_its_row_declares_fails_rescaled():
     assert found["rescaled"].startswith(told)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rewrite", [to_kernel, narrow])
 def test_a_kernel_that_rescales_as_its_row_declares_passes_rescaled(rewrite):
     backend = rescaling(2**-10, 2**4, rewrite)
@@ -225,12 +232,14 @@ def test_a_kernel_that_rescales_as_its_row_declares_passes_rescaled(rewrite):
     assert statuses == {"passed", "skipped"}
 
 
+@pytest.mark.slow
 def test_a_lowering_by_rules_computes_in_float_what_its_row_says():
     backend = rescaling(2**-10, 2**4, narrow, or_float=True)
     statuses = {verdict.status for _, check, verdict in verdicts(backend, "add") if check == "rescaled"}
     assert statuses == {"passed", "skipped"}
 
 
+@pytest.mark.slow
 def test_a_lowering_that_runs_integers_where_its_row_says_float_fails_rescaled():
     backend = rescaling(2**-10, 2**8, or_float=True)
 
@@ -287,6 +296,7 @@ class Unsaved(Off):
         return path
 
 
+@pytest.mark.slow
 def test_a_lowering_that_fails_fails_lowered():
     def refuse(converted, inputs):
         raise MemoryError("the device is full")
@@ -294,6 +304,7 @@ def test_a_lowering_that_fails_fails_lowered():
     assert failed(replace(TINY_NPU, name="liar", lowering=refuse)) == {"lowered": "MemoryError: the device is full"}
 
 
+@pytest.mark.slow
 def test_training_that_ends_elsewhere_fails_parity():
     def wide_in_training(is_qat=False, **options):
         return get_symmetric_quantization_config(is_qat=is_qat, act_qmin=-2, act_qmax=1) if is_qat else (
@@ -318,6 +329,7 @@ class Twist(torch.nn.Module):
         return torch.ops.quantplug_lies.twist(x, 3)
 
 
+@pytest.mark.slow
 def test_an_operator_that_the_kit_does_not_know_asks_for_an_example():
     def decide(match, config):
         spec = config.input_activation

@@ -85,6 +85,7 @@ class Residual(nn.Module):
         return self.last(x.mean((2, 3)))
 
 
+@pytest.mark.slow
 def test_layers_in_front_of_residual_sums_give_the_sums_their_means(monkeypatch):
     """Compared by itself a layer leaves the shift of what it is added to: deep residual networks got worse."""
     model, batches = Residual().eval(), [torch.rand(16, 3, 8, 8) for _ in range(8)]

@@ -346,7 +346,7 @@ def test_observers_on_one_tensor_with_other_options_are_no_twins():
     assert not torch.equal(model.slower.max_val, first.max_val)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [*sorted(OBSERVERS), "torchao"])
 @pytest.mark.parametrize("stop", [2, 3, 6])
 def test_resuming_gives_the_same_bits(name, stop, tmp_path):

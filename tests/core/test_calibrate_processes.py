@@ -22,7 +22,7 @@ def ranks(count, scenario, folder):
     return [json.loads(file.read_text()) if file.exists() else None for file in files]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "scenario"), [(2, "mse"), (4, "minmax")])
 def test_ranks_end_with_the_qparams_of_one_process_with_all_data(count, scenario, tmp_path):
     found = ranks(count, scenario, tmp_path)

@@ -407,6 +407,7 @@ def test_submodels_of_control_flow_are_quantized() -> None:
         assert sqnr(module(sign * x.abs()), converted(sign * x.abs())) > 30
 
 
+@pytest.mark.few(1)
 @torch.no_grad()
 @pytest.mark.parametrize("strict", [False, True])
 def test_weights_of_submodels_are_integers_and_export_again(strict: bool) -> None:
@@ -471,6 +472,7 @@ def test_bodies_of_loops_are_quantized(model: type[nn.Module]) -> None:
     assert {v.dtype for v in converted.state_dict().values() if v.shape == (4, 4)} == {torch.int8}
 
 
+@pytest.mark.slow
 def test_xnnpack_takes_the_whole_graph() -> None:
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower

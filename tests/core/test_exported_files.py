@@ -366,7 +366,7 @@ def test_x86_keeps_nothing_of_the_example_inputs(tmp_path):
         assert torch.equal(loaded(given), artefact(given))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["x86", "tensorrt", "openvino", "xnnpack", "cortex_m"])
 def test_no_artefact_holds_the_data_of_example_inputs(tmp_path, backend):
     marked = torch.full((2, 3, 8, 8), 1.2345678)
@@ -463,7 +463,7 @@ def nothing_fits():
         signal.signal(signal.SIGXFSZ, before)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["x86", "tensorrt", "openvino", "xnnpack", "cortex_m"])
 def test_writing_where_nothing_can_be_written_is_one_sentence_and_leaves_nothing(tmp_path, backend):
     program = quantplug.quantize(net(), (X[:1],), backend, [X[:1]], progress=False).program

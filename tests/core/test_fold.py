@@ -370,6 +370,7 @@ class Chain(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(networks())
 def test_folding_never_changes_what_a_network_computes(network):

@@ -232,6 +232,7 @@ def found_in(graph):
     return [(label, n.name) for n in graph.nodes if n.op == "call_function" for label, p in VENDOR if p.match(n)]
 
 
+@pytest.mark.slow
 def test_strict_and_nonstrict_exports_match_alike():
     model, x = MobileNet().eval(), torch.randn(1, 3, 32, 32)
     default, strict = (found_in(exported(model, x, strict=s).graph) for s in (False, True))

@@ -508,6 +508,7 @@ def pairs(draw):
     return nn.Sequential(made, norm(channels, affine=affine, eps=eps)), (3, 4, *(5,) * dims)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(pairs(), st.booleans(), st.integers(0, 2**16))
 def test_any_pair_trains_as_it_was_and_folds_as_for_inference(pair, zero_gamma, seed):

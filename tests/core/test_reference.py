@@ -40,7 +40,7 @@ def converted(quantizer: Any, flow: Any = None) -> fx.GraphModule:
     return convert(prepared)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_r04_ours_and_the_peers_models_are_of_the_format(quantizer: XNNPACKQuantizer) -> None:
     ours = converted(quantizer)
     assert reference_defects(ours) == []

@@ -80,7 +80,7 @@ def test_prepared_and_converted_reports_agree_on_what_is_quantized():
     ]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("core", ["ours", "torchao"])
 def test_foreign_quantizers_are_reported_too(core):
     quantizer = executorch.XNNPACKQuantizer().set_global(executorch.get_symmetric_quantization_config(True))

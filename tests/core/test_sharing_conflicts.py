@@ -171,6 +171,7 @@ def own_numbers(spec, given):
     return held[spec]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spec", OTHERS)
 def test_q06_whatever_two_specs_differ_in_each_has_numbers_of_its_own_in_either_order(spec):
     torch.manual_seed(0)

@@ -165,6 +165,7 @@ def by_hand(x: Tensor, module: Perceptron, activation: tuple[int, int], weight: 
     return F.linear(hidden, of_rows(module.two.weight), module.two.bias)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
     ("backend", "config", "ranges"),
@@ -198,7 +199,7 @@ def test_q16_a_step_of_training_is_torchs_fake_quantization_with_straight_throug
         torch.testing.assert_close(prepared.get_parameter(name).grad, value.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["xnnpack", "x86"])
 @pytest.mark.parametrize("strict", [False, True])
 def test_e18_what_was_trained_is_what_the_saved_program_computes(backend: str, strict: bool, tmp_path) -> None:
@@ -469,6 +470,7 @@ def test_weights_in_groups_cannot_be_trained() -> None:
         prepare_qat_pt2e(module, get_quantizer("xnnpack").set_global("int4_dynamic_groups"))
 
 
+@pytest.mark.slow
 def test_a_foreign_quantizer_without_fake_quantizes_trains() -> None:
     x = torch.randn(4, 6)
     module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))

@@ -78,6 +78,7 @@ def _check(backend, config, family="Llama", context=CONTEXT, layers=2, cache="fl
     assert torch.equal(agrees_with_the_whole(model, artefact, bounds, **options), first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "config", "layers"), [("xnnpack", "8da4w", 1), ("x86", "int8_dynamic", 2), ("x86", "float32", 2)]
 )
@@ -103,6 +104,7 @@ def test_a_cache_in_integers_gives_the_logits_of_the_whole_sequence(backend, ste
     assert kept.count(torch.int8) == kept.count(torch.float32) == 2  # integers and scales of keys and values
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["Qwen2", "GPTNeoX", "Gemma", "Mistral"])
 def test_other_families(family):
     _check("x86", "float32", family, parts=(20, 10), steps=20)
@@ -128,6 +130,7 @@ def test_float_generates_what_the_model_does():
     assert list(artefact.generate(ids, 30, stop=())) == greedy(model, ids[0].tolist(), 30)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("target", ["xnnpack", "x86"])
 def test_a_second_call_generates_the_same(target, request, tmp_path):
     _, artefact = request.getfixturevalue(target)
@@ -217,6 +220,7 @@ def test_what_is_no_language_model(tmp_path):
         quantplug.load_language_model(tmp_path / "text.pte")
 
 
+@pytest.mark.slow
 def test_another_program_is_no_language_model(tmp_path):
     other = quantplug.quantize(
         torch.nn.Linear(8, 8).eval(), (torch.ones(1, 8),), "xnnpack", config="int8_dynamic", progress=False
@@ -269,6 +273,7 @@ def test_a_layer_is_one_delegate(xnnpack):
     assert [row.placement for row in attention] == ["float"]
 
 
+@pytest.mark.slow
 def test_tables_of_embeddings(xnnpack, x86):
     assert xnnpack[1].made.report.row("embedding").quantized
     assert not x86[1].made.report.row("embedding").quantized

@@ -67,6 +67,7 @@ def generated(run, out, model):
     assert len(text) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "recipe"), [("model", ("--recipe", "fast", "--limit", "2")), ("model.gguf", ())])
 def test_from_a_checkpoint_to_text_on_x86(model, recipe, run, files):
     out, table = converted(run, files, model, "x86", "--calibration", "text.txt", "--score", "1", *recipe)
@@ -141,6 +142,7 @@ def test_an_interruption_leaves_no_half_file(run, files, monkeypatch):
     assert sorted(files.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_what_generate_refuses(run, files):
     artefact = quantplug.quantize_language_model(causal(num_hidden_layers=1), "x86", "float32", context=16)
     artefact.save(files / "small.pt2")

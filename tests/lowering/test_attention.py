@@ -119,7 +119,7 @@ def holds(artefact, model, batches, bound=20):
 SHAPES = {"all alike": (LENGTH, LENGTH), "each text": (2, 1, LENGTH, LENGTH), "each head": (2, HEADS, LENGTH, LENGTH)}
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("make", [seen, added])
 def test_a_mask_of_run_time(make, shape):
@@ -134,6 +134,7 @@ def test_a_mask_of_run_time(make, shape):
     assert row.placement == "float"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [seen, added])
 def test_a_row_that_sees_nothing_is_nothing(make):
     model = Attention()
@@ -150,6 +151,7 @@ def test_a_row_that_sees_nothing_is_nothing(make):
     holds(artefact, model, batches)
 
 
+@pytest.mark.slow
 def test_layers_share_a_mask():
     model = Layers()
     batches = [(x, seen((2, 1, LENGTH, LENGTH), seed)) for seed, x in enumerate(sequences(3))]
@@ -159,6 +161,7 @@ def test_layers_share_a_mask():
     assert artefact.program.counts.portable <= 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grouped", ["enabled", "expanded", "interleaved"])
 def test_heads_in_groups(grouped):
     model = Attention(grouped, is_causal=True)
@@ -168,6 +171,7 @@ def test_heads_in_groups(grouped):
     assert (artefact.program.counts.delegates, artefact.program.counts.portable) == (1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grouped", ["", "enabled", "expanded"])
 def test_rotary_positions_of_any_length(grouped):
     model = Attention(grouped, turned=True)

@@ -61,7 +61,7 @@ def test_every_row_runs_on_its_kernel_within_one_step_of_the_graph(case):
     assert Level.ONE_STEP.objection(artefact(*inputs), artefact.reference(*inputs), step=step(artefact)) is None
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [ResNet18(8, 10), MobileNet()], ids=["resnet18", "mobilenet"])
 def test_whole_networks_stay_in_integers(model, tmp_path):
     x = torch.randn(1, 3, 32, 32, generator=torch.manual_seed(0))
@@ -90,7 +90,7 @@ def test_what_the_kernels_do_not_take_stays_float_with_the_reason():
         assert "portable" in {op.placement for op in artefact.program.ops}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [nn.MaxPool2d(2), nn.AvgPool2d(2), nn.Conv2d(3, 4, 3)], ids=lambda it: it._get_name())
 def test_an_image_without_a_batch_stays_float_with_the_reason(after):
     """Pooling of one ended in foreign errors, its convolution in -5 dB of the graph."""
@@ -108,6 +108,7 @@ DILATED = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", DILATED)
 def test_dilated_convolutions_run_in_integers(name):
     artefact = lowered(nn.Sequential(DILATED[name], nn.ReLU()), MAP)
@@ -122,6 +123,7 @@ FLOATS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reason", FLOATS)
 def test_windows_that_the_kernels_do_not_have_stay_float_with_the_reason(reason):
     artefact = lowered(nn.Sequential(nn.Conv2d(4, 4, 1), FLOATS[reason], nn.Sigmoid()), MAP)
@@ -130,12 +132,14 @@ def test_windows_that_the_kernels_do_not_have_stay_float_with_the_reason(reason)
     assert sqnr(artefact(MAP), artefact.reference(MAP)) > 40
 
 
+@pytest.mark.slow
 def test_linear_weights_are_per_tensor_and_convolutions_per_channel():
     artefact = lowered(nn.Sequential(nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(600, 3)), MAP)
     targets = [str(node.target) for node in artefact.reference.graph.nodes]
     assert sum("dequantize_per_channel" in target for target in targets) == 2, "weight and bias of the convolution"
 
 
+@pytest.mark.slow
 def test_the_core_is_chosen_by_name():
     assert lowered(CASES["linear"][0], ROWS, cpu="cortex-m4")(ROWS).shape == (3, 6)
     with pytest.raises(ConfigError, match="There is no core 'cortex-m99'"):
@@ -175,7 +179,7 @@ CLAMPED = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CLAMPED)
 def test_clamps_whose_bounds_lie_within_the_integers(case):
     """ExecuTorch's passes lost the quantization in front of them: -5 dB."""
@@ -214,6 +218,7 @@ def test_operators_in_a_row(case):
         assert Level.ONE_STEP.objection(artefact(*given), artefact.reference(*given), step=step(artefact)) is None
 
 
+@pytest.mark.slow
 def test_what_the_graph_fills_and_writes_into_is_no_constant():
     def fill(m, a):
         filled = torch.zeros(3, 10)
@@ -225,6 +230,7 @@ def test_what_the_graph_fills_and_writes_into_is_no_constant():
         assert sqnr(artefact(x), artefact.reference(x)) > 40
 
 
+@pytest.mark.slow
 def test_what_was_trained_has_integer_biases():
     model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(600, 3))
     with torch.no_grad():

@@ -35,6 +35,7 @@ def in_groups(config, size):
     return chosen.set_operator_type("embedding", backend.config(config, group_size=size))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("config", "size", "share"), [("int4_groups", 32, 0.2), ("int8_groups", 128, 0.25)])
 def test_tables_are_stored_in_groups(config, size, share, tied, tmp_path):
@@ -61,6 +62,7 @@ def test_tables_are_stored_in_groups(config, size, share, tied, tmp_path):
     assert held < share * 4 * numbers
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize(("config", "low", "high"), [("int4_groups", -8, 7), ("int8_groups", -127, 127)])
 def test_a_table_alone_is_what_its_integers_say(config, low, high, groups):

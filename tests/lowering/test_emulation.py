@@ -58,6 +58,7 @@ def mixture(s: Any, x: Tensor, y: Tensor) -> list[Tensor]:
     return [linear, scaled, fake(torch.cat([total, b], 1), B), pooled, *lines]
 
 
+@pytest.mark.slow
 def test_r23_three_convolutions_have_no_mismatching_element_where_the_graph_has_some():
     torch.manual_seed(0)
     x = torch.randn(8, 8, 32, 32) * 1.5
@@ -83,7 +84,7 @@ def test_r05_r23_kinds_of_arithmetic_have_no_mismatching_element():
     assert differing(graph(*fresh), program(*fresh)) > 100
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [BasicBlock(8, 8, 1), InvertedResidual(8, 8, 1)], ids=["resnet", "mobilenet"])
 def test_r23_residual_blocks_have_no_mismatching_element(block):
     torch.manual_seed(0)
@@ -222,6 +223,7 @@ def test_r08_every_xnnpack_kernel_is_at_its_declared_level():
     check_levels("xnnpack", mismatches("xnnpack"))
 
 
+@pytest.mark.slow
 def test_r08_a_kernel_that_claims_too_much_is_found():
     """The same kernels with ties rounded up: exact is claimed, one step is the truth."""
     torch.manual_seed(0)
@@ -276,6 +278,7 @@ def test_r08_products_with_parameters_of_run_time_agree_on_x86():
         torch.testing.assert_close(program(scale * x), emulated(scale * x), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_emulation_keeps_dynamic_sizes(tmp_path):
     x = torch.randn(4, 8, 6, 6)
     shapes = ({0: torch.export.Dim("n", max=64)},)
@@ -303,6 +306,7 @@ def test_r08_the_document_has_every_kernel_with_its_level():
             assert any(line.startswith(f"| {name} | {level.value} |") for line in lines), name
 
 
+@pytest.mark.slow
 def test_r08_the_command_prints_the_table_and_fails_where_a_level_does_not_hold(x86_mismatches, monkeypatch):
     name = "quantplug.lowering.emulation.mismatch.mismatches"
     monkeypatch.setattr(name, lambda kernels: x86_mismatches)

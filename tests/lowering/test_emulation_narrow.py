@@ -122,6 +122,7 @@ def test_r09_r23_emulation_of_narrow_accumulators_has_no_mismatching_element(acc
     assert torch.equal(found, kernel)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     mode=st.sampled_from(MODES),

@@ -149,6 +149,7 @@ def test_e13_files_of_any_model_are_half_of_floats(case, backend, tmp_path):
     assert "it computes in float32, from a weight in float16" in {told[row.node] for row in about}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @torch.no_grad()
 def test_e13_a_scope_keeps_a_recurrent_layer_and_a_table_in_float32(backend, tmp_path):
@@ -181,6 +182,7 @@ def test_e13_a_scope_keeps_a_recurrent_layer_and_a_table_in_float32(backend, tmp
         assert sqnr(program(given), expected(given)) > 100
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @torch.no_grad()
 def test_e13_a_matrix_that_the_model_writes_stays_what_it_is(backend, tmp_path):
@@ -285,7 +287,7 @@ def test_e13_what_is_computed_from_halves_alone_is_computed_when_a_program_is_lo
         assert sqnr(program(given), artefact.reference(given)) > 100
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("config", ["float16", "int8_weight_only"])
 @pytest.mark.parametrize("sum_of", [lambda c, x: c + x, lambda c, x: torch.sigmoid(c) * x])
 @torch.no_grad()

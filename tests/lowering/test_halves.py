@@ -239,6 +239,7 @@ def test_e13_masks_of_the_least_float32_do_not_become_nan_on_xnnpack():
         assert sqnr(artefact(x), model(x)) > 50
 
 
+@pytest.mark.slow
 def test_e13_a_state_keeps_its_type_on_xnnpack():
     class Running(nn.Module):
         def __init__(self):

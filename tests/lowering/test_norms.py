@@ -82,7 +82,7 @@ def counts(artefact):
     return artefact.program.counts
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NETS)
 def test_a_norm_between_layers_is_one_delegate(name):
     make, shape = NETS[name]
@@ -95,6 +95,7 @@ def test_a_norm_between_layers_is_one_delegate(name):
         assert sqnr(artefact(x), exact(make(), x)) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["layer norm", "RMS norm by hand", "group norm"])
 def test_any_number_of_rows(name):
     make, shape = NETS[name]
@@ -125,6 +126,7 @@ class Beside(nn.Module):
         return normed, self.layer(normed)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
 @pytest.mark.parametrize("offset", [0.0, 100.0, -3000.0])
 def test_rows_far_from_zero_keep_their_differences(make, offset):
@@ -138,6 +140,7 @@ def test_rows_far_from_zero_keep_their_differences(make, offset):
         assert (artefact(x)[0] - exact(norm, x)).abs().max() < 4 * rounding + 1e-5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("value", [0.0, 7.0, -1e4])
 def test_rows_of_one_number_are_finite(value):
     norm = nn.LayerNorm(256).eval()
@@ -147,6 +150,7 @@ def test_rows_of_one_number_are_finite(value):
     assert found.abs().max() <= abs(value) * 2**-22 / 1e-5**0.5
 
 
+@pytest.mark.slow
 def test_what_is_not_accepted_is_left_to_others():
     model = net(nn.LayerNorm(32))
     batches = [(torch.randn(ROWS),) for _ in range(3)]
@@ -160,6 +164,7 @@ def test_what_is_not_accepted_is_left_to_others():
     assert sqnr(artefact(*batches[1]), artefact.reference(*batches[1])) > 35
 
 
+@pytest.mark.slow
 def test_half_precision_runs():
     model = net(stirred(nn.LayerNorm(32)))
     x = torch.randn(ROWS)
@@ -190,6 +195,7 @@ def normed(draw):
     return Applied(lambda s, x: x.mean(axes, keepdim=keeps) * 2), x
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(normed())
 def test_rows_compute_what_the_norm_does(drawn):

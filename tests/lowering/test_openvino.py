@@ -63,6 +63,7 @@ def residual():
     return reference, OPENVINO.lower(reference, inputs, dynamic_shapes=BATCH)
 
 
+@pytest.mark.slow
 def test_openvino_runs_integer_kernels_and_computes_what_the_qdq_graph_says(residual):
     reference, program = residual
     assert {operator.placement for operator in program.ops} == {"int8"}
@@ -115,6 +116,7 @@ def test_the_open_sizes_of_a_model_of_any_number_of_inputs_stay_open():
             assert sqnr(reference(x), program(x)) > 40
 
 
+@pytest.mark.slow
 def test_the_open_sizes_of_an_exported_program_stay_open_without_being_named_again(residual, tmp_path):
     reference, _ = residual
     program = OPENVINO.lower(reference, (torch.randn(2, 3, 32, 32),))
@@ -161,6 +163,7 @@ class Halves(nn.Module):
         return mean, y.float()
 
 
+@pytest.mark.slow
 def test_bfloat16_at_the_ends_and_in_the_state_is_bfloat16(tmp_path):
     pytest.importorskip("openvino")
     torch.manual_seed(0)
@@ -222,6 +225,7 @@ def test_without_vnni_openvino_gets_seven_bits_and_nothing_that_its_kernels_satu
     subprocess.run(command, check=True, env={"ONEDNN_MAX_CPU_ISA": "AVX2", "PATH": "/usr/bin:/bin"})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{"reduce_range": True}, {"weight_bits": 7}])
 def test_seven_bits_run_on_openvinos_integer_kernels(options):
     pytest.importorskip("openvino")
@@ -246,6 +250,7 @@ def test_a_dynamically_quantized_graph_is_refused_in_one_sentence():
         OPENVINO.lower(quantplug.convert_pt2e(prepared), inputs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "refused",
     [
@@ -262,6 +267,7 @@ def test_an_operator_that_openvino_does_not_convert_is_a_whole_sentence(refused)
         OPENVINO.lower(reference, inputs)
 
 
+@pytest.mark.slow
 def test_a_squeeze_without_dimensions_takes_away_those_of_one_element():
     pytest.importorskip("openvino")
     inputs = (torch.randn(2, 3, 1, 8),)
@@ -272,6 +278,7 @@ def test_a_squeeze_without_dimensions_takes_away_those_of_one_element():
     assert {operator.placement for operator in program.ops} == {"int8"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("function", "operator", "reason"),
     [
@@ -293,6 +300,7 @@ def test_what_openvino_computes_in_float_is_float_in_the_report(function, operat
     assert placed[operator] == "float"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("product", [lambda y: torch.mm(y, y.t()), lambda y: F.linear(y, y)])
 def test_products_of_two_activations_with_open_columns_lower(product):
     pytest.importorskip("openvino")
@@ -323,6 +331,7 @@ except Exception as error:
     assert "pip install 'quantplug[openvino]'" in found
 
 
+@pytest.mark.slow
 def test_operators_that_export_names_anew_keep_their_own_kernels():
     """A product that is spelled as a linear layer is exported under the name that the layer behind it had."""
 

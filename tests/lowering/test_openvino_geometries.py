@@ -26,7 +26,7 @@ def require_agreement(artefact, program, calls):
         assert (wanted - found).norm() <= 10 ** (-55 / 20) * wanted.norm()  # of a result that is zero too
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_COLUMN)
 def test_a_result_of_one_column_is_computed_rightly_in_integers(name, tmp_path):
     model, shape = ONE_COLUMN[name]
@@ -36,6 +36,7 @@ def test_a_result_of_one_column_is_computed_rightly_in_integers(name, tmp_path):
     require_agreement(artefact, OpenVINOProgram.load(artefact.save(tmp_path / "program.zip")), calls)
 
 
+@pytest.mark.slow
 def test_open_sizes_that_may_be_one_column_wide():
     """torch leaves a result of one column open where the module has no convolution that it traced otherwise."""
     torch.manual_seed(0)
@@ -57,6 +58,7 @@ AVERAGES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", AVERAGES)
 def test_averages_that_count_padding_and_round_sizes_up(name):
     torch.manual_seed(0)
@@ -92,7 +94,7 @@ READERS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_scales_of_channels_stay_with_their_channels(layer, read):
@@ -112,7 +114,7 @@ CLAMPS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("clamp", CLAMPS)
 def test_clamps_of_integers_that_others_read_round_their_bounds(clamp):
     torch.manual_seed(0)
@@ -133,7 +135,7 @@ MAXIMA = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("read", MAXIMA)
 def test_maxima_of_floats_are_quantized_as_they_are(read):
     torch.manual_seed(0)
@@ -162,7 +164,7 @@ NORMS = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", NORMS)
 def test_norms_of_integers_that_others_read_add_epsilon_to_the_variance_of_the_numbers(norm):
     torch.manual_seed(0)
@@ -173,6 +175,7 @@ def test_norms_of_integers_that_others_read_add_epsilon_to_the_variance_of_the_n
             assert sqnr(found, wanted) > 60
 
 
+@pytest.mark.slow
 def test_averages_of_integers_count_zeros_as_padding():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.AvgPool2d(3, 2, 1), nn.Conv2d(8, 4, 1))
@@ -189,6 +192,7 @@ def test_averages_of_open_sizes_that_round_up_are_refused():
         quantized(model, torch.randn(1, 4, 16, 16), dynamic_shapes=sizes)
 
 
+@pytest.mark.slow
 def test_a_program_that_does_not_compute_what_its_graph_does_is_refused():
     """OpenVINO takes the stride of a padded kernel of one pixel away, and writes more pixels than there are."""
     torch.manual_seed(0)

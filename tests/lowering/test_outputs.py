@@ -57,7 +57,7 @@ def require_same(found, expected):
             assert one == other
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["x86", "xnnpack", "openvino"])
 @pytest.mark.parametrize("make", RETURNS.values(), ids=list(RETURNS))
 def test_what_a_model_returns_is_what_its_program_returns(make, backend):
@@ -79,7 +79,7 @@ class Cell(nn.Module):
         return Pair(hidden, state.features + hidden)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["x86", "xnnpack", "openvino"])
 def test_a_named_tuple_is_taken(backend):
     pytest.importorskip("openvino")
@@ -98,7 +98,7 @@ def test_a_tensor_that_is_returned_twice_is_two_tensors_of_an_openvino_program()
     assert torch.equal(other[0], before)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("backend", "program"), [("x86", X86Program), ("openvino", OpenVINOProgram)])
 @pytest.mark.parametrize("name", [name for name in RETURNS if name != "a named tuple"])
 def test_a_program_read_from_its_file_returns_the_same(name, backend, program, tmp_path):
@@ -109,7 +109,7 @@ def test_a_program_read_from_its_file_returns_the_same(name, backend, program, t
         require_same(loaded(x), artefact(x))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["x86", "openvino"])
 def test_a_file_that_cannot_name_a_type_says_so_and_is_not_begun(backend, tmp_path):
     pytest.importorskip("openvino")
@@ -120,6 +120,7 @@ def test_a_file_that_cannot_name_a_type_says_so_and_is_not_begun(backend, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("where", ["outputs", "signature"])
 def test_an_openvino_file_imports_nothing(where, tmp_path, monkeypatch):
     pytest.importorskip("openvino")

@@ -30,7 +30,7 @@ class Between(nn.Module):
         return self.four(self.drop(torch.relu(self.three(x))))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["x86", "xnnpack", "openvino"])
 def test_what_computes_nothing_runs_on_no_integer_kernel(backend):
     x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
@@ -41,6 +41,7 @@ def test_what_computes_nothing_runs_on_no_integer_kernel(backend):
     assert all(placed[name].reason for name in placed.keys() - integer)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["x86", "xnnpack"])
 def test_integers_pass_by_what_computes_nothing(backend):
     x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
@@ -50,6 +51,7 @@ def test_integers_pass_by_what_computes_nothing(backend):
     assert row.quantized == (placed.placement == "int8")
 
 
+@pytest.mark.slow
 def test_an_activation_runs_where_a_kernel_was_written_with_its_bounds(monkeypatch):
     """Behind it the integers end at zero, so that no number tells whether it was dropped."""
     from executorch.backends.xnnpack._passes.fuse_activation_pass import FuseActivationPass
@@ -77,6 +79,7 @@ class Forked(nn.Module):
         return self.even(x), self.uneven(x)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["x86", "xnnpack"])
 def test_a_float_layer_is_float_although_its_padding_is_moved_in_integers(backend):
     torch.manual_seed(0)

@@ -173,6 +173,7 @@ def test_programs_are_neither_copied_nor_pickled(backend):
             attempt(artefact.program)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["xnnpack", "x86"])
 def test_constants_go_along_with_the_file(backend, tmp_path):
     x, constants = torch.ones(1, 8), {"get_answer": 42, "get_some": [1, 2]}

@@ -33,7 +33,7 @@ def agree(found, expected, decibels):
             assert torch.equal(one, other)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "strict"), [*((name, False) for name in STATEFUL), ("x86", True)])
 @pytest.mark.parametrize("kind", MODELS, ids=IDS)
 def test_a_state_goes_on_from_call_to_call_in_the_program_alone(kind, backend, strict, tmp_path):
@@ -54,7 +54,7 @@ def test_a_state_goes_on_from_call_to_call_in_the_program_alone(kind, backend, s
         agree(one, artefact(x), 200)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["x86", "openvino"])
 @pytest.mark.parametrize("kind", MODELS, ids=IDS)
 def test_a_saved_program_begins_with_the_models_state(kind, backend, tmp_path):
@@ -227,7 +227,7 @@ def growing(count=4):
     return [torch.randn(2, 12, generator=generator) * (1 + 0.3 * i) for i in range(count)]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["xnnpack", "x86", "openvino"])
 @pytest.mark.parametrize("kind", WRITTEN, ids=lambda kind: kind.__name__)
 def test_state_in_unusual_places(kind, backend, tmp_path):
@@ -269,7 +269,7 @@ class Narrow(nn.Module):
 WRITES = {"added": lambda seen, y: seen.add_(y.to(seen.dtype)), "copied": lambda seen, y: seen.copy_(3 * y)}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["xnnpack", "x86", "openvino"])
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int8])

@@ -69,6 +69,7 @@ def test_what_is_near_the_formula_stays(name):
     assert torch.equal(graph(x), model(x))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["xnnpack", "x86"])
 @pytest.mark.parametrize("name", ["as GPT-2", "as BERT"])
 def test_a_file_has_the_kernel_of_the_written_formula(name, backend):

@@ -69,7 +69,7 @@ def close(found, expected):
         assert (other - one).norm() < 0.05 * other.norm()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     ("backend", "config"),

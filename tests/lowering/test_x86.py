@@ -70,6 +70,7 @@ def kernels(program):
     return [str(node.target) for node in program.module.graph.nodes if "onednn" in str(node.target)]
 
 
+@pytest.mark.slow
 def test_r20_every_convolution_and_linear_is_a_onednn_operator(network):
     _, _, program = network
     assert len(kernels(program)) == 8
@@ -123,6 +124,7 @@ class Nested(AnyNumber):
 BATCH = {0: torch.export.Dim("batch", min=1, max=64)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "take", "dynamic_shapes"),
     [

@@ -230,6 +230,7 @@ class Words(nn.Module):
         return self.fc(self.words(indices))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("config", ["int8", "int8_dynamic", "int8_weight_only"])
 def test_an_embedding_looks_integers_up_and_is_exact(config, tmp_path):
     tables_too = [(nn.Embedding, "int8_weight_only")]

@@ -74,7 +74,7 @@ def test_open_sizes_and_compiled_programs_have_the_kernel_too():
     assert sqnr(artefact.program.compile()(x), artefact(x)) > 60
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("opened", [{1: "length"}, {0: "batch", 1: "length"}], ids=["length", "both"])
 def test_sequences_of_open_sizes_have_the_kernel(opened, tmp_path):
     """A language model's: the kernel takes a matrix, whose rows go back to where they were."""

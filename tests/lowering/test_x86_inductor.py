@@ -14,6 +14,7 @@ from models import Function, Signal  # isort: skip
 ROWS, IMAGES = (4, 16), (2, 3, 8, 8)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "function",
     [
@@ -29,6 +30,7 @@ def test_a_linear_that_ends_in_a_function_is_not_fused_with_what_follows(functio
     assert sqnr(program.compile()(x), program(x)) > 100
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("after", [F.silu, F.hardswish, F.relu6])
 def test_a_convolution_that_ends_in_a_function_is_not_fused_with_what_follows(after):
     x = torch.randn(IMAGES)
@@ -36,6 +38,7 @@ def test_a_convolution_that_ends_in_a_function_is_not_fused_with_what_follows(af
     assert sqnr(program.compile()(x), program(x)) > 100
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_range_of_run_time_has_zero_in_it(sign, symmetric):
@@ -57,7 +60,7 @@ def test_a_package_measures_ranges_without_python(symmetric, tmp_path):
     torch.testing.assert_close(found, program(x), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("function", "shape"),
     [
@@ -76,7 +79,7 @@ def test_a_max_pool_takes_images_in_any_memory(function, shape):
     assert sqnr(program.compile()(x), program(x)) > 100
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["int8", "int8_dynamic"])
 def test_the_size_of_a_convolution_over_one_dimension_is_known(config):
     x = torch.randn(2, 4, 24)

@@ -380,6 +380,7 @@ def test_a_float_shortcut_that_is_read_again_is_not_overwritten():
     assert torch.equal(program(x), program(x))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     batch=st.integers(1, 3),

@@ -138,6 +138,7 @@ def test_a_faulty_step_is_named(name, change, sentence):
         run(planted, starting(graph), checked=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [

@@ -175,7 +175,7 @@ def twice(s: Net, x: Tensor, layer) -> Tensor:
     return fake(layer(fake(layer(fake(x), weight, s.b), B), weight, s.b), (0.09, 1))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INTEGER)
 def test_defects_of_the_stock_flow_run_on_integer_kernels(name):
     net, shapes, operators = INTEGER[name]
@@ -262,10 +262,12 @@ def test_zero_pad_between_an_integer_and_a_float_operator():
     assert [op.placement for op in program.ops if "reshape" not in op.target] == ["int8", "int8", "float"]
 
 
+@pytest.mark.slow
 def test_softmax_behind_a_pooling_runs_over_the_last_dimension():
     lowered(Net(lambda s, x: fake(F.max_pool2d(fake(x), 3, 1, 1)).softmax(-1)), (1, 4, 6, 6))
 
 
+@pytest.mark.slow
 def test_a_dequantize_shared_by_an_integer_and_a_float_operator():
     def both(s, x):
         y = fake(torch.relu(fake(x)))
@@ -296,6 +298,7 @@ def test_conv3d_runs_in_float_and_one_with_groups_is_refused_in_one_sentence():
         lower(graph_of(grouped, x), (x,))
 
 
+@pytest.mark.slow
 def test_integer_inputs_and_outputs():
     def integers(s, x):
         return Q.quantize_per_tensor(F.relu(conv(s, Q.dequantize_per_tensor(x, *A, *FULL))), *B, *FULL)
@@ -318,7 +321,7 @@ def test_an_fp16_model_gives_finite_numbers():
     assert decibels(program(x), graph(x)) > 40
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_quantized_half_precision_graph_keeps_its_dtypes(dtype):
     def half(x, qparams=A):
@@ -347,7 +350,7 @@ class Batched(torch.nn.Module):
         return fake(F.relu(F.linear(fake(x), self.weight())), B)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [True, False])
 def test_dynamic_batch(given):
     x = torch.randn(4, 16)
@@ -368,6 +371,7 @@ def small():
     return graph, x, lower(graph, (x,))
 
 
+@pytest.mark.slow
 def test_the_structure_of_outputs_is_kept_and_r20_one_delegate_call(small):
     graph, x, program = small
     assert torch.equal(program(x)["y"], graph(x)["y"])
@@ -411,6 +415,7 @@ def test_bad_arguments_are_refused_in_one_sentence(small):
         lower(torch.nn.Linear(2, 2), (x,))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_program_that_loses_the_reference_is_not_returned(small):
     _, x, _ = small
     net = Net(lambda s, x: F.linear(dynamic(x), s.w(), s.b), w=Weight(8, 16), b=bias(8))
@@ -473,6 +478,7 @@ class Scaled(nn.Module):
         return self.conv(x) * factor
 
 
+@pytest.mark.slow
 def test_a_factor_without_dimensions_stays_float_and_the_rest_runs():
     torch.manual_seed(0)
     model, inputs = Scaled().eval(), (torch.randn(2, 3, 8, 8), torch.tensor(2.0))

@@ -84,7 +84,7 @@ def around(name):
     return Net(lambda net, x: net.last(moves(net.first(x))), **parts).eval()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "is_open"), [("int8", False), ("int8_dynamic", True)])
 @pytest.mark.parametrize("name", MOVES)
 def test_moved_tensors_are_copied_and_viewed(name, config, is_open):

@@ -30,7 +30,7 @@ def program_of(model, config="int8", size=36):
     return program
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_a_large_kernel_runs_as_float_parts_and_says_why(name):
     torch.manual_seed(0)

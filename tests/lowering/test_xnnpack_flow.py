@@ -57,7 +57,7 @@ INTEGER = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INTEGER)
 def test_between_convolutions_the_domain_stays_integer(name):
     net = Net(lambda s, x: s.b(INTEGER[name](s.a(x))), a=layer(), b=layer())
@@ -157,7 +157,7 @@ def test_a_dynamic_linear_behind_a_convolution_runs():
     flow(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(6, 4)), (1, 3, 8, 8), config="int8_dynamic", minimum=30.0)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "limit"), [("int4_dynamic", 0.16), ("int4_dynamic_groups", 0.16)])
 def test_four_bit_linear_layers_run_and_are_small(config, limit):
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
@@ -167,7 +167,7 @@ def test_four_bit_linear_layers_run_and_are_small(config, limit):
     assert artefact.program.counts.int8 == 2
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["int8_weight_only", "int4_weight_only"])
 def test_weight_only_linear_layers_need_no_calibration(config):
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
@@ -187,6 +187,7 @@ def test_layers_without_four_bit_kernels_stay_float_and_say_why():
         XNNPACK.config("int4_dynamic_groups", group_size=24)
 
 
+@pytest.mark.slow
 def test_e03_integer_inputs_and_outputs():
     quantizer = quantplug.get_quantizer("xnnpack").set_io(input=torch.int8, output=torch.int8)
     model, x = nn.Sequential(layer(), nn.ReLU(), layer()).eval(), torch.randn(*IMAGE)

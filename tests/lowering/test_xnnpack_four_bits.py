@@ -77,7 +77,7 @@ def test_weights_of_four_bits_beside_calibrated_inputs_are_told():
             quantplug.prepare_pt2e(exported, quantplug.get_quantizer("xnnpack").set_global(name))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int4_dynamic", "int4_weight_only"])
 def test_weights_of_a_range_within_four_bits_are_stored_in_four(name, tmp_path):
     """Weights of -7..7 took 8 bits in the file, and the report said 4."""
@@ -108,7 +108,7 @@ def in_groups(name, low, high):
     return replace(config, weight=QuantizationSpec(torch.int8, made, low, high))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("low", "high"), [(-7, 7), (-4, 3)])
 def test_weights_in_groups_of_a_range_within_four_bits_lower(low, high, tmp_path):
     """Lowering ended in "Only 4b group quantization is supported"."""

@@ -37,7 +37,7 @@ def test_what_no_kernel_takes_runs_outside(name):
     assert reason in found.reason
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_lowering_sees_what_another_quantizer_annotated(name):
     from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (

@@ -99,6 +99,7 @@ class Scopes(nn.Module):
         return self.b(y.mean((-2, -1)))
 
 
+@pytest.mark.slow
 def test_layers_in_scopes_run_on_integer_kernels():
     torch.manual_seed(0)
     inputs = [torch.randn(1, 3, 8, 8) for _ in range(8)]

@@ -41,7 +41,7 @@ class Net(nn.Module):
         return self.wide(torch.relu(self.deep(torch.relu(self.body(x) + self.short(x)))))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "most"), [("int8_weight_only", 0.32), ("float16", 0.55)])
 def test_e13_e08_a_network_of_convolutions_has_a_small_file_and_one_delegate(config, most):
     model, x = Net().eval(), torch.randn(2, 3, 32, 32)

@@ -19,7 +19,7 @@ def program_of(model, x, shapes=None):
     return lower(converted, (x,)), converted
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [4, (2, 6)])
 def test_patches_of_colours_are_rows_of_a_linear_layer(kernel):
     batch = torch.export.Dim("batch", min=1, max=8)

@@ -28,6 +28,7 @@ def layers(factor=1.0):
     return {"first": first, "last": last}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "factor", "operator", "ratio"),
     [
@@ -50,7 +51,7 @@ def test_what_calibration_puts_beyond_a_kernels_ratios_is_float_in_report_and_pr
     }
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [nn.Conv1d, nn.ConvTranspose1d])
 @pytest.mark.parametrize("dim", [None, 0, 2])
 def test_a_float_convolution_of_one_dimension_between_integers_runs_in_the_delegate(layer, dim):

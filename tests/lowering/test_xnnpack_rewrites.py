@@ -271,6 +271,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(steps=st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=5), seed=st.integers(0, 99))
 def test_all_rewrites_together_keep_the_numbers_of_random_chains(steps, seed):

@@ -71,7 +71,7 @@ def worst(found: Tensor, expected: Tensor) -> float:
     return min(sqnr(*pair) for pair in zip(found.detach(), expected.detach(), strict=True))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
     ("model", "shape"),
@@ -109,6 +109,7 @@ def test_an_encoder_of_open_sizes_agrees_with_its_graph_at_every_length(config, 
         assert abs(sqnr(reference(tokens), net(tokens)) - sqnr(program(tokens), net(tokens))) < 0.5
 
 
+@pytest.mark.slow
 def test_images_of_a_single_number_stay_float_with_the_reason():
     """torchao takes a range for each number for one range of them all; the graph did not run."""
     model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(1, 4, 1), nn.Hardsigmoid(), nn.Conv2d(4, 2, 1)).eval()
@@ -134,7 +135,7 @@ def test_images_of_open_size_have_a_scale_each():
         assert worst(program(x), reference(x)) > AGREED
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("net", "shape", "what"),
     [

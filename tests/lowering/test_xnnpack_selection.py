@@ -148,6 +148,7 @@ def test_the_program_of_a_classifier_on_one_token():
     assert decibels(artefact.program(fresh), artefact.reference(fresh)) >= 40
 
 
+@pytest.mark.slow
 def test_a_dynamic_batch_stays_dynamic():
     model, x = Tokens(lambda y: y[:, 0]).eval(), torch.randn(2, TOKENS, 16)
     batch = torch.export.Dim("batch", min=1, max=8)

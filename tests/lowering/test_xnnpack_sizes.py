@@ -87,7 +87,7 @@ def test_a_mean_of_fixed_sizes_stays_integer():
     assert {op.placement for op in artefact.program.ops} == {"int8"}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shapes", [(({0: BATCH}, {0: BATCH}),), {"xs": ({0: BATCH}, {0: BATCH})}])
 def test_inputs_of_any_number_have_open_sizes(shapes):
     def both(net, *xs):

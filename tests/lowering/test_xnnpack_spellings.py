@@ -39,6 +39,7 @@ def test_convolutions_in_every_spelling_run_in_integers(spelling):
     assert sqnr(artefact(x), artefact.reference(x)) > 40
 
 
+@pytest.mark.slow
 def test_a_convolution_that_is_padded_unevenly_in_words_runs_in_integers():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Conv2d(6, 6, (2, 3), padding="same"), nn.ReLU()).eval(), torch.randn(1, 6, 8, 8)

@@ -76,6 +76,7 @@ def test_a_mask_is_folded_with_all_that_is_written_to_it_or_not_at_all(function,
     assert (set(found) <= {"aten::add", "aten::mul"}) == is_constant
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(
     size=st.integers(1, 9),

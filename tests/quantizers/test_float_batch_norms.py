@@ -52,7 +52,7 @@ def norms(model: fx.GraphModule) -> list[fx.Node]:
     return [node for node in model.graph.nodes if "batch_norm" in str(node.target)]
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", FIRST)
 def test_a_float_convolution_keeps_its_batch_norm(name: str, strict: bool) -> None:

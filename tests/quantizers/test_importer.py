@@ -169,6 +169,7 @@ def test_b08_known_ranges_keep_their_qparams_and_do_not_clip_the_input():
     assert (lone(x) - x.sigmoid()).abs().max() < 0.02
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("names", [("set_pattern", "set_fuser_method"), ("_set_pattern_complex_format",)])
 def test_b11_every_setter_has_an_effect_or_a_reason(names):
     config = declared.get_native_backend_config() if "set_pattern" in names else declared.get_onednn_backend_config()

@@ -120,6 +120,7 @@ def test_b19_items_of_a_piece_with_different_configs_are_named_and_none_is_annot
     assert "module type 'torch.nn.modules.activation.ReLU'" in report.row("relu").reason
 
 
+@pytest.mark.slow
 def test_module_names_that_match_nothing_are_errors_and_object_types_are_not():
     assert any(ours(ao.get_default_qconfig_mapping("x86")))
     for mapping, sentence in (

@@ -211,6 +211,7 @@ def test_b09_one_object_gives_the_four_specs():
     assert training.is_qat
 
 
+@pytest.mark.slow
 def test_b04_every_config_that_dtypes_give_is_accepted_by_them_and_reaches_the_q_nodes():
     for dtype in (torch.int8, torch.uint8, torch.int16):
         dtypes = DTypeConfig("it", input=dtype, output=dtype, weight=torch.int8)
@@ -339,6 +340,7 @@ def test_an_integer_bias_that_was_cut_is_an_error():
         quantizer_of(toy(), config(bias=int32_bias_spec())).annotate(exported(model, X))
 
 
+@pytest.mark.slow
 def test_limits_hold_inside_of_control_flow():
     class Branches(nn.Module):
         def __init__(self):
@@ -418,6 +420,7 @@ def test_a_sum_of_its_own_in_a_derived_backend_wins_over_the_base():
 bounds = st.one_of(st.none(), st.integers(0, 255))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(low=bounds, high=bounds, smallest=st.sampled_from([None, 2**-16, 2**-12, 2**-8]), spec=st.data())
 def test_q03_what_is_annotated_satisfies_every_bound_and_what_is_not_has_a_true_reason(low, high, smallest, spec):

@@ -37,7 +37,7 @@ from quantplug import ComposableQuantizer, EmbeddingQuantizer, explain, get_quan
 from quantplug.core.specs.levels import sqnr
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("table", [EmbeddingQuantizer, torchao_embedding.EmbeddingQuantizer])
 def test_embedding_dynamic_linears_and_static_linears(core, table):
@@ -90,7 +90,7 @@ def test_foreign_quantizers_keep_to_their_regions_beside_ours(core, backbone, he
     assert explain(reference).notes == ()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "floats"), [("xnnpack", {"linear_1"}), pytest.param("x86", set(), marks=needs_vnni)]
 )

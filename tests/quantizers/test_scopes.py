@@ -73,6 +73,7 @@ def test_a_path_prefix_that_is_no_module_is_not_covered():
     assert quantized(model, XNNPACKQuantizer().set_module_name("conv1", "int8")) == {"conv1"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pattern", ["layer?.0.conv1", "*.0.conv1", "layer[12].0.conv1"])
 def test_patterns_of_module_paths(pattern):
     found = quantized(ResNet18(4, 4), XNNPACKQuantizer().set_module_name(pattern, "int8"))

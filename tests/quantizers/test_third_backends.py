@@ -30,6 +30,7 @@ def test_b25_the_built_in_backends_are_those_of_server_mobile_both_and_tensorrt(
         assert len(inspect.getsource(file).splitlines()) <= 60
 
 
+@pytest.mark.slow
 def test_b25_e11_tensorrt_is_symmetric_with_entropy_calibration_and_weights_per_channel(case):
     model, x = case
     prepared = prepare_pt2e(exported(model, x), get_quantizer("tensorrt"))
