@@ -105,6 +105,14 @@ def test_a_cache_in_integers_gives_the_logits_of_the_whole_sequence(backend, ste
 
 
 @pytest.mark.few(1)
+@pytest.mark.slow
+def test_a_cache_in_integers_costs_no_delegate():
+    """Scales of rows are found outside, and integers are read inside, between the delegates of a cache in float."""
+    counts = made(layers=1, cache="int8")[1].made.program.counts
+    assert counts.delegates == 3
+    assert counts.converts == made(layers=1)[1].made.program.counts.converts + 2
+
+
 @pytest.mark.parametrize("family", ["Qwen2", "GPTNeoX", "Gemma", "Mistral"])
 def test_other_families(family):
     _check("x86", "float32", family, parts=(20, 10), steps=20)
