@@ -57,12 +57,8 @@ def has_work(name: str, graph: fx.Graph) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    """Returns the operator's name without namespace and overload; edge operators are named "aten.add.Tensor"."""
-    return getattr(node.target, "__name__", "").split(".")[1] if node.op == "call_function" and _is_edge(node) else ""
-
-
-def _is_edge(node: fx.Node) -> bool:
-    return "." in getattr(node.target, "__name__", "")
+    """Returns an operator's name without namespace and overload: those of the edge dialect are "aten.add.Tensor"."""
+    return getattr(node.target, "__name__", "").partition(".")[2].partition(".")[0]
 
 
 @contextmanager
