@@ -83,7 +83,7 @@ def worth_a_delegate(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> li
         if node in light and (next(outside, None) is not None or not behind.isdisjoint(node.all_input_nodes)):
             behind.add(node)
     for node in reversed(graph.nodes):
-        if node in behind and inside.isdisjoint(node.users):
+        if node in behind and all(user.op == "call_function" and user not in inside for user in node.users):
             inside.remove(node)
     return [group for group in groups if group[0] in inside]
 

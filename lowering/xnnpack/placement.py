@@ -5,7 +5,7 @@ compute operator, and the numbers of kernel calls.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from quantplug.lowering.xnnpack.legalize.refusals import FLOAT_RESULT
 from quantplug.lowering.xnnpack.program import KernelCounts
 from quantplug.lowering.xnnpack.serializer.records import KernelCall
 
+_CAST = "it makes floats of integers"
 _DROPPED = "no kernel was written that clamps to its bounds"
 
 
@@ -57,7 +58,7 @@ def place(
 
     What legalization wrote is none of the user's operators; where one of those is gone, what stands for it tells.
     """
-    carriers = _carriers(_placements(working, _portable(edge), calls))
+    carriers = _carriers(_placements(working, {op.node for op in recorded}, _portable(edge), calls))
     asked = {name: ("portable", reason) for name, reason in legal.portable.items()} | _taken_by_others(edge, working)
     found = ((op, asked.get(op.node) or _where(op, carriers[op.node])) for op in recorded)
     return [_told(operator, *where, legal) for operator, where in found]
@@ -115,7 +116,7 @@ def _operator_name(node: fx.Node) -> str:
 
 
 def _placements(
-    working: fx.GraphModule, outside: Iterable[fx.Node], calls: Iterable[KernelCall]
+    working: fx.GraphModule, recorded: Container[str], outside: Iterable[fx.Node], calls: Iterable[KernelCall]
 ) -> dict[fx.Node, tuple[str, str]]:
     kernels: dict[str, list[KernelCall]] = defaultdict(list)
     portable: dict[str, list[fx.Node]] = defaultdict(list)
@@ -127,7 +128,7 @@ def _placements(
             portable[name].append(node)
     placed: dict[fx.Node, tuple[str, str]] = {}
     for node in compute_nodes(working.graph):
-        if not is_conversion(node):
+        if not is_conversion(node) or node.name in recorded:  # a cast of the user's may have become a conversion
             placed[node] = (
                 _outside(portable[node.name])
                 or _by_kernels(node, kernels[node.name])
@@ -170,6 +171,8 @@ def _outside(portable: list[fx.Node]) -> tuple[str, str] | None:
 
 
 def _by_kernels(node: fx.Node, kernels: list[KernelCall]) -> tuple[str, str] | None:
+    if kernels and is_conversion(node):
+        return "float", _CAST
     own = [c for c in kernels if not c.is_convert]
     if not own:
         return None

@@ -1,10 +1,14 @@
-"""Delegates of XNNPACK do not depend on each other both ways."""
+"""Delegates of XNNPACK do not depend on each other both ways, and what stands between portable operators makes none."""
 
 import networkx
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from models import Function
 from torch import fx
 
+import quantplug
 from quantplug.lowering.xnnpack.partition import in_stages
 
 NODES = 14
@@ -38,3 +42,35 @@ def test_stages_hold_every_group_once_and_no_cycle(drawn):
     chain = [node for node in graph.nodes if node.op == "call_function"]
     if len(groups) == len(chain):
         assert len(stages) == 1, "nothing outside is in between"
+
+
+def in_float(function, x, **options):
+    """Returns the program of a float graph."""
+    graph = torch.export.export(Function(function).eval(), (x,)).module()
+    return quantplug.get_quantizer("xnnpack").backend.lower(graph, (x,), **options)
+
+
+@pytest.mark.parametrize(("rows", "delegates"), [(8, 2), (8192, 3)])
+def test_few_numbers_between_portable_operators_make_no_delegate(rows, delegates):
+    """Scales of rows: largest numbers and roundings are portable, and so are a few products between them."""
+
+    def function(_, x):
+        largest = x.abs().amax(-1, keepdim=True)
+        return (x * (largest * 0.5 + largest).reciprocal()).round().sin()
+
+    x = torch.randn(rows, 64)
+    program = in_float(function, x)
+    assert torch.allclose(program(x), function(None, x), atol=1e-6)
+    assert program.counts.delegates == delegates
+
+
+def test_a_cast_of_integers_is_a_conversion_in_the_delegate():
+    x = torch.randint(-128, 128, (4, 8), dtype=torch.int8)
+    program = in_float(lambda _, x: (x.to(torch.float32) * torch.ones(8)).sin(), x)
+    assert torch.allclose(program(x), x.to(torch.float32).sin(), atol=1e-6)
+    assert (program.counts.converts, program.counts.portable) == (1, 0)
+    cast = next(op for op in program.ops if op.target == "aten.to.dtype")
+    assert (cast.placement, cast.reason) == ("float", "it makes floats of integers")
+    kept = in_float(lambda _, x: x.to(torch.float32).sin(), x, accepts=lambda node: node.name != "to")
+    assert kept.counts.converts == 0
+    assert next(op.placement for op in kept.ops if op.target == "aten.to.dtype") == "portable"

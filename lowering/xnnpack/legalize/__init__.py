@@ -152,7 +152,7 @@ def steps(found: Legalized, accepts: Callable[[fx.Node], bool] | None = None) ->
         Step("constants of its own for each product", own_constants_per_use, leaves=(conditions.own_constants,)),
         Step("operators that stay float", _refusing(found.floats, SCALES_OUT_OF_RANGE, MEANS)),
         Step("operators that stay portable", _refusing(found.portable, *PORTABLE)),
-        Step("casts of integers as conversions", casts_of_integers_are_conversions),
+        Step("casts of integers as conversions", partial(casts_of_integers_are_conversions, taken=accepts)),
         Step("turned parts as products", turned_parts_are_products),
         Step("norms as rows", partial(norms_are_rows, taken=accepts)),
         Step("nothing that is not read", finish),

@@ -4,7 +4,7 @@ Before: a q/dq graph with unsigned integers, shared dequantizes, numbers beside 
 of fewer than 256 values, and embeddings of quantized tables. After: the same reals.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -144,9 +144,14 @@ def _bound(quantize: fx.Node, params: StaticQParams) -> None:
         quantize.replace_input_with(value, call_like(graph, value, _ATEN.hardtanh.default, source, low, high))
 
 
-def casts_of_integers_are_conversions(working: fx.GraphModule) -> None:
-    """An int8 tensor as float32, such as a cache in integers, is a conversion with scale 1, which delegates have."""
-    for node in [n for n in working.graph.nodes if operator_name(n) in _CASTS]:
+def casts_of_integers_are_conversions(working: fx.GraphModule, taken: Callable[[fx.Node], bool] | None = None) -> None:
+    """An int8 tensor as float32, such as a cache in integers, is a conversion with scale 1, which delegates have.
+
+    Args:
+        working: a private copy; it is changed in place.
+        taken: which nodes may be written so, None for all.
+    """
+    for node in [n for n in working.graph.nodes if operator_name(n) in _CASTS and (taken is None or taken(n))]:
         source, value = tensor_value(node.args[0]), tensor_value(node)
         if source is None or value is None or (source.dtype, value.dtype) != (torch.int8, torch.float32):
             continue
