@@ -52,3 +52,10 @@ def unchecked(preserved: Iterable[Any]) -> Any:
     from executorch.exir import EdgeCompileConfig
 
     return EdgeCompileConfig(_check_ir_validity=False, preserve_ops=list(preserved))
+
+
+def edge_operator(name: str) -> Any:
+    """Returns an operator of the edge dialect by its name in ATen, such as "index_put_"; it has no public module."""
+    from executorch.exir.dialects._ops import ops
+
+    return getattr(ops.edge.aten, name).default

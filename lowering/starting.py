@@ -11,10 +11,11 @@ import torch
 from torch import fx
 
 from quantplug.core.graph.constants import written_buffers
-from quantplug.core.graph.facts import attribute, tensor_value
+from quantplug.core.graph.facts import attribute, operator_name, tensor_value
 from quantplug.core.graph.memory import name_memory_once
 from quantplug.core.graph.working_copy import over_same_tensors
 from quantplug.core.graph.written_inputs import leave_inputs_as_they_are
+from quantplug.lowering.executorch_names import edge_operator
 from quantplug.lowering.scopes import inline_scopes
 from quantplug.lowering.strides import read_strides_as_exported
 
@@ -83,3 +84,20 @@ def starting_from_state(program: torch.export.ExportedProgram) -> Any:
     written = set(signature.buffers_to_mutate.values())
     names = [name for name, buffer in signature.inputs_to_buffers.items() if buffer in written]
     return ExecutorchBackendConfig(passes=[InitializedMutableBufferPass(names)])
+
+
+def write_in_place(program: torch.export.ExportedProgram) -> None:
+    """Makes an edge program write rows into a buffer itself, not into a copy that is copied back.
+
+    Only where nothing else reads the buffer: what was read before may be a view of it at run time. The kernel that
+    writes in place does not add.
+    """
+    signature, graph = program.graph_signature, program.graph
+    results = graph.output_node().args[0]
+    for node in graph.nodes:
+        if operator_name(node) == "aten::index_put" and node.args[3:] in ((), (False,)):
+            buffer = signature.inputs_to_buffers.get(node.args[0].name)
+            is_alone = len(node.args[0].users) == 1 and results.count(node) == 1
+            if is_alone and buffer is not None and signature.buffers_to_mutate.get(node.name) == buffer:
+                node.target = edge_operator("index_put_")
+    program.graph_module.recompile()

@@ -30,7 +30,7 @@ from quantplug.lowering.rewrites.control import submodels_are_inlined
 from quantplug.lowering.scopes import require_no_autocast
 from quantplug.lowering.signature import Signature
 from quantplug.lowering.spelling import spell_plainly
-from quantplug.lowering.starting import starting, starting_from_state
+from quantplug.lowering.starting import starting, starting_from_state, write_in_place
 from quantplug.lowering.xnnpack.capacity import largest_sizes, one_way_to_convolve, require_capacity, require_limits
 from quantplug.lowering.xnnpack.legalize import Legalized, legalize, read_tables_by_row, runs_alone
 from quantplug.lowering.xnnpack.legalize.half import compute_in_float16, compute_in_float32
@@ -266,6 +266,7 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
                 compile_config=get_xnnpack_edge_compile_config(),  # the runtime has the last word, not the verifier
                 constant_methods=dict(task.constants or {}),
             )
+            write_in_place(edge.exported_program())
             emitted = edge.to_executorch(starting_from_state(edge.exported_program()))
         except Exception as error:
             raise refusal("XNNPACK", error) from error
