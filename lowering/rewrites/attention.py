@@ -32,6 +32,53 @@ def repeated_heads_are_grouped(model: fx.GraphModule) -> fx.GraphModule:
     return done(model)
 
 
+def shared_heads_are_rows(model: fx.GraphModule) -> fx.GraphModule:
+    """Makes queries that share keys and values rows of one head, for kernels that would copy these for each query."""
+    masks: dict[tuple[fx.Node, int], fx.Node] = {}
+    for node, values in matching(repeated_heads_are_grouped(model), "scaled_dot_product_attention"):
+        query, key = _shape(values["query"]), _shape(values["key"])
+        is_shared = values.get("enable_gqa") and len(query) == len(key) == 4 and _open(query[1], key[1]) == 0
+        if not is_shared or query[1] == key[1] or values["is_causal"] or values["dropout_p"]:
+            continue
+        write, groups, mask = Writer(model, node), query[1] // key[1], values["attn_mask"]
+        if mask is not None:
+            if _is_of_heads_alone(_shape(mask)):
+                continue
+            place = (mask, groups)
+            mask = masks[place] = masks.get(place) or _mask_of_rows(write, mask, groups)
+        given = (write.call(_ATEN.flatten.using_ints, _in_groups(write, values["query"], groups), 2, 3), values["key"])
+        target: Any = node.target
+        found = write.call(target, *given, values["value"], mask, scale=values.get("scale"))
+        apart = write.call(_ATEN.unflatten.int, found, 2, [groups, -1])
+        write.replace(write.call(_ATEN.flatten.using_ints, apart, 1, 2))
+    return done(model)
+
+
+def _is_of_heads_alone(shape: list[Any]) -> bool:
+    """Tells whether a mask is another one for each head, and the same for all queries of a head."""
+    return len(shape) > 2 and shape[-3] != 1 and _is_one(shape[-2])
+
+
+def _is_one(size: Any) -> bool:
+    """Tells whether a size is 1 for certain; to compare an open one would decide about it."""
+    return isinstance(size, int) and size == 1
+
+
+def _in_groups(write: Writer, node: fx.Node, groups: int) -> fx.Node:
+    """Returns [n, heads * groups, length, ...] as [n, heads, groups, length, ...]."""
+    return write.call(_ATEN.unflatten.int, node, 1, [-1, groups])
+
+
+def _mask_of_rows(write: Writer, mask: fx.Node, groups: int) -> fx.Node:
+    """Returns a mask that queries read by their heads as one for groups of them, one behind the other."""
+    for _ in range(4 - len(_shape(mask))):
+        mask = write.call(_ATEN.unsqueeze.default, mask, 0)
+    heads, length = _shape(mask)[1:3]
+    if not _is_one(heads):
+        return write.call(_ATEN.flatten.using_ints, _in_groups(write, mask, groups), 2, 3)
+    return mask if _is_one(length) else write.call(_ATEN.repeat.default, mask, [1, 1, groups, 1])
+
+
 def attention_is_products(model: fx.GraphModule) -> fx.GraphModule:
     """Writes scaled_dot_product_attention as matmul, softmax and matmul where the mask is known.
 

@@ -19,6 +19,7 @@ from quantplug.core.patterns.rules import apply
 from quantplug.core.qdq.nodes import is_quantize
 from quantplug.core.qdq.qparams import qparams
 from quantplug.lowering.halves import spell_out_halves
+from quantplug.lowering.rewrites.attention import shared_heads_are_rows
 from quantplug.lowering.rewrites.folding import all_constant_expressions_are_folded
 from quantplug.lowering.spelling import spell_plainly
 from quantplug.lowering.steps import Step, every_node
@@ -78,7 +79,7 @@ def steps(
         Step("fold constants", lambda module: _fold(module, told)),
         Step("spell out what is stored or scaled otherwise", lambda module: _spell_out(module, told)),
         Step("clean", lambda module: clean(module, example_inputs), leaves=(HAS_VALUES, IS_UNSIGNED)),
-        Step("open masks", lambda module: apply(module.graph, OPEN_MASKS)),
+        Step("attention", _attend),
         Step("move integers", lambda module: move(module.graph), needs=(HAS_VALUES,), leaves=(MOVES_INTEGERS,)),
         Step("kernels", to_kernels, needs=(IS_PLAIN, HAS_VALUES, IS_UNSIGNED), leaves=(HAS_REASONS,)),
         Step("fuse", lambda module: fuse(module.graph), needs=(HAS_VALUES,), leaves=(IS_FUSED, IS_OF_IMAGES)),
@@ -92,6 +93,11 @@ def _fold(module: fx.GraphModule, told: Told) -> None:
     before = {node.name for node in module.graph.nodes}
     all_constant_expressions_are_folded(module)
     told.folded |= before - {node.name for node in module.graph.nodes}
+
+
+def _attend(module: fx.GraphModule) -> None:
+    apply(module.graph, OPEN_MASKS)
+    shared_heads_are_rows(module)
 
 
 def _spell_out(module: fx.GraphModule, told: Told) -> None:

@@ -128,7 +128,7 @@ def forget_values(module):
     ("name", "change", "sentence"),
     [
         ("clean", forget_values, r"Step 'clean' did not leave what it says: .* has no value\."),
-        ("open masks", forget_values, r"Step 'move integers' needs what does not hold before it: .* has no value\."),
+        ("attention", forget_values, r"Step 'move integers' needs what does not hold before it: .* has no value\."),
     ],
 )
 def test_a_faulty_step_is_named(name, change, sentence):

@@ -1,23 +1,108 @@
 """Conversions between float and integer tensors in as few passes over memory as eager torch offers.
 
 Before: `quantized_decomposed` nodes, which allocate a new tensor for each of four steps. After: the same
-steps in the same order, so the same integers, in place after the first.
+steps in the same order, so the same integers, in place after the first. Parameters of run time are numbers, not tensors
+of one: choosing these by operators takes longer than a product of one row by a matrix.
 """
 
+import math
+import operator
+from collections.abc import Mapping
+from ctypes import c_float
+from typing import Any
+
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from quantplug.core.graph.editing import call
+from quantplug.core.graph.facts import operands, tensor_value
 from quantplug.core.patterns.language import Match, value
 from quantplug.core.patterns.rules import Rule, apply
-from quantplug.core.qdq.qparams import QParams, dequantize, is_static, qparams, quantize
+from quantplug.core.qdq.qparams import QD, QParams, dequantize, is_static, qparams, quantize
+from quantplug.lowering.x86.running.runtime_ranges import UNSIGNED_MIDDLE
 
-aten = torch.ops.aten
+aten, onednn = torch.ops.aten, torch.ops.onednn
 
 
 def spell_out(graph: fx.Graph) -> None:
-    """Replaces static quantize and dequantize nodes by the ATen operators that they stand for."""
+    """Replaces quantize and dequantize nodes by operators that take numbers."""
+    for node in list(graph.nodes):
+        if node.target in _CHOICES and _is_of_numbers(node):
+            _choose_numbers(node)
     apply(graph, CONVERSIONS)
+
+
+def _is_of_numbers(choose: fx.Node) -> bool:
+    """Tells whether all that read the parameters of a float32 tensor have a form that takes numbers."""
+    x = tensor_value(operands(choose)["input"])
+    items = choose.users
+    readers = {reader for item in items for reader in item.users}
+    return (
+        x is not None
+        and x.dtype == torch.float32
+        and all(item.target is operator.getitem for item in items)
+        and all(reader.target in _OF_NUMBERS for reader in readers)
+    )
+
+
+def _choose_numbers(choose: fx.Node) -> None:
+    for reader in {reader: None for item in choose.users for reader in item.users}:
+        given, reader.target = operands(reader), _OF_NUMBERS[reader.target]
+        reader.args, reader.kwargs = tuple(given.values()), {}
+    given = operands(choose)
+    choose.args = (given["input"], given["quant_min"], given["quant_max"], given["eps"], given["dtype"])
+    choose.target = _CHOICES[choose.target]
+
+
+def affine_numbers(x: Tensor, low: int, high: int, least: float, _: torch.dtype) -> tuple[float, int]:
+    """Returns scale and zero point of `quantized_decomposed::choose_qparams` in its own arithmetic, float32.
+
+    Sums and quotients of float32 are the same when they are computed in float64 and rounded.
+    Source: Figueroa, "When is double rounding innocuous?", 1995.
+    """
+    lowest, highest = _range(x)
+    scale = max(_single(_single(highest - lowest) / (high - low)), _single(least))
+    if not math.isfinite(scale):
+        return scale, low  # whatever is multiplied by it is no number either
+    return scale, min(max(low - round(_single(lowest / scale)), low), high)
+
+
+def symmetric_numbers(x: Tensor, low: int, high: int, least: float, dtype: torch.dtype) -> tuple[float, int]:
+    """Returns scale and zero point of `quantized_decomposed::choose_qparams_symmetric`."""
+    lowest, highest = _range(x)
+    scale = max(_single(max(-lowest, highest) / ((high - low) / 2)), _single(least))
+    return scale, UNSIGNED_MIDDLE if dtype == torch.uint8 else 0
+
+
+def _range(x: Tensor) -> tuple[float, float]:
+    lowest, highest = x.aminmax()
+    return min(lowest.item(), 0.0), max(highest.item(), 0.0)
+
+
+def _single(number: float) -> float:
+    return c_float(number).value
+
+
+def integers_of(x: Tensor, scale: float, zero_point: int, quant_min: int, quant_max: int, dtype: torch.dtype) -> Tensor:
+    """Returns what `quantized_decomposed::quantize_per_tensor` does."""
+    steps = (x * (1.0 / scale)).round_()
+    if dtype != torch.uint8:
+        return steps.add_(zero_point).clamp_(quant_min, quant_max).to(dtype)
+    signed = steps.add_(zero_point - 128).clamp_(quant_min - 128, quant_max - 128).to(torch.int8)
+    return signed.view(torch.uint8).bitwise_xor_(128)
+
+
+_CHOICES: Mapping[Any, Any] = {
+    QD.choose_qparams.tensor: affine_numbers,
+    QD.choose_qparams_symmetric.tensor: symmetric_numbers,
+}
+_KERNELS = (onednn.qlinear_pointwise, onednn.qconv_pointwise, onednn.qconv2d_pointwise)
+_OF_NUMBERS: Mapping[Any, Any] = {
+    QD.quantize_per_tensor.tensor: integers_of,
+    QD.dequantize_per_tensor.tensor: QD.dequantize_per_tensor.default,
+    **{kernel.tensor: kernel.default for kernel in _KERNELS},
+    **{kernel.binary_tensor: kernel.binary for kernel in _KERNELS if hasattr(kernel, "binary")},
+}
 
 
 def _quantize(match: Match) -> fx.Node:
