@@ -137,8 +137,6 @@ def test_what_says_nothing_of_groups_is_an_error():
         backend.config(FULL, weight_observer="mse")
     with pytest.raises(ConfigError, match="'weight_qmin' says nothing of weights in groups"):
         quantplug.get_quantizer("xnnpack").backend.config("int4_dynamic_groups", weight_qmin=-7)
-    with pytest.raises(ConfigError, match="has no form for training"):
-        backend.config(FULL, is_qat=True)
     with pytest.raises(ConfigError, match="or take config 'int4_weight_only'"):
         backend.config("int8", weight_bits=4)
 
