@@ -97,6 +97,14 @@ def no_groups(match: Match | None, config: QuantizationConfig) -> str | None:
     return None if size is None else f"the config has a scale for every {size} input channels, the kernel takes one"
 
 
+def groups_beside_floats(match: Match | None, config: QuantizationConfig) -> str | None:
+    """Holds unless the config has weights in groups beside activations that are quantized."""
+    size = group_size(config.weight)
+    if size is None or config.input_activation is None:
+        return None
+    return f"the config has a scale for every {size} input channels, whose kernel takes float activations"
+
+
 def groups_beside_run_time(match: Match | None, config: QuantizationConfig) -> str | None:
     """Holds unless the config has weights in groups that XNNPACK's kernels do not read.
 

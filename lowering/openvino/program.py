@@ -25,7 +25,7 @@ from quantplug.lowering.program import LoweredOp, Program
 from quantplug.lowering.signature import Signature, TensorInput
 
 _GRAPH, _WEIGHTS, _SETTINGS, _STATE = "model.xml", "model.bin", "settings.json", "state.npz"
-_INTEGER = {"u8", "i8"}
+_INTEGER = {"u8", "i8", "i4"}
 _TYPES = {
     "f16": torch.float16,
     "bf16": torch.bfloat16,

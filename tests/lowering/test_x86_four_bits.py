@@ -149,26 +149,6 @@ def test_groups_of_another_size_than_the_kernel_reads_stay_float():
     assert not report.rows[0].quantized
 
 
-def test_openvino_says_that_it_stores_eight_bits_for_four():
-    x = torch.randn(3, 256)
-    config = quantplug.get_quantizer("x86").backend.config(FULL)
-    quantizer = quantplug.get_quantizer("openvino").set_global(config)
-    exported = torch.export.export(Block().eval(), (x,)).module()
-    with pytest.warns(UserWarning, match="Backend 'openvino' stores weights in 8 bits"):
-        quantplug.prepare_pt2e(exported, quantizer)
-
-
-@pytest.mark.slow
-def test_openvino_lowers_weights_in_groups():
-    """Lowering ended in an assertion without words."""
-    pytest.importorskip("openvino")
-    x = torch.randn(3, 256)
-    config = quantplug.get_quantizer("x86").backend.config(FULL)
-    artefact = quantplug.quantize(Block().eval(), (x,), "openvino", config=config, progress=False)
-    for inputs in (x, torch.randn(3, 256)):
-        assert sqnr(artefact(inputs), artefact.reference(inputs)) > 60
-
-
 def test_four_bits_of_one_scale_a_channel_are_told_on_x86():
     config = quantplug.get_quantizer("xnnpack").backend.config("int4_weight_only")
     with pytest.warns(UserWarning, match="Backend 'x86' stores weights in 8 bits"):
