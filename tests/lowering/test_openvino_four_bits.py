@@ -98,6 +98,10 @@ def test_a_file_holds_four_bits_that_the_kernels_read_as_they_are(given: Any, sh
         assert sqnr(artefact(x), expected) > 100
         assert torch.equal(loaded(x), artefact(x))
         assert sqnr(expected, model(x)) < 45
+    placed = {operator.node: operator.placement for operator in artefact.program.ops}
+    kernels = {name: found for name, found in placed.items() if name.startswith("linear")}
+    assert (set(kernels.values()), len(kernels)) == ({"int8"}, 4)
+    assert (placed["mul"], placed["layer_norm"], placed["add"]) == ("float", "float", "float")
     for program in (artefact.program, loaded):
         assert read_by(program.compiled) == {("FullyConnected", "i4"): 4}, "a kernel of floats reads no integers"
 
