@@ -196,6 +196,38 @@ def test_the_config_for_training_serves_torchaos_own_way() -> None:
     assert torch.equal(replayed(x), expected)
 
 
+class Tokens(nn.Module):
+    """A table that is the head's weight too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.middle, self.head = nn.Embedding(96, 64), nn.Linear(64, 64), nn.Linear(64, 96, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.relu(self.middle(self.table(ids))))
+
+
+def test_a_table_in_groups_that_is_the_head_too_is_trained_and_stored_once() -> None:
+    ids = torch.randint(0, 96, (2, 5))
+    quantizer: Any = get_quantizer("xnnpack").set_global("8da4w").set_operator_type("embedding", "int4_groups")
+    qat = quantplug.prepare_qat_pt2e(torch.export.export(Tokens(), (ids,)).module(), quantizer)
+    assert sqnr(qat(ids), Tokens()(ids)) < 30
+    optimizer = torch.optim.Adam(qat.parameters(), 1e-2)
+    for _ in range(4):
+        optimizer.zero_grad()
+        F.cross_entropy(qat(ids).flatten(0, 1), ids.flatten()).backward()
+        optimizer.step()
+    converted = quantplug.convert_pt2e(qat)
+    expected = qat.eval()(ids)
+    assert torch.equal(converted(ids), expected)
+    assert sum(name.endswith("_quantized") for name, _ in converted.named_buffers()) == 2
+    program = quantizer.backend.lower(converted, (ids,))
+    for _ in range(2):
+        assert sqnr(program(ids), expected) > 40
+
+
 def learned_steps(quantizer: Any, config: str) -> Any:
     """Lets a quantizer learn the steps of its groups of 32."""
     given = quantizer.backend.config(config)
