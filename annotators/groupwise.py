@@ -12,6 +12,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantization
 from quantplug.core.errors import ConfigError
 from quantplug.core.graph.facts import tensor_value
 from quantplug.core.graph.operators import operator_overloads
+from quantplug.core.observers.groups import GroupFakeQuantize
 from quantplug.core.patterns.language import Match
 from quantplug.core.peers.torchao_names import AffineQuantizedMinMaxObserver
 from quantplug.core.specs.dtypes import group_size
@@ -22,27 +23,32 @@ _OUTPUTS_FIRST = operator_overloads("linear")
 
 
 @cache
-def group_weight_spec(group_size: int = 32, limits: tuple[int, int] = FOUR_BITS) -> QuantizationSpec:
+def group_weight_spec(
+    group_size: int = 32, limits: tuple[int, int] = FOUR_BITS, *, is_qat: bool = False
+) -> QuantizationSpec:
     """Returns the symmetric spec of weights with one scale for each group of input channels.
 
     Args:
         group_size: input channels in a group.
         limits: least and greatest integer, those of 4 bits unless given.
+        is_qat: whether the spec makes a fake quantize for training instead of an observer.
 
     Raises:
         ConfigError: the group size is no positive multiple of 32, which is what kernels read at once.
     """
     if not isinstance(group_size, int) or group_size <= 0 or group_size % 32:
         raise ConfigError(f"group_size is {group_size!r}; pass a positive multiple of 32.")
-    observer = AffineQuantizedMinMaxObserver.with_args(
-        mapping_type=MappingType.SYMMETRIC,
-        target_dtype=torch.int8,
-        granularity=PerGroup(group_size),
-        quant_min=limits[0],
-        quant_max=limits[1],
-        eps=torch.finfo(torch.float32).eps,
-    )
-    return QuantizationSpec(torch.int8, observer, *limits)
+    options = {
+        "mapping_type": MappingType.SYMMETRIC,
+        "target_dtype": torch.int8,
+        "granularity": PerGroup(group_size),
+        "quant_min": limits[0],
+        "quant_max": limits[1],
+        "eps": torch.finfo(torch.float32).eps,
+    }
+    observer = AffineQuantizedMinMaxObserver
+    constructor = GroupFakeQuantize.with_args(observer=observer, **options) if is_qat else observer.with_args(**options)
+    return QuantizationSpec(torch.int8, constructor, *limits)
 
 
 def in_groups(
@@ -60,8 +66,7 @@ def in_groups(
         options: for `make`; none about the weights.
 
     Raises:
-        ConfigError: an option is about the weights, the config is for training, or the group size is no positive
-            multiple of 32.
+        ConfigError: an option is about the weights, or the group size is no positive multiple of 32.
     """
     found = next((name for name in options if name.startswith("weight_")), None)
     if found is not None:
@@ -70,12 +75,7 @@ def in_groups(
             "leave it out."
         )
     config = make(**options)
-    if config.is_qat:
-        raise ConfigError(
-            "A config with weights in groups has no form for training: torchao fakes no quantization in groups; train "
-            "with one scale for each output channel, as XNNPACK's 'int4_dynamic'."
-        )
-    return replace(config, weight=group_weight_spec(group_size, limits))
+    return replace(config, weight=group_weight_spec(group_size, limits, is_qat=config.is_qat))
 
 
 def whole_groups(match: Match, config: QuantizationConfig) -> str | None:
@@ -95,6 +95,14 @@ def no_groups(match: Match | None, config: QuantizationConfig) -> str | None:
     """Holds unless the config has weights with several scales for an output channel."""
     size = group_size(config.weight)
     return None if size is None else f"the config has a scale for every {size} input channels, the kernel takes one"
+
+
+def groups_beside_floats(match: Match | None, config: QuantizationConfig) -> str | None:
+    """Holds unless the config has weights in groups beside activations that are quantized."""
+    size = group_size(config.weight)
+    if size is None or config.input_activation is None:
+        return None
+    return f"the config has a scale for every {size} input channels, whose kernel takes float activations"
 
 
 def groups_beside_run_time(match: Match | None, config: QuantizationConfig) -> str | None:

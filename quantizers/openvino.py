@@ -17,14 +17,15 @@ from quantplug.annotators.presets import activation_spec
 from quantplug.core.annotation.annotator import Annotations, Annotator, Constraint
 from quantplug.core.graph.operators import PADS, operator_overloads
 from quantplug.core.graph.traits import clamp_bounds
+from quantplug.core.named import named
 from quantplug.core.patterns.language import Match
 from quantplug.core.specs.levels import Level
 from quantplug.quantizers.framework.derived import derive
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
-from quantplug.quantizers.x86 import NO_INTEGERS, X86
+from quantplug.quantizers.x86 import NO_INTEGERS, X86, readable_groups
 
 # OpenVINO's front end reads no quantization parameters of run time.
-STATIC = ("int8", "int8_per_tensor", "int8_weight_only", "float16")
+STATIC = ("int8", "int8_per_tensor", "int8_weight_only", "int4_weight_only", "float16")
 
 
 def _around_zero(annotator: Annotator) -> Annotator:
@@ -113,7 +114,11 @@ _ASKED: Mapping[str, tuple[Constraint, ...]] = {
 
 
 def _compiled(row: Annotator) -> Annotator:
-    """Returns a row of x86 as OpenVINO runs it: it rounds what it scales, and some clamped volumes by three steps."""
+    """Returns a row of x86 as OpenVINO runs it: it rounds what it scales, and some clamped volumes by three steps.
+
+    It multiplies by weights in groups of any size, with any number of output channels.
+    """
+    row = replace(row, constraints=tuple(found for found in row.constraints if found is not readable_groups))
     rounded = Level.ONE_STEP if row.level is Level.EXACT else row.level
     level = Level.APPROXIMATE if row.name == "conv3d" else rounded
     return row.where(*_ASKED.get(row.name, ())).within(level)
@@ -128,7 +133,7 @@ OPENVINO = derive(
     summary="x86 through OpenVINO's compiler (needs the extra 'openvino')",
     configs={name: X86.configs[name] for name in STATIC},
     lowering="quantplug.lowering.openvino:lower",
-    weight_bits=8,
+    weight_bits=named("quantplug.lowering.openvino.four_bits:stored_bits"),
     without={**dict.fromkeys(("bmm", "matmul", "scaled_dot_product_attention"), _PRODUCTS), **NO_INTEGERS},
 )
 

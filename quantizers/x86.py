@@ -23,7 +23,7 @@ from quantplug.annotators.constraints import (
 )
 from quantplug.annotators.convolution import convolution
 from quantplug.annotators.embedding import embedding
-from quantplug.annotators.groupwise import in_groups, no_groups, whole_groups
+from quantplug.annotators.groupwise import groups_beside_floats, in_groups, no_groups, whole_groups
 from quantplug.annotators.half import half_weights
 from quantplug.annotators.linear import linear
 from quantplug.annotators.pooling import pooling
@@ -56,7 +56,7 @@ SMALL_SHARE = 0.01
 AT_RUN_TIME = (no_groups, unsigned_if_dynamic, enough_work(512))
 
 _right_shapes = named("quantplug.lowering.x86.geometry:right_shapes")
-_readable_groups = named("quantplug.lowering.x86.kernels.four_bits:readable_groups")
+readable_groups = named("quantplug.lowering.x86.kernels.four_bits:readable_groups")
 # The kernel over volumes ends in no function: a clamp behind it is one of its integers, so those it has to write.
 _VOLUMES = convolution((3,), label="conv3d").where(no_groups, not_dynamic, _right_shapes)
 CLAMPED_VOLUMES = replace(
@@ -77,7 +77,7 @@ _ROWS = (
     convolution((3,), (), "conv3d").where(*AT_RUN_TIME, _right_shapes).writing_float().sparing_ends(SMALL_SHARE),
     CLAMPED_VOLUMES,
     linear(activations=(*CLAMPS, "hardswish", "silu", "gelu", "leaky_relu", "tanh"))
-    .where(whole_groups, _readable_groups)
+    .where(whole_groups, groups_beside_floats, readable_groups)
     .writing_float()
     .sparing_ends(SMALL_SHARE),
     concatenation(*JOINS).writing_float().within(Level.EXACT),

@@ -189,9 +189,10 @@ def defer(observer: nn.Module) -> None:
     observer.forward = unchanged
 
 
-def is_deferred(observer: nn.Module) -> bool:
-    """Tells whether an observer waits for convert to see its constants."""
-    return observer.__dict__.get("forward") is unchanged
+def waits_for_constants(observer: nn.Module) -> bool:
+    """Tells whether convert is to show an observer its constants, which it has not seen as they are by then."""
+    is_deferred = observer.__dict__.get("forward") is unchanged
+    return is_deferred or needs_data(observer) or bool(getattr(observer, "of_the_moment", False))
 
 
 def observe_constant(observer: nn.Module, value: Tensor) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torchao.quantization.pt2e import FakeQuantizeBase, PerAxis, PerToken, PlaceholderObserver
 
 from quantplug.core.errors import ConfigError
+from quantplug.core.observers.straight_through import straight_through
 from quantplug.core.qdq.nodes import CHOOSE_ROWS, DEQUANTIZE_ROWS, QUANTIZE_ROWS
 
 Granularity: TypeAlias = PerToken | PerAxis
@@ -87,7 +88,7 @@ class RowFakeQuantize(FakeQuantizeBase):
             return x
         with torch.no_grad():
             rounded = quantize_dequantize(x, self.granularity)
-        return x + (rounded - x).detach()
+        return straight_through(x, rounded)
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
         """Raises, since there is no range before the program runs.

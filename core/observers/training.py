@@ -31,6 +31,7 @@ from torchao.quantization.pt2e import (
 
 from quantplug.core import observers as own
 from quantplug.core.observers import DataObserver
+from quantplug.core.observers.groups import GroupFakeQuantize
 from quantplug.core.observers.rowwise import RowFakeQuantize, RowObserver
 from quantplug.core.observers.straight_through import CHOOSE_QPARAMS, HalfFakeQuantize, RunTimeFakeQuantize
 from quantplug.core.specs.stored_dtypes import HALF_DTYPES, STORAGE_DTYPES, stored_range
@@ -66,9 +67,7 @@ def fake_quantize(observer: nn.Module, of_constants: bool = False) -> nn.Module:
     if given in HALF_DTYPES:
         return HalfFakeQuantize(given)
     if isinstance(observer, AffineQuantizedObserverBase):
-        raise TypeError(
-            f"{type(observer).__name__} has no form for training, since torchao fakes no quantization in groups"
-        )
+        return _of_blocks(observer, of_constants)
     if isinstance(observer, RowObserver):
         return RowFakeQuantize(observer.granularity, observer.dtype, observer.quant_min, observer.quant_max)
     if isinstance(observer, FixedQParamsObserver):
@@ -103,6 +102,14 @@ def _require_integers(observer: Any) -> None:
         raise TypeError(f"{observer.dtype} has no form for training, since torch fakes the rounding to integers only")
     if isinstance(observer, PlaceholderObserver) and not _is_dynamic(observer):
         raise TypeError("it has no form for training, since it has a range only where the spec is dynamic")
+
+
+def _of_blocks(observer: nn.Module, of_constants: bool) -> nn.Module:
+    if not of_constants:
+        raise TypeError(
+            f"{type(observer).__name__} has no form for training, since scales of blocks are found in weights only"
+        )
+    return GroupFakeQuantize(_gives(observer))
 
 
 def _of_run_time(observer: Any) -> nn.Module:

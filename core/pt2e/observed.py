@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from quantplug.core.errors import CalibrationError, ConvertError, QuantplugError, first_line
 from quantplug.core.graph.constants import constant_nodes, evaluate_constants
 from quantplug.core.graph.facts import observer_of
-from quantplug.core.observers.from_specs import is_deferred, needs_data, observe_constant
+from quantplug.core.observers.from_specs import needs_data, observe_constant, waits_for_constants
 from quantplug.core.pt2e.quantization import kind_of
 
 Calls: TypeAlias = dict[fx.Node, nn.Module]
@@ -42,7 +42,7 @@ def observe_constants(graph: fx.Graph, observers: Calls) -> dict[fx.Node, Tensor
     calls = [call for call in observers if call in constant]
     inputs = {call.all_input_nodes[0] for call in calls}
     values = evaluate_constants([n for n in graph.nodes if n in constant], inputs)
-    waiting = {observers[c] for c in calls if is_deferred(observers[c]) or needs_data(observers[c])}
+    waiting = {observers[c] for c in calls if waits_for_constants(observers[c])}
     seen: set[tuple[nn.Module, int]] = set()
     for call in calls:
         observer, value = observers[call], values[call.all_input_nodes[0]]

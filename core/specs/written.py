@@ -221,6 +221,7 @@ _REGISTERED: dict[str, Any] = {}
 _LIBRARIES = frozenset(
     [
         "quantplug.core.specs.dtypes",
+        "quantplug.core.observers.groups",
         "quantplug.core.observers.learned_step",
         "quantplug.core.specs.limits",
         "quantplug.core.observers.histogram",

@@ -37,6 +37,7 @@ from quantplug.lowering.agreement import agreement
 from quantplug.lowering.halves import spell_out_halves
 from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.openvino.defects import step_aside
+from quantplug.lowering.openvino.four_bits import store_in_four_bits
 from quantplug.lowering.openvino.outputs import make_distinct
 from quantplug.lowering.openvino.products import fold_products
 from quantplug.lowering.openvino.program import OpenVINOProgram, runtime, said
@@ -107,6 +108,7 @@ def lower(
         model, signature = openvino.convert_model(decoder), Signature.of_exported(exported)
         _drop_fixed(model, signature)
         fold_products(model)
+        store_in_four_bits(model)
         program = OpenVINOProgram(model, signature, outputs.moved(places), options, pair, variables)
         program(*example_inputs)
         program.restart()

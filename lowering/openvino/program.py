@@ -25,7 +25,7 @@ from quantplug.lowering.program import LoweredOp, Program
 from quantplug.lowering.signature import Signature, TensorInput
 
 _GRAPH, _WEIGHTS, _SETTINGS, _STATE = "model.xml", "model.bin", "settings.json", "state.npz"
-_INTEGER = {"u8", "i8"}
+_INTEGER = {"u8", "i8", "i4"}
 _TYPES = {
     "f16": torch.float16,
     "bf16": torch.bfloat16,
@@ -318,12 +318,20 @@ def _tensor(array: Any, port: Any) -> Tensor:
 
 
 def _kernels(compiled: Any) -> Iterator[tuple[str, str]]:
-    """Yields (node that the front end read, precision of its kernel) for what runs."""
-    for layer in compiled.get_runtime_model().get_ordered_ops():
-        info = layer.get_rt_info()
-        kind, precision, names = (_text(info[key]) for key in ("layerType", "runtimePrecision", "originalLayersNames"))
-        if kind not in _NOT_COMPUTED:
-            yield from ((name.partition("/")[0], precision) for name in names.split(",") if "/" in name)
+    """Yields (node that the front end read, precision of its kernel) for what runs.
+
+    A kernel is named after what it ends in. Among what it is said to carry out OpenVINO 2026.4 names its input instead
+    where a kernel of compressed weights gets no bias; that one has a kernel by its own name.
+    """
+    layers = compiled.get_runtime_model().get_ordered_ops()
+    computed = [layer for layer in layers if _text(layer.get_rt_info()["layerType"]) not in _NOT_COMPUTED]
+    ends = {layer.get_friendly_name() for layer in computed}
+    for layer in computed:
+        info, end = layer.get_rt_info(), layer.get_friendly_name()
+        carried = {name for name in _text(info["originalLayersNames"]).split(",") if name not in ends}
+        for name in sorted({end, *carried}):
+            if "/" in name:
+                yield name.partition("/")[0], _text(info["runtimePrecision"])
 
 
 def _text(found: Any) -> str:

@@ -464,12 +464,6 @@ def test_what_cannot_be_trained_is_an_error_that_names_spec_and_place(spec: Quan
     assert torch.isfinite(module(x)).all()
 
 
-def test_weights_in_groups_cannot_be_trained() -> None:
-    module = exported(nn.Sequential(nn.Linear(64, 4)), torch.randn(2, 64))
-    with pytest.raises(AnnotationError, match=r"weight.*cannot be trained.*no quantization in groups; give it a spec"):
-        prepare_qat_pt2e(module, get_quantizer("xnnpack").set_global("int4_dynamic_groups"))
-
-
 @pytest.mark.slow
 def test_a_foreign_quantizer_without_fake_quantizes_trains() -> None:
     x = torch.randn(4, 6)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -107,3 +109,29 @@ def test_code_of_a_checkpoint_does_not_run(folder):
 
 def test_the_vocabulary_fits():
     assert len(tokenizer()) == VOCABULARY
+
+
+# What a torchvision of another torch says when it is imported.
+_BROKEN = "raise RuntimeError('operator torchvision::nms does not exist')"
+_READ = "import quantplug; print(type(quantplug.load_checkpoint({!r}).model).__name__)"
+
+
+def beside_a_broken_torchvision(tmp_path, folder, before=""):
+    (tmp_path / "shadow").mkdir()
+    (tmp_path / "shadow" / "torchvision.py").write_text(_BROKEN)
+    path = os.pathsep.join([os.fspath(tmp_path / "shadow"), *filter(None, sys.path)])
+    command = [sys.executable, "-W", "ignore", "-c", before + _READ.format(os.fspath(folder))]
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+
+
+def test_a_torchvision_of_another_torch_is_no_obstacle(tmp_path, folder):
+    done = beside_a_broken_torchvision(tmp_path, folder)
+    assert done.stdout.split() == ["LlamaForCausalLM"], done.stderr
+
+
+@pytest.mark.slow
+def test_a_torchvision_that_was_asked_for_before_is_told_with_the_remedy(tmp_path, folder):
+    before = "from transformers.utils import is_torchvision_available as asked; asked(); "
+    said = beside_a_broken_torchvision(tmp_path, folder, before).stderr.strip().splitlines()[-1]
+    assert "which cannot be imported (RuntimeError: operator torchvision::nms does not exist): read the" in said
+    assert "or install the torchvision of torch" in said

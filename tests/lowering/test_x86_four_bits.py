@@ -137,8 +137,6 @@ def test_what_says_nothing_of_groups_is_an_error():
         backend.config(FULL, weight_observer="mse")
     with pytest.raises(ConfigError, match="'weight_qmin' says nothing of weights in groups"):
         quantplug.get_quantizer("xnnpack").backend.config("int4_dynamic_groups", weight_qmin=-7)
-    with pytest.raises(ConfigError, match="has no form for training"):
-        backend.config(FULL, is_qat=True)
     with pytest.raises(ConfigError, match="or take config 'int4_weight_only'"):
         backend.config("int8", weight_bits=4)
 
@@ -149,26 +147,6 @@ def test_groups_of_another_size_than_the_kernel_reads_stay_float():
     with pytest.warns(UserWarning, match="the kernel takes groups of 32, 64, 128, 256 input channels, not of 96"):
         report = explained(exported, "x86", config)
     assert not report.rows[0].quantized
-
-
-def test_openvino_says_that_it_stores_eight_bits_for_four():
-    x = torch.randn(3, 256)
-    config = quantplug.get_quantizer("x86").backend.config(FULL)
-    quantizer = quantplug.get_quantizer("openvino").set_global(config)
-    exported = torch.export.export(Block().eval(), (x,)).module()
-    with pytest.warns(UserWarning, match="Backend 'openvino' stores weights in 8 bits"):
-        quantplug.prepare_pt2e(exported, quantizer)
-
-
-@pytest.mark.slow
-def test_openvino_lowers_weights_in_groups():
-    """Lowering ended in an assertion without words."""
-    pytest.importorskip("openvino")
-    x = torch.randn(3, 256)
-    config = quantplug.get_quantizer("x86").backend.config(FULL)
-    artefact = quantplug.quantize(Block().eval(), (x,), "openvino", config=config, progress=False)
-    for inputs in (x, torch.randn(3, 256)):
-        assert sqnr(artefact(inputs), artefact.reference(inputs)) > 60
 
 
 def test_four_bits_of_one_scale_a_channel_are_told_on_x86():

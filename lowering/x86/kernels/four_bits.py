@@ -41,12 +41,10 @@ def stored_bits(spec: QuantizationSpec, activation: QuantizationSpec | None) -> 
 
 
 def readable_groups(match: Match, config: QuantizationConfig) -> str | None:
-    """Holds for weights "w" without groups, and beside float activations for groups that the kernel reads."""
+    """Holds for weights "w" without groups, and for groups that the kernel reads."""
     size, weight = group_size(config.weight), tensor_value(match["w"])
     if size is None or weight is None:
         return None
-    if config.input_activation is not None:
-        return f"the config has a scale for every {size} input channels, whose kernel takes float activations"
     if size not in SIZES:
         return f"the kernel takes groups of {', '.join(map(str, SIZES))} input channels, not of {size}"
     if int(weight.shape[0]) % TILE:

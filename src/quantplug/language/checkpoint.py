@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantplug.core.errors import ArtefactError, ConfigError, first_line, shown
+from quantplug.core.errors import ArtefactError, ConfigError, QuantplugError, first_line, shown
 from quantplug.core.files.whole import kind_at
+from quantplug.language.torchvision import reason_of, usable_torchvision
 
 
 @dataclass(frozen=True)
@@ -137,14 +138,14 @@ def _require_causal(path: Path, config: Any) -> None:
 def _reading(path: Path, what: str) -> Iterator[None]:
     """Keeps the notes of transformers quiet, and makes one sentence of what it raises on files of any content."""
     try:
-        with _quiet(), warnings.catch_warnings():
+        with usable_torchvision(), _quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except ArtefactError:
+    except QuantplugError:
         raise
     except ImportError as error:
         raise ConfigError(
-            f"Language models need transformers and its companions ({first_line(error)}); pip install 'quantplug[llm]'."
+            f"Language models need transformers and its companions ({reason_of(error)}); pip install 'quantplug[llm]'."
         ) from error
     except Exception as error:  # whatever the content of files makes transformers raise
         raise ArtefactError(f"'{path}' holds no {what} that transformers reads ({first_line(error)}).") from error
