@@ -171,13 +171,11 @@ def _store_channels(node: fx.Node, given: dict[str, Any]) -> None:
         )
     if scales.dtype != torch.float32:
         set_operand(node, "scales", constant(node, f"{node.name}_scales", scales.detach().to(torch.float32)))
-    if zeros is not None and node.args[-1] != torch.int32 and bool(zeros.any()):
-        stored = constant(node, f"{node.name}_zeros", zeros.detach().to(given["dtype"]))
-        set_operand(node, "zero_points", stored)
-    elif is_dequantize(node) and zeros is not None:
+    if given["dtype"] == torch.int32:  # has no zero points in ONNX
         set_operand(node, "zero_points", None)
-    elif zeros is not None:
-        set_operand(node, "zero_points", constant(node, f"{node.name}_zeros", zeros.detach().to(given["dtype"])))
+    else:  # also where they are 0: ONNX Runtime takes no weight without
+        stored = torch.zeros(scales.shape, dtype=given["dtype"]) if zeros is None else zeros.detach().to(given["dtype"])
+        set_operand(node, "zero_points", constant(node, f"{node.name}_zeros", stored))
 
 
 def of_wide_opset(graph: fx.Graph) -> fx.Node | None:

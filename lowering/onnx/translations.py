@@ -75,7 +75,7 @@ class _Writer:
         zero_point: int,
         quant_min: int,
         quant_max: int,
-        dtype: int,  # noqa: A002
+        dtype: int,
     ) -> Any:
         """Writes QuantizeLinear, and a Clip of its integers where the range is narrower than their dtype."""
         found = self.op.QuantizeLinear(input, self.number(scale, 1), self.number(zero_point, dtype))
