@@ -1,8 +1,8 @@
 """What ONNX Runtime's CPU kernels run in integers, as declarations.
 
-Activations are uint8 with one scale (int8 in config "int8_signed", which ONNX Runtime shifts to uint8), weights int8 around
-zero with one scale for each output channel; beside float activations those of a linear may have four bits, with one
-scale for a group of input channels. Found by reading the graphs that ONNX Runtime 1.32 runs, and by the conformance kit.
+Activations are uint8 with one scale (int8 in config "int8_signed", which the lowering moves to uint8), weights int8
+around zero with one scale for each output channel; beside float activations those of a linear may have four bits, with
+one scale for a group of input channels. Found by reading the graphs that ONNX Runtime 1.32 runs.
 """
 
 from functools import partial

@@ -15,8 +15,8 @@ from quantplug.core.graph.editing import call, constant, set_operand
 from quantplug.core.graph.facts import constant_value, describe, is_constant, operands, rank, tensor_value
 from quantplug.core.patterns.language import Match, op, value
 from quantplug.core.patterns.rules import Rule, apply
-from quantplug.core.qdq.nodes import is_dequantize, is_qdq
-from quantplug.core.qdq.qparams import DEQUANTIZE_PER_TENSOR, QD, qparams
+from quantplug.core.qdq.nodes import is_dequantize, is_qdq, is_quantize
+from quantplug.core.qdq.qparams import DEQUANTIZE_PER_TENSOR, QD, qparams, static_qparams
 from quantplug.lowering.clamps import clamp_rules
 from quantplug.lowering.onnx import operators  # noqa: F401  (registers what the forms call)
 from quantplug.lowering.run_time import chain_of
@@ -24,10 +24,9 @@ from quantplug.lowering.run_time import chain_of
 _ATEN = torch.ops.aten
 _OWN = torch.ops.quantplug_onnx
 _INT32 = (-(2**31), 2**31 - 1, torch.int32)
-_PRODUCTS = op(
-    *("linear.default", "conv1d.default", "conv2d.default", "conv3d.default", "conv_transpose1d.default"),
-    *("conv_transpose2d.input", "conv_transpose3d.input"),
-)
+_NAMES = ("conv1d.default", "conv2d.default", "conv3d.default")
+_CONVOLUTIONS = op(*_NAMES, bias=None)
+_PRODUCTS = op("linear.default", *_NAMES)
 
 
 def write_forms(graph: fx.Graph) -> frozenset[str]:
@@ -39,6 +38,7 @@ def write_forms(graph: fx.Graph) -> frozenset[str]:
     narrow: set[str] = set()
     apply(graph, clamp_rules(value()))
     apply(graph, [Rule(op("clamp.default", self=value("x")), _clipped)])
+    apply(graph, [Rule(_CONVOLUTIONS, _zero_bias)])
     apply(graph, [Rule(_PRODUCTS, _integer_bias)])
     apply(graph, [Rule(op("linear.default", input=value("x")), lambda match: _product(match, narrow))])
     for node in list(graph.nodes):
@@ -47,11 +47,36 @@ def write_forms(graph: fx.Graph) -> frozenset[str]:
     return frozenset(narrow)
 
 
+def shift_to_unsigned(graph: fx.Graph) -> None:
+    """Moves activations of int8 by 128 to uint8, in place: the same real numbers.
+
+    ONNX Runtime does so itself where one operator reads them, and computes in float where several do.
+    """
+    for node in list(graph.nodes):
+        params = static_qparams(node) if is_quantize(node) else None
+        readers = [static_qparams(user) if is_dequantize(user) else None for user in node.users]
+        if params is None or params.dtype != torch.int8 or any(found != params for found in readers):
+            continue
+        shifted = params.shifted(128, torch.uint8).args()
+        for each in (node, *node.users):
+            each.args, each.kwargs = (each.all_input_nodes[0], *shifted), {}
+        node.meta["val"] = node.meta["val"].to(torch.uint8)
+
+
 def _clipped(match: Match) -> fx.Node | str:
     node, found = match.root, tensor_value(match["x"])
     if found is None or found.dtype not in (torch.uint8, torch.int8):
         return "it clamps no integers"
     return call(node, _OWN.clip.default, (match["x"], *node.args[1:3]), node)
+
+
+def _zero_bias(match: Match) -> fx.Node | str:
+    """The exporter writes a bias that is computed where there is none, and ONNX Runtime's kernels take constants."""
+    node, weight = match.root, tensor_value(operands(match.root)["weight"])
+    if weight is None:
+        return "its weight is not known"
+    set_operand(node, "bias", constant(node, f"{node.name}_bias", torch.zeros(weight.shape[0], dtype=weight.dtype)))
+    return node
 
 
 def _integer_bias(match: Match) -> fx.Node | str:
@@ -98,7 +123,7 @@ def _product(match: Match, narrow: set[str]) -> fx.Node | str:
     """A linear layer over integers becomes a product with the matrix turned, which ONNX Runtime packs."""
     node, given = match.root, operands(match.root)
     weight = given["weight"]
-    if not is_dequantize(weight) or not is_constant(weight.args[0]) or rank(weight) != 2:
+    if not is_dequantize(weight) or not is_constant(weight.args[0]) or rank(weight.args[0]) != 2:
         return "its weight is no matrix of integers"
     if (chain := chain_of(match["x"])) is not None:
         return _at_run_time(node, chain.source, chain.choose, given)
@@ -126,8 +151,13 @@ def _channels(node: fx.Node, weight: fx.Node) -> fx.Node:
     new = call(node, weight.target, (turned, *weight.args[1:]), weight)
     if "axis" in given:
         set_operand(new, "axis", 1 - given["axis"] % 2)
-    new.meta["val"] = weight.meta["val"].t()
-    return new
+    return _seen_as(new, stored.t())
+
+
+def _seen_as(node: fx.Node, stored: Tensor) -> fx.Node:
+    """Notes what a dequantize node of a constant yields."""
+    node.meta["val"] = stored.new_empty(stored.shape, dtype=torch.float32)
+    return node
 
 
 def _groups(node: fx.Node, weight: fx.Node, narrow: set[str]) -> fx.Node:
@@ -146,8 +176,7 @@ def _groups(node: fx.Node, weight: fx.Node, narrow: set[str]) -> fx.Node:
     by_group = scales.detach().to(torch.float32).reshape(stored.shape[0], -1).t().contiguous()
     numbers = constant(node, f"{given['input'].target}_scales", by_group)
     new = call(node, _OWN.dequantize_groups.default, (turned, numbers, 0, size), weight)
-    new.meta["val"] = weight.meta["val"].t()
-    return new
+    return _seen_as(new, stored.t())
 
 
 def _store_numbers(node: fx.Node) -> None:

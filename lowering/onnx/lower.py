@@ -30,7 +30,7 @@ from quantplug.core.specs.limits import ONEDNN_PAIRS
 from quantplug.lowering.agreement import agreement
 from quantplug.lowering.halves import spell_out_halves
 from quantplug.lowering.onnx.export import checked, number_of, to_onnx
-from quantplug.lowering.onnx.forms import of_wide_opset, write_forms
+from quantplug.lowering.onnx.forms import of_wide_opset, shift_to_unsigned, write_forms
 from quantplug.lowering.onnx.kernels import carried_out
 from quantplug.lowering.onnx.program import ONNXProgram
 from quantplug.lowering.onnx.runtime import WRITERS, require
@@ -76,6 +76,7 @@ def lower(
     require_no_autocast(module.graph, "ONNX does")
     reference, recorded = twin(module), record(module.graph)
     pair = _require_pairs(module.graph)
+    shift_to_unsigned(module.graph)
     spell_plainly(module.graph)
     halves = spell_out_halves(module.graph)
     narrow = write_forms(module.graph)

@@ -70,7 +70,7 @@ class _Writer:
 
     def quantize(
         self,
-        input: Any,
+        input: Any,  # noqa: A002
         scale: float,
         zero_point: int,
         quant_min: int,
