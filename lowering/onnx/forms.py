@@ -12,7 +12,15 @@ from torch import Tensor, fx
 
 from quantplug.core.errors import LoweringError
 from quantplug.core.graph.editing import call, constant, set_operand
-from quantplug.core.graph.facts import constant_value, describe, is_constant, operands, rank, tensor_value
+from quantplug.core.graph.facts import (
+    constant_value,
+    describe,
+    is_constant,
+    operands,
+    operator_name,
+    rank,
+    tensor_value,
+)
 from quantplug.core.patterns.language import Match, op, value
 from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.nodes import is_dequantize, is_qdq, is_quantize
@@ -24,6 +32,7 @@ from quantplug.lowering.run_time import chain_of
 _ATEN = torch.ops.aten
 _OWN = torch.ops.quantplug_onnx
 _INT32 = (-(2**31), 2**31 - 1, torch.int32)
+_OF_ACTIVATIONS = frozenset(f"aten::{name}" for name in ("add", "add_", "mul", "mul_", "cat"))
 _NAMES = ("conv1d.default", "conv2d.default", "conv3d.default")
 _CONVOLUTIONS = op(*_NAMES, bias=None)
 _PRODUCTS = op("linear.default", *_NAMES)
@@ -53,6 +62,8 @@ def shift_to_unsigned(graph: fx.Graph) -> None:
     ONNX Runtime does so itself where one operator reads them, and computes in float where several do.
     """
     for node in list(graph.nodes):
+        if _is_summand(node):
+            _shift_constant(node)
         params = static_qparams(node) if is_quantize(node) else None
         readers = [static_qparams(user) if is_dequantize(user) else None for user in node.users]
         if params is None or params.dtype != torch.int8 or any(found != params for found in readers):
@@ -61,6 +72,20 @@ def shift_to_unsigned(graph: fx.Graph) -> None:
         for each in (node, *node.users):
             each.args, each.kwargs = (each.all_input_nodes[0], *shifted), {}
         node.meta["val"] = node.meta["val"].to(torch.uint8)
+
+
+def _is_summand(node: fx.Node) -> bool:
+    """Tells whether a node is a constant of int8 that a kernel reads as it reads activations."""
+    params = static_qparams(node) if is_dequantize(node) and is_constant(node.args[0]) else None
+    is_read_alike = all(operator_name(user) in _OF_ACTIVATIONS for user in node.users)
+    return params is not None and params.dtype == torch.int8 and is_read_alike
+
+
+def _shift_constant(node: fx.Node) -> None:
+    stored = constant_value(node.all_input_nodes[0])
+    assert stored is not None  # `_is_summand` read it
+    shifted = constant(node, f"{node.name}_shifted", (stored.detach().to(torch.int16) + 128).to(torch.uint8))
+    node.args, node.kwargs = (shifted, *qparams(node).shifted(128, torch.uint8).args()), {}
 
 
 def _clipped(match: Match) -> fx.Node | str:

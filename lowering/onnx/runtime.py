@@ -37,6 +37,8 @@ def session(path: str, optimized: str | None = None) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 4  # what fails is raised as well
+    # By default ONNX Runtime rounds the activations of layers whose weights alone are integers too, to 8 bits.
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     if optimized is not None:
         options.optimized_model_filepath = optimized
         options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "optimized.bin")
