@@ -5,6 +5,7 @@ around zero with one scale for each output channel; beside float activations tho
 one scale for a group of input channels. Found by reading the graphs that ONNX Runtime 1.32 runs.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -56,11 +57,16 @@ _config = get_x86_quantization_config
 _weight_only = partial(get_x86_quantization_config, is_weight_only=True)
 _INTEGERS = in_integers((torch.uint8, torch.int8))
 
+_LINEAR = linear().where(whole_groups, groups_alone)
+# With a float result the kernel ends in no clamp, which would be computed in float.
+_PLAIN = ("linear", "linear_bn")
+
 _ROWS = (
     # A kernel of a convolution reads and writes integers: with a float result ONNX Runtime computes in float.
     convolution(dims=(1, 2, 3)).where(no_groups, not_dynamic),
     transposed_convolution(dims=(1, 2, 3), activations=()).where(no_groups, weights_alone, one_group_or_scale),
-    linear().where(whole_groups, groups_alone).writing_float(),
+    replace(_LINEAR, patterns=tuple(pair for pair in _LINEAR.patterns if pair[0] not in _PLAIN)),
+    replace(_LINEAR, patterns=tuple(pair for pair in _LINEAR.patterns if pair[0] in _PLAIN)).writing_float(),
     matmul("matmul", "bmm").writing_float(),
     binary("add", tuple(CLAMPS)).needing_company(),
     binary("mul", tuple(CLAMPS)).needing_company(),

@@ -193,4 +193,5 @@ def _read(path: Path) -> tuple[Any, _Settings]:
         location = str(getattr(value.const_value, "location", ""))
         if Path(location).name != location:
             raise ValueError(f"its weights lie at '{location}', which leads out of its folder")
+    onnx_ir.external_data.load_to_model(model)
     return model, settings

@@ -82,7 +82,7 @@ def test_a_residual_net_runs_on_integer_kernels_for_any_batch(residual):
         x = torch.randn(size, 3, 16, 16)
         with torch.no_grad():
             assert sqnr(program(x)["logits"], reference(x)["logits"]) > 60
-    with pytest.raises(LoweringError, match="Input 0 of the program is .* found torch.float32"):
+    with pytest.raises(LoweringError, match=r"Input 0 of the program is .* found torch.float32"):
         program(torch.randn(2, 3, 17, 16))
 
 
@@ -132,7 +132,6 @@ def test_files_that_are_no_program_are_one_sentence(residual, tmp_path):
     with pytest.raises(ArtefactError, match="no program of the onnx lowering"):
         ONNXProgram.load(path)
     model = onnx.load(residual[1].save(path))
-    model.metadata_props[0].value = model.metadata_props[0].value.replace('"batch"', '"other"').replace("16", "17")
     del model.metadata_props[:]
     onnx.save(model, path)
     with pytest.raises(ArtefactError, match="without the metadata that `save` writes"):
@@ -160,7 +159,7 @@ GEOMETRIES = {
 
 
 @needs_vnni
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_layers_of_any_geometry_run_on_integer_kernels_per_channel(name, strict):
@@ -193,7 +192,12 @@ def test_channels_are_on_the_right_axis_with_and_without_zero_points(axis, zero_
 @needs_vnni
 def test_activations_of_int8_are_those_of_uint8_in_the_file(tmp_path):
     inputs = (torch.randn(2, 3, 8, 8),)
-    model = Function(lambda m, x: m.head((m.conv(x) + 1.5).flatten(1)), conv=nn.Conv2d(3, 4, 3), head=nn.Linear(144, 5))
+    model = Function(
+        lambda m, x: m.head((m.conv(x) + m.shift).flatten(1)),
+        conv=nn.Conv2d(3, 4, 3),
+        head=nn.Linear(144, 5),
+        shift=nn.Parameter(torch.randn(4, 1, 1)),
+    )
     reference = quantized(model, inputs, "int8_signed")
     assert any(torch.int8 in node.args for node in reference.graph.nodes)
     program = ONNXRUNTIME.lower(reference, inputs)
@@ -221,7 +225,7 @@ def test_attention_multiplies_integers_and_what_stays_float_says_why():
 
 
 @needs_vnni
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "least"), [(lambda: ResNet18(8, 10), 30), (MobileNet, 30)], ids=["resnet18", "mobilenet"]
 )
@@ -409,12 +413,11 @@ def test_a_program_that_computes_something_else_is_refused(monkeypatch):
     from quantplug.lowering.onnx import program
 
     inputs = (torch.randn(2, 8),)
-    reference, run = quantized(nn.Linear(8, 4), inputs), program.session
+    reference = quantized(nn.Linear(8, 4), inputs)
     honest = program.from_numpy
     monkeypatch.setattr(program, "from_numpy", lambda array: honest(array) + 1.0)
-    with pytest.raises(LoweringError, match="Output 0 of the program keeps .* dB of the q/dq graph"):
+    with pytest.raises(LoweringError, match=r"Output 0 of the program keeps .* dB of the q/dq graph"):
         ONNXRUNTIME.lower(reference, inputs)
-    assert run is program.session
 
 
 WITHOUT = """
