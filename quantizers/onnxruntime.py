@@ -6,7 +6,8 @@ one scale for a group of input channels. Found by reading the graphs that ONNX R
 """
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
@@ -27,8 +28,9 @@ from quantplug.annotators.half import half_weights
 from quantplug.annotators.linear import linear
 from quantplug.annotators.matmul import matmul
 from quantplug.annotators.pooling import pooling
-from quantplug.annotators.presets import get_float16_quantization_config
+from quantplug.annotators.presets import get_float16_quantization_config, int32_bias_spec
 from quantplug.annotators.shape import concatenation, movement
+from quantplug.core.annotation.annotator import Annotator
 from quantplug.core.graph.operators import CLAMPS, IDENTITIES, MOVES, REPEATS
 from quantplug.core.named import named
 from quantplug.core.patterns.language import Match
@@ -53,20 +55,41 @@ def groups_alone(match: Match | None, config: QuantizationConfig) -> str | None:
     return f"the config has a scale for every {size} input channels, whose kernel takes float activations"
 
 
-_config = get_x86_quantization_config
+def _static(*, is_qat: bool = False, **options: Any) -> QuantizationConfig:
+    """Returns a config with biases as the kernels hold them: int32, or float in training."""
+    found = get_x86_quantization_config(is_qat, **options)
+    return found if is_qat else _with_integer_bias(found)
+
+
+@cache
+def _with_integer_bias(config: QuantizationConfig) -> QuantizationConfig:
+    """Returns the very same object for equal arguments, so that configs can be compared."""
+    return replace(config, bias=int32_bias_spec())
+
+
+def _in_training(row: Annotator) -> tuple[Annotator, Annotator]:
+    """Returns a row without batch norms, and that with them: the kernels round the float bias that training leaves."""
+    parts = [tuple(pair for pair in row.patterns if ("_bn" in pair[0]) is trained) for trained in (False, True)]
+    plain, trained = (replace(row, patterns=part) for part in parts)
+    return plain, trained.within(Level.APPROXIMATE)
+
+
 _weight_only = partial(get_x86_quantization_config, is_weight_only=True)
 _INTEGERS = in_integers((torch.uint8, torch.int8))
 
 _LINEAR = linear().where(whole_groups, groups_alone)
 # With a float result the kernel ends in no clamp, which would be computed in float.
-_PLAIN = ("linear", "linear_bn")
+_OPEN, _CLAMPED = (
+    replace(_LINEAR, patterns=tuple(pair for pair in _LINEAR.patterns if (pair[0] in ("linear", "linear_bn")) is plain))
+    for plain in (True, False)
+)
 
 _ROWS = (
     # A kernel of a convolution reads and writes integers: with a float result ONNX Runtime computes in float.
-    convolution(dims=(1, 2, 3)).where(no_groups, not_dynamic),
+    *_in_training(convolution(dims=(1, 2, 3)).where(no_groups, not_dynamic)),
     transposed_convolution(dims=(1, 2, 3), activations=()).where(no_groups, weights_alone, one_group_or_scale),
-    replace(_LINEAR, patterns=tuple(pair for pair in _LINEAR.patterns if pair[0] not in _PLAIN)),
-    replace(_LINEAR, patterns=tuple(pair for pair in _LINEAR.patterns if pair[0] in _PLAIN)).writing_float(),
+    *_in_training(_CLAMPED),
+    *_in_training(_OPEN.writing_float()),
     matmul("matmul", "bmm").writing_float(),
     binary("add", tuple(CLAMPS)).needing_company(),
     binary("mul", tuple(CLAMPS)).needing_company(),
@@ -86,10 +109,10 @@ ONNXRUNTIME = Backend(
     summary="ONNX files on ONNX Runtime's CPU kernels (needs the extra 'onnx')",
     annotators=tuple(row.where(_INTEGERS).adding_pairs(ONEDNN_PAIRS) for row in _ROWS),
     configs={
-        "int8": _config,
-        "int8_per_tensor": lambda **options: _config(per_channel=False, **options),
-        "int8_signed": lambda **options: _config(symmetric=True, **options),
-        "int8_dynamic": lambda **options: _config(is_dynamic=True, **options),
+        "int8": _static,
+        "int8_per_tensor": partial(_static, per_channel=False),
+        "int8_signed": partial(_static, symmetric=True),
+        "int8_dynamic": partial(get_x86_quantization_config, is_dynamic=True),
         "int8_weight_only": _weight_only,
         "int4_weight_only": partial(in_groups, _weight_only),
         "float16": get_float16_quantization_config,

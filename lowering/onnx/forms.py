@@ -31,6 +31,7 @@ from quantplug.lowering.run_time import chain_of
 
 _ATEN = torch.ops.aten
 _OWN = torch.ops.quantplug_onnx
+_GROUPS = _OWN.dequantize_groups.default
 _INT32 = (-(2**31), 2**31 - 1, torch.int32)
 _OF_ACTIVATIONS = frozenset(f"aten::{name}" for name in ("add", "add_", "mul", "mul_", "cat"))
 _NAMES = ("conv1d.default", "conv2d.default", "conv3d.default")
@@ -115,8 +116,9 @@ def _integer_bias(match: Match) -> fx.Node | str:
     stored = (bias.detach().double() / step.double()).round()
     if bool((stored.abs() >= 2**31).any()):
         return "its bias is beyond the integers of 32 bits"
-    args = (constant(node, f"{given['bias'].target}_stored", stored.to(torch.int32)),)
-    args += (constant(node, f"{given['bias'].target}_scale", step), None, 0, *_INT32)
+    integers = constant(node, f"{given['bias'].target}_stored", stored.to(torch.int32))
+    steps = constant(node, f"{given['bias'].target}_scale", step)
+    args = (integers, steps, None, 0, *_INT32)
     set_operand(node, "bias", call(node, QD.dequantize_per_channel.default, args, given["bias"]))
     return node
 
@@ -200,7 +202,7 @@ def _groups(node: fx.Node, weight: fx.Node, narrow: set[str]) -> fx.Node:
         narrow.add(str(turned.target))
     by_group = scales.detach().to(torch.float32).reshape(stored.shape[0], -1).t().contiguous()
     numbers = constant(node, f"{given['input'].target}_scales", by_group)
-    new = call(node, _OWN.dequantize_groups.default, (turned, numbers, 0, size), weight)
+    new = call(node, _GROUPS, (turned, numbers, 0, size), weight)
     return _seen_as(new, stored.t())
 
 
@@ -235,8 +237,8 @@ def _store_channels(node: fx.Node, given: dict[str, Any]) -> None:
 def of_wide_opset(graph: fx.Graph) -> fx.Node | None:
     """Returns a node whose integers ONNX has from opset 21 on: of 4 or 16 bits, or with scales of groups."""
     wide = (torch.int16, torch.uint16)
-    for node in graph.nodes:
-        dtype = operands(node).get("dtype") if is_qdq(node) else None
-        if dtype in wide or node.target is _OWN.dequantize_groups.default:
-            return node
-    return None
+    return next((node for node in graph.nodes if _dtype_of(node) in wide or node.target is _GROUPS), None)
+
+
+def _dtype_of(node: fx.Node) -> torch.dtype | None:
+    return operands(node).get("dtype") if is_qdq(node) else None

@@ -27,7 +27,7 @@ def translations(opset: int) -> Mapping[Callable[..., Any], Callable[..., Any]]:
     from onnxscript import opset18, opset21
 
     write = _Writer(opset21 if opset >= WIDE_OPSET else opset18)
-    table = {
+    table: dict[Callable[..., Any], Callable[..., Any]] = {
         **dict.fromkeys(_overloads("quantize_per_tensor"), write.quantize),
         **dict.fromkeys(_overloads("dequantize_per_tensor"), write.dequantize),
         QD.quantize_per_channel.default: write.quantize_channels,

@@ -1,7 +1,9 @@
 """The q/dq graph as ONNX: integers in the file, integer kernels in ONNX Runtime, the q/dq graph's numbers, refusals."""
 
+import importlib
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,7 +168,7 @@ def test_layers_of_any_geometry_run_on_integer_kernels_per_channel(name, strict)
     layer, shape = GEOMETRIES[name]
     model, inputs = nn.Sequential(layer, nn.ReLU6()), (torch.randn(*shape),)
     reference = quantized(model, inputs, strict=strict)
-    program = ONNXRUNTIME.lower(reference, inputs)
+    program: Any = ONNXRUNTIME.lower(reference, inputs)
     assert {operator.placement for operator in program.ops} == {"int8"}
     x = torch.randn(*shape)
     assert decibels(program, reference, x) > 50
@@ -192,15 +194,15 @@ def test_channels_are_on_the_right_axis_with_and_without_zero_points(axis, zero_
 @needs_vnni
 def test_activations_of_int8_are_those_of_uint8_in_the_file(tmp_path):
     inputs = (torch.randn(2, 3, 8, 8),)
-    model = Function(
-        lambda m, x: m.head((m.conv(x) + m.shift).flatten(1)),
-        conv=nn.Conv2d(3, 4, 3),
-        head=nn.Linear(144, 5),
-        shift=nn.Parameter(torch.randn(4, 1, 1)),
-    )
+    parts: dict[str, Any] = {
+        "conv": nn.Conv2d(3, 4, 3),
+        "head": nn.Linear(144, 5),
+        "shift": nn.Parameter(torch.randn(4, 1, 1)),
+    }
+    model = Function(lambda m, x: m.head((m.conv(x) + m.shift).flatten(1)), **parts)
     reference = quantized(model, inputs, "int8_signed")
     assert any(torch.int8 in node.args for node in reference.graph.nodes)
-    program = ONNXRUNTIME.lower(reference, inputs)
+    program: Any = ONNXRUNTIME.lower(reference, inputs)
     assert {operator.placement for operator in program.ops} == {"int8"}
     assert decibels(program, reference, torch.randn(2, 3, 8, 8)) > 50
     assert all(each.data_type != onnx.TensorProto.INT8 or each.dims for each in written(program, tmp_path).initializer)
@@ -214,7 +216,7 @@ def test_attention_multiplies_integers_and_what_stays_float_says_why():
         (torch.randn(2, 16, 64),),
     )
     reference = quantized(model, inputs)
-    program = ONNXRUNTIME.lower(reference, inputs)
+    program: Any = ONNXRUNTIME.lower(reference, inputs)
     kernels = list(program.kernels.values())
     assert (kernels.count("QGemm"), kernels.count("QLinearMatMul"), kernels.count("QLinearSoftmax")) == (4, 2, 1)
     assert decibels(program, reference, *inputs) > 40
@@ -233,7 +235,7 @@ def test_whole_nets_are_all_integers(model, least):
     torch.manual_seed(0)
     net, inputs = model().eval(), (torch.randn(1, 3, 32, 32),)
     reference = quantized(net, inputs)
-    program = ONNXRUNTIME.lower(reference, inputs)
+    program: Any = ONNXRUNTIME.lower(reference, inputs)
     assert {operator.placement for operator in program.ops} == {"int8"}
     assert decibels(program, reference, *inputs) > 50
     with torch.no_grad():
@@ -245,7 +247,7 @@ def test_a_layer_with_scales_of_run_time_is_one_integer_kernel():
     torch.manual_seed(0)
     model, inputs = nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 8, bias=False)), (torch.randn(3, 5, 64),)
     reference = quantized(model, inputs, "int8_dynamic", dynamic_shapes=BATCH)
-    program = ONNXRUNTIME.lower(reference, inputs)
+    program: Any = ONNXRUNTIME.lower(reference, inputs)
     assert list(program.kernels.values()) == ["DynamicQuantizeMatMul"] * 2
     assert [op.placement for op in program.ops if "linear" in op.node] == ["int8"] * 2
     for factor, size in ((1.0, 3), (7.0, 2)):
@@ -262,7 +264,7 @@ def test_weights_alone_are_stored_in_their_bits_and_read_by_the_kernel(config, s
     torch.manual_seed(0)
     model, inputs = nn.Linear(128, 64), (torch.randn(3, 128),)
     reference = quantized(model, inputs, config)
-    program = ONNXRUNTIME.lower(reference, inputs)
+    program: Any = ONNXRUNTIME.lower(reference, inputs)
     assert types(written(program, tmp_path)) == {("DequantizeLinear", stored)}
     assert program.kernels == {next(iter(program.kernels)): "MatMulNBits"}
     assert program.ops[0].placement == "int8"
@@ -276,7 +278,7 @@ def test_weights_in_float16_are_halves_in_the_file(tmp_path):
     torch.manual_seed(0)
     model, inputs = nn.LSTM(16, 32, batch_first=True), (torch.randn(2, 5, 16),)
     reference = quantized(Function(lambda m, x: m.cell(x)[0], cell=model), inputs, "float16")
-    program = ONNXRUNTIME.lower(reference, inputs)
+    program: Any = ONNXRUNTIME.lower(reference, inputs)
     assert decibels(program, reference, *inputs) > 100
     graph = written(program, tmp_path)
     kinds = [each.data_type for each in graph.initializer if np.prod(each.dims) > 1000]
@@ -290,7 +292,7 @@ def test_weights_in_float16_are_halves_in_the_file(tmp_path):
 def test_ranges_of_any_width_are_those_of_the_graph(dtype, ends, tmp_path):
     step = (8.0 / (ends[1] - ends[0]), (sum(ends) + 1) // 2)
     net = Net(
-        lambda m, x: fake(F.linear(fake(x, step, *ends, dtype), m.weight()), step, *ends, dtype),
+        lambda m, x: fake(F.linear(fake(x, step, ends[0], ends[1], dtype), m.weight()), step, ends[0], ends[1], dtype),
         weight=TensorWeight(8, 16),
     )
     inputs = (3 * torch.randn(4, 16),)
@@ -331,7 +333,7 @@ def test_what_a_condition_chooses_is_chosen_in_the_program():
     torch.manual_seed(0)
     inputs = (torch.randn(2, 8),)
     reference = quantized(Chosen(), inputs)
-    program = ONNXRUNTIME.lower(reference, inputs)
+    program: Any = ONNXRUNTIME.lower(reference, inputs)
     for x in (inputs[0], -inputs[0]):
         assert decibels(program, reference, x) > 50
 
@@ -356,7 +358,7 @@ def test_what_has_no_integer_kernel_is_told_before_and_after():
     inputs = (torch.randn(2, 4, 8, 8),)
     model = Function(lambda m, x: m.up(m.conv(x)) - 1.0, conv=nn.Conv2d(4, 4, 3), up=nn.ConvTranspose2d(4, 4, 2))
     reference = quantized(model, inputs)
-    program = ONNXRUNTIME.lower(reference, inputs)
+    program: Any = ONNXRUNTIME.lower(reference, inputs)
     told = {row.node: row.reason for row in quantplug.explain(reference).rows if not row.quantized}
     assert "weight-only config" in told["conv_transpose2d"]
     assert told == {op.node: op.reason for op in program.ops if op.placement == "float"}
@@ -410,8 +412,7 @@ def test_every_opset_has_the_same_kernels(residual, opset):
 
 
 def test_a_program_that_computes_something_else_is_refused(monkeypatch):
-    from quantplug.lowering.onnx import program
-
+    program: Any = importlib.import_module("quantplug.lowering.onnx.program")
     inputs = (torch.randn(2, 8),)
     reference = quantized(nn.Linear(8, 4), inputs)
     honest = program.from_numpy
