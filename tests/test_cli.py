@@ -270,7 +270,7 @@ def test_an_output_that_is_full_is_one_sentence(files):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["xnnpack", "cortex_m", "openvino", "x86"])
+@pytest.mark.parametrize("backend", ["xnnpack", "cortex_m", "openvino", "onnxruntime", "x86"])
 def test_a_full_disk_is_no_fault_of_the_model(backend, files):
     def no_large_files():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

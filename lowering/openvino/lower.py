@@ -8,7 +8,7 @@ the form in which OpenVINO itself stores quantized weights.
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,6 @@ from quantplug.core.graph.facts import (
     require_graph_module,
     tensor_value,
 )
-from quantplug.core.graph.meta import origins
 from quantplug.core.patterns.language import Match, op, value
 from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.limits import largest_pair
@@ -38,15 +37,16 @@ from quantplug.lowering.halves import spell_out_halves
 from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.openvino.defects import step_aside
 from quantplug.lowering.openvino.four_bits import store_in_four_bits
-from quantplug.lowering.openvino.outputs import make_distinct
 from quantplug.lowering.openvino.products import fold_products
 from quantplug.lowering.openvino.program import OpenVINOProgram, runtime, said
 from quantplug.lowering.openvino.state import Variable, expose
+from quantplug.lowering.outputs import make_distinct
 from quantplug.lowering.placement import record
 from quantplug.lowering.processor import as_unsigned
 from quantplug.lowering.program import refusal, require_float_dtype
 from quantplug.lowering.scopes import require_no_autocast
 from quantplug.lowering.signature import FixedInput, Signature
+from quantplug.lowering.sources import sources
 from quantplug.lowering.spelling import spell_plainly
 from quantplug.lowering.starting import starting, twin
 
@@ -126,7 +126,7 @@ def lower(
     if float_dtype is torch.float32:
         agreement(found, twin(reference)(*example_inputs), reference, example_inputs)
     operators = {operator.node for operator in recorded}
-    program.place(recorded, _sources(decoder.pt_module.graph, module.graph, operators))
+    program.place(recorded, sources(decoder.pt_module.graph, module.graph, operators))
     program.ops = tuple(
         dataclasses.replace(operator, reason=halves.get(operator.node, operator.reason)) for operator in program.ops
     )
@@ -197,30 +197,6 @@ def _drop_fixed(model: Any, signature: Signature) -> None:
     for parameter, given in zip(parameters, signature.inputs, strict=False):  # those of the state follow
         if isinstance(given, FixedInput):
             model.remove_parameter(parameter)
-
-
-def _sources(graph: fx.Graph, lowered: fx.Graph, operators: Set[str]) -> dict[str, frozenset[str]]:
-    """Returns for each node of the decomposed graph the operators of the q/dq graph that it carries out.
-
-    Export names nodes anew by their operators: what a name says counts from the lowered graph on. Histories go on to
-    the export before, where what was inserted since has the name of the operator that it is like.
-    """
-    carried = {node.name: origins(node) for node in lowered.nodes}
-    return {node.name: _carried_out(node, id(lowered), carried, operators) for node in graph.nodes}
-
-
-def _carried_out(
-    node: fx.Node, lowered: int, carried: Mapping[str, frozenset[str]], operators: Set[str]
-) -> frozenset[str]:
-    name, history, is_reached = node.name, node.meta.get("from_node"), False
-    while history and not (is_reached and name in operators):
-        source = history[-1]
-        name, history = source.name, source.from_node
-        if source.graph_id == lowered:
-            is_reached = True
-            if carried.get(name):
-                return carried[name]
-    return frozenset({name})
 
 
 def _scaled(match: Match) -> fx.Node | str:

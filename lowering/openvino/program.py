@@ -19,8 +19,8 @@ from quantplug.core.errors import ArtefactError, LoweringError, first_line, firs
 from quantplug.core.files.typed import typed
 from quantplug.core.files.whole import kind_at, require_writable, write_content
 from quantplug.core.specs.limits import ONEDNN_PAIRS
-from quantplug.lowering.openvino.outputs import Outputs
 from quantplug.lowering.openvino.state import Variable
+from quantplug.lowering.outputs import Outputs
 from quantplug.lowering.program import LoweredOp, Program
 from quantplug.lowering.signature import Signature, TensorInput
 

@@ -20,6 +20,7 @@ _BUILT_IN = {
     "xnnpack": "quantplug.quantizers.xnnpack:XNNPACKQuantizer",
     "x86": "quantplug.quantizers.x86:X86Quantizer",
     "openvino": "quantplug.quantizers.openvino:OpenVINOQuantizer",
+    "onnxruntime": "quantplug.quantizers.onnxruntime:ONNXRuntimeQuantizer",
     "native": "quantplug.quantizers.native:NativeQuantizer",
     "tensorrt": "quantplug.quantizers.tensorrt:TensorRTQuantizer",
     "cortex_m": "quantplug.quantizers.cortex_m:CortexMQuantizer",

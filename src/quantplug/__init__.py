@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from quantplug.language.checkpoint import load_tokenizer as load_tokenizer
     from quantplug.language.flow import quantize_language_model as quantize_language_model
     from quantplug.lowering.emulation import emulate as emulate
+    from quantplug.lowering.onnx import ONNXProgram as ONNXProgram
     from quantplug.lowering.openvino import OpenVINOProgram as OpenVINOProgram
     from quantplug.lowering.x86 import X86Program as X86Program
     from quantplug.quantizers.composition.composable import ComposableQuantizer as ComposableQuantizer
@@ -90,6 +91,7 @@ if TYPE_CHECKING:
     from quantplug.quantizers.importer import from_backend_config as from_backend_config
     from quantplug.quantizers.importer import from_qconfig_mapping as from_qconfig_mapping
     from quantplug.quantizers.importer import import_backend_config as import_backend_config
+    from quantplug.quantizers.onnxruntime import ONNXRuntimeQuantizer as ONNXRuntimeQuantizer
     from quantplug.quantizers.openvino import OpenVINOQuantizer as OpenVINOQuantizer
     from quantplug.quantizers.tensorrt import TensorRTQuantizer as TensorRTQuantizer
     from quantplug.quantizers.x86 import X86Quantizer as X86Quantizer
@@ -125,6 +127,8 @@ _HOME = {
     "LanguageArtefact": "quantplug.language.artefact",
     "LoweringError": "quantplug.core.errors",
     "ModelError": "quantplug.core.errors",
+    "ONNXProgram": "quantplug.lowering.onnx",
+    "ONNXRuntimeQuantizer": "quantplug.quantizers.onnxruntime",
     "OPENVINO_INTEGER_PRODUCTS": "quantplug.quantizers.openvino:INTEGER_PRODUCTS",
     "OpenVINOProgram": "quantplug.lowering.openvino",
     "OpenVINOQuantizer": "quantplug.quantizers.openvino",

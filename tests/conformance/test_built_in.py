@@ -7,8 +7,8 @@ from quantplug.conformance import verdicts
 
 
 def broken(name, *rules):
-    if name == "openvino":
-        pytest.importorskip("openvino")
+    if name in ("openvino", "onnxruntime"):
+        pytest.importorskip(name)
     found = list(verdicts(get_quantizer(name).backend, *rules))
     assert any(verdict.status == "passed" for _, _, verdict in found)
     return [f"{test}-{check}: {v.reason}" for test, check, v in found if v.status == "failed"]
@@ -20,6 +20,6 @@ def test_b26_r05_a_built_in_backend_keeps_what_it_declares_of_a_few_rules():
 
 # "native" is the union of x86 and XNNPACK with the graph as artefact: each of its rules is tried here, on kernels.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["xnnpack", "x86", "cortex_m", "tensorrt", "embedding", "openvino"])
+@pytest.mark.parametrize("name", ["xnnpack", "x86", "cortex_m", "tensorrt", "embedding", "openvino", "onnxruntime"])
 def test_b26_r05_a_built_in_backend_keeps_all_that_it_declares(name):
     assert broken(name) == []

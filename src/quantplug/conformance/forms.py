@@ -90,6 +90,9 @@ class Turn:
 def forms_of(row: Annotator, label: str, config: str, turn: Turn, choose: Neighbours) -> tuple[Form, ...]:
     """Returns the forms of one rule under a config, under names of which each occurs once."""
     made = [*_shown(row, config, choose), *_written(row, label, config, turn, choose)]
+    if not turn.is_default and all(form.placed is None for form in made):
+        # The way whose turn it is cannot be called with made-up operands: the plainest way is tried again.
+        made += _written(row, label, config, Turn(turn.number, is_default=True), choose)
     good = [form for form in made if form.placed is not None]
     if not good:
         problem = next((form.problem for form in made), "it has no spelling")

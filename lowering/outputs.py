@@ -1,7 +1,7 @@
-"""Outputs as OpenVINO takes them: tensors, each once.
+"""Outputs as some engines take them: tensors, each once.
 
-Before: a graph that returns anything in any structure. After: it returns its distinct tensors, flat. OpenVINO's front
-end knows no numbers, text or None among outputs, and takes no tensor twice; to it a copy is the tensor itself.
+Before: a graph that returns anything in any structure. After: it returns its distinct tensors, flat. Front ends of
+engines know no numbers, text or None among outputs, and take no tensor twice; to them a copy is the tensor itself.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ _COPIES = overloads_of(("clone", *ALIASES))
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model returns, from what OpenVINO computes.
+    """What a model returns, from what an engine computes.
 
     Attributes:
         structure: the containers.
-        computed: for each leaf the position of the tensor among OpenVINO's outputs; None for a leaf that is no tensor.
+        computed: for each leaf the position of the tensor among the engine's outputs; None where it is no tensor.
         fixed: the leaves that are no tensors, by their positions.
     """
 
@@ -47,10 +47,10 @@ class Outputs:
         return pytree.tree_unflatten(leaves, self.structure)
 
     def moved(self, places: Sequence[int]) -> "Outputs":
-        """Returns the outputs where OpenVINO's have other positions.
+        """Returns the outputs where the engine's have other positions.
 
         Args:
-            places: for each of OpenVINO's outputs before, its position now.
+            places: for each of the engine's outputs before, its position now.
         """
         return replace(self, computed=[None if index is None else places[index] for index in self.computed])
 
