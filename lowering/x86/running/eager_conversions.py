@@ -47,8 +47,9 @@ def _is_of_numbers(choose: fx.Node) -> bool:
 
 def _choose_numbers(choose: fx.Node) -> None:
     for reader in {reader: None for item in choose.users for reader in item.users}:
-        given, reader.target = operands(reader), _OF_NUMBERS[reader.target]
-        reader.args, reader.kwargs = tuple(given.values()), {}
+        if reader.target is QD.quantize_per_tensor.tensor:
+            reader.args, reader.kwargs = tuple(operands(reader).values()), {}
+        reader.target = _OF_NUMBERS[reader.target]
     given = operands(choose)
     choose.args = (given["input"], given["quant_min"], given["quant_max"], given["eps"], given["dtype"])
     choose.target = _CHOICES[choose.target]
