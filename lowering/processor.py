@@ -8,8 +8,12 @@ saturates: 2 x 255 x 127 becomes 32767. Activations of 7 bits (2 x 127 x 128) an
 from functools import lru_cache
 
 import torch
+from torch import fx
 
-from quantplug.core.qdq.qparams import QParams
+from quantplug.core.graph.facts import constant_value, is_constant, operands
+from quantplug.core.qdq.limits import largest_pair
+from quantplug.core.qdq.nodes import is_dequantize, is_quantize
+from quantplug.core.qdq.qparams import FULL_RANGE, QD, QParams, qparams
 
 
 @lru_cache(maxsize=1)
@@ -33,6 +37,26 @@ def highest_integer() -> int:
 def as_unsigned(params: QParams) -> int:
     """Returns the highest integer as uint8; the kernels take int8 as uint8 around 128."""
     return params.quant_max + (128 if params.dtype == torch.int8 else 0)
+
+
+def largest_factors(graph: fx.Graph, otherwise: int = 0) -> tuple[int, int]:
+    """Returns the highest integer of activations, as uint8, and the largest sum of two neighbours in weights of int8.
+
+    Args:
+        graph: a q/dq graph.
+        otherwise: the highest integer of activations whose parameters are of run time or of channels.
+    """
+    activations, weights = [0], [0]
+    for node in graph.nodes:
+        given = operands(node)
+        integers = constant_value(given["input"]) if is_dequantize(node) else None
+        if integers is not None and integers.dtype == torch.int8:
+            weights.append(largest_pair(1, integers))
+        elif is_quantize(node) and not is_constant(given["input"]):
+            params = qparams(node) if node.target is QD.quantize_per_tensor.default else None
+            is_byte = params is not None and params.dtype in FULL_RANGE
+            activations.append(otherwise if params is None else as_unsigned(params) if is_byte else 0)
+    return max(activations), max(weights)
 
 
 def has_amx() -> bool:

@@ -89,8 +89,8 @@ def starting_from_state(program: torch.export.ExportedProgram) -> Any:
 def write_in_place(program: torch.export.ExportedProgram) -> None:
     """Makes an edge program write rows into a buffer itself, not into a copy that is copied back.
 
-    Only where nothing else reads the buffer: what was read before may be a view of it at run time. The kernel that
-    writes in place does not add.
+    Only where nothing else reads the buffer: what was read before may be a view of it at run time, which ExecuTorch's
+    own pass (`run_reinplace_pass`) does not ask. The kernel that writes in place does not add.
     """
     signature, graph = program.graph_signature, program.graph
     results = graph.output_node().args[0]

@@ -23,7 +23,7 @@ from quantplug.annotators.constraints import (
 )
 from quantplug.annotators.convolution import convolution, transposed_convolution
 from quantplug.annotators.elementwise import binary
-from quantplug.annotators.groupwise import in_groups, no_groups, whole_groups
+from quantplug.annotators.groupwise import groups_beside_floats, in_groups, no_groups, whole_groups
 from quantplug.annotators.half import half_weights
 from quantplug.annotators.linear import linear
 from quantplug.annotators.matmul import matmul
@@ -33,8 +33,6 @@ from quantplug.annotators.shape import concatenation, movement
 from quantplug.core.annotation.annotator import Annotator
 from quantplug.core.graph.operators import CLAMPS, IDENTITIES, MOVES, REPEATS
 from quantplug.core.named import named
-from quantplug.core.patterns.language import Match
-from quantplug.core.specs.dtypes import group_size
 from quantplug.core.specs.levels import Level
 from quantplug.core.specs.limits import ONEDNN_PAIRS
 from quantplug.quantizers.framework.backend import Backend
@@ -42,17 +40,7 @@ from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.x86 import NO_INTEGERS
 from quantplug.quantizers.x86_config import get_x86_quantization_config
 
-__all__ = ["ONNXRUNTIME", "ONNXRuntimeQuantizer", "get_x86_quantization_config"]
-
 _REWRITES = "quantplug.lowering.rewrites"
-
-
-def groups_alone(match: Match | None, config: QuantizationConfig) -> str | None:
-    """Holds unless the config has weights in groups beside quantized activations, for which there is no kernel."""
-    size = group_size(config.weight)
-    if size is None or config.input_activation is None:
-        return None
-    return f"the config has a scale for every {size} input channels, whose kernel takes float activations"
 
 
 def _static(*, is_qat: bool = False, **options: Any) -> QuantizationConfig:
@@ -77,7 +65,7 @@ def _in_training(row: Annotator) -> tuple[Annotator, Annotator]:
 _weight_only = partial(get_x86_quantization_config, is_weight_only=True)
 _INTEGERS = in_integers((torch.uint8, torch.int8))
 
-_LINEAR = linear().where(whole_groups, groups_alone)
+_LINEAR = linear().where(whole_groups, groups_beside_floats)
 # With a float result the kernel ends in no clamp, which would be computed in float.
 _OPEN, _CLAMPED = (
     replace(_LINEAR, patterns=tuple(pair for pair in _LINEAR.patterns if (pair[0] in ("linear", "linear_bn")) is plain))

@@ -15,17 +15,12 @@ from torch import fx
 from quantplug.core.errors import ConfigError, LoweringError
 from quantplug.core.graph.editing import finish
 from quantplug.core.graph.facts import (
-    constant_value,
     describe,
-    is_constant,
-    operands,
     operator_name,
     require_graph_module,
 )
 from quantplug.core.graph.operators import KEEPERS, schema_names
-from quantplug.core.qdq.limits import largest_pair
-from quantplug.core.qdq.nodes import is_dequantize, is_qdq, is_quantize
-from quantplug.core.qdq.qparams import FULL_RANGE, QD, qparams
+from quantplug.core.qdq.nodes import is_qdq, is_quantize
 from quantplug.core.specs.limits import ONEDNN_PAIRS
 from quantplug.lowering.agreement import agreement
 from quantplug.lowering.halves import spell_out_halves
@@ -38,13 +33,13 @@ from quantplug.lowering.onnx.translations import WIDE_OPSET
 from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.outputs import make_distinct
 from quantplug.lowering.placement import record
-from quantplug.lowering.processor import as_unsigned
+from quantplug.lowering.processor import largest_factors
 from quantplug.lowering.program import LoweredOp, refusal
 from quantplug.lowering.scopes import require_no_autocast
 from quantplug.lowering.signature import Signature
 from quantplug.lowering.sources import sources
 from quantplug.lowering.spelling import spell_plainly
-from quantplug.lowering.starting import starting, twin
+from quantplug.lowering.starting import starting, state_of, twin
 
 # The exporter writes no earlier one. From 21 on ONNX Runtime (1.32) refuses some graphs of int8 activations.
 _OPSETS = range(18, 24)
@@ -74,6 +69,7 @@ def lower(
     require(WRITERS)
     module = starting(source)
     require_no_autocast(module.graph, "ONNX does")
+    _require_no_state(module)
     reference, recorded = twin(module), record(module.graph)
     pair = _require_pairs(module.graph)
     shift_to_unsigned(module.graph)
@@ -87,7 +83,6 @@ def lower(
     shapes = open_sizes(module.graph, example_inputs) or dynamic_shapes
     try:
         exported = torch.export.export(module, example_inputs, dynamic_shapes=shapes)
-        _require_no_state(exported)
         model, written = to_onnx(exported, version, narrow)
         checked(model)
         program = ONNXProgram(model, Signature.of_exported(exported), outputs, pair)
@@ -119,28 +114,20 @@ def _opset(asked: int | None, graph: fx.Graph) -> int:
 
 def _require_pairs(graph: fx.Graph) -> int:
     """Returns how large the sum of two products can get; without VNNI the kernels overflow where those of torch do."""
-    activations, weights = [0], [0]
-    for node in graph.nodes:
-        given = operands(node)
-        integers = constant_value(given["input"]) if is_dequantize(node) else None
-        if integers is not None and integers.dtype == torch.int8:
-            weights.append(largest_pair(1, integers))
-        elif is_quantize(node) and not is_constant(given["input"]):
-            params = qparams(node) if node.target is QD.quantize_per_tensor.default else None
-            activations.append(255 if params is None else as_unsigned(params) if params.dtype in FULL_RANGE else 0)
-    pair = max(activations) * max(weights)
+    activation, weight = largest_factors(graph, otherwise=255)
+    pair = activation * weight
     reason = ONEDNN_PAIRS.objection(pair)
     if reason is not None:
         raise LoweringError(f"The graph would give wrong numbers in ONNX Runtime: {reason}.")
     return pair
 
 
-def _require_no_state(exported: torch.export.ExportedProgram) -> None:
-    written = exported.run_decompositions({}).graph_signature.buffers_to_mutate
-    if written:
+def _require_no_state(module: fx.GraphModule) -> None:
+    written = next(iter(state_of(module)), None)
+    if written is not None:
         raise LoweringError(
-            f"ONNX keeps no state, and the model writes buffer '{next(iter(written.values()))}'; pass it as an input "
-            "and return it, or use backend 'x86'."
+            f"ONNX keeps no state, and the model writes buffer '{written}'; pass it as an input and return it, or use "
+            "backend 'x86'."
         )
 
 
@@ -162,18 +149,15 @@ def _placed(
     What moves or bounds integers, and has no kernel left, went into the kernel that yields or reads them.
     """
     nodes = {node.name: node for node in graph.nodes}
-    told = []
     for operator in recorded:
-        node = nodes[operator.node]
-        if operator.node not in kernels and not operator.reason and _is_between(node) is not None:
-            before = _is_between(node)
+        if operator.node not in kernels and not operator.reason:
+            before = _read_between(nodes[operator.node])
             if before in kernels:
                 kernels[operator.node] = kernels[before]
-        told.append(_told(operator, kernels, halves))
-    return tuple(told)
+    return tuple(_told(operator, kernels, halves) for operator in recorded)
 
 
-def _is_between(node: fx.Node) -> str | None:
+def _read_between(node: fx.Node) -> str | None:
     """Returns the operator that yields what a move or clamp reads, of integers or on the way to them."""
     name = operator_name(node).removesuffix("_")
     if name not in _KEEPERS or not node.users or not node.all_input_nodes:

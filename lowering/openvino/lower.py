@@ -28,7 +28,6 @@ from quantplug.core.graph.facts import (
 )
 from quantplug.core.patterns.language import Match, op, value
 from quantplug.core.patterns.rules import Rule, apply
-from quantplug.core.qdq.limits import largest_pair
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
 from quantplug.core.qdq.qparams import FULL_RANGE, QD, dequantize, is_static, qparams, quantize
 from quantplug.core.specs.limits import ONEDNN_PAIRS
@@ -42,7 +41,7 @@ from quantplug.lowering.openvino.program import OpenVINOProgram, runtime, said
 from quantplug.lowering.openvino.state import Variable, expose
 from quantplug.lowering.outputs import make_distinct
 from quantplug.lowering.placement import record
-from quantplug.lowering.processor import as_unsigned
+from quantplug.lowering.processor import largest_factors
 from quantplug.lowering.program import refusal, require_float_dtype
 from quantplug.lowering.scopes import require_no_autocast
 from quantplug.lowering.signature import FixedInput, Signature
@@ -144,17 +143,9 @@ def _require_static(graph: fx.Graph) -> None:
 
 def _require_pairs(graph: fx.Graph) -> int:
     """Returns how large the sum of two products can get; OpenVINO's kernels overflow where those of torch do."""
-    activations, weights = [0], [0]
-    for node in graph.nodes:
-        given = operands(node)
-        integers = constant_value(given["input"]) if is_dequantize(node) else None
-        if integers is not None and integers.dtype == torch.int8:
-            weights.append(largest_pair(1, integers))
-        elif node.target is QD.quantize_per_tensor.default and not is_constant(given["input"]):
-            params = qparams(node)
-            activations.append(as_unsigned(params) if params.dtype in FULL_RANGE else 0)
-    both = 2 * max(activations) ** 2 if any(map(_multiplies_activations, graph.nodes)) else 0
-    pair = max(max(activations) * max(weights), both)
+    activation, weight = largest_factors(graph)
+    both = 2 * activation**2 if any(map(_multiplies_activations, graph.nodes)) else 0
+    pair = max(activation * weight, both)
     reason = ONEDNN_PAIRS.objection(pair)
     if reason is not None:
         raise LoweringError(f"The graph would give wrong numbers in OpenVINO: {reason}.")

@@ -27,30 +27,23 @@ aten, onednn = torch.ops.aten, torch.ops.onednn
 def spell_out(graph: fx.Graph) -> None:
     """Replaces quantize and dequantize nodes by operators that take numbers."""
     for node in list(graph.nodes):
-        if node.target in _CHOICES and _is_of_numbers(node):
+        if node.target in _CHOICES:
             _choose_numbers(node)
     apply(graph, CONVERSIONS)
 
 
-def _is_of_numbers(choose: fx.Node) -> bool:
-    """Tells whether all that read the parameters of a float32 tensor have a form that takes numbers."""
-    x = tensor_value(operands(choose)["input"])
-    items = choose.users
-    readers = {reader for item in items for reader in item.users}
-    return (
-        x is not None
-        and x.dtype == torch.float32
-        and all(item.target is operator.getitem for item in items)
-        and all(reader.target in _OF_NUMBERS for reader in readers)
-    )
-
-
 def _choose_numbers(choose: fx.Node) -> None:
-    for reader in {reader: None for item in choose.users for reader in item.users}:
+    """Lets parameters of a float32 tensor be numbers, if all that read them have a form that takes numbers."""
+    given, items = operands(choose), list(choose.users)
+    x, readers = tensor_value(given["input"]), dict.fromkeys(reader for item in items for reader in item.users)
+    is_known = all(item.target is operator.getitem for item in items)
+    is_known &= all(reader.target in _OF_NUMBERS for reader in readers)
+    if x is None or x.dtype != torch.float32 or not is_known:
+        return
+    for reader in readers:
         if reader.target is QD.quantize_per_tensor.tensor:
             reader.args, reader.kwargs = tuple(operands(reader).values()), {}
         reader.target = _OF_NUMBERS[reader.target]
-    given = operands(choose)
     choose.args = (given["input"], given["quant_min"], given["quant_max"], given["eps"], given["dtype"])
     choose.target = _CHOICES[choose.target]
 
