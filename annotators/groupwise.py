@@ -12,7 +12,6 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantization
 from quantplug.core.errors import ConfigError
 from quantplug.core.graph.facts import tensor_value
 from quantplug.core.graph.operators import operator_overloads
-from quantplug.core.observers.groups import GroupFakeQuantize
 from quantplug.core.patterns.language import Match
 from quantplug.core.peers.torchao_names import AffineQuantizedMinMaxObserver
 from quantplug.core.specs.dtypes import group_size
@@ -46,9 +45,12 @@ def group_weight_spec(
         "quant_max": limits[1],
         "eps": torch.finfo(torch.float32).eps,
     }
-    observer = AffineQuantizedMinMaxObserver
-    constructor = GroupFakeQuantize.with_args(observer=observer, **options) if is_qat else observer.with_args(**options)
-    return QuantizationSpec(torch.int8, constructor, *limits)
+    if not is_qat:
+        return QuantizationSpec(torch.int8, AffineQuantizedMinMaxObserver.with_args(**options), *limits)
+    from quantplug.core.observers.groups import GroupFakeQuantize  # a declaration trains nothing
+
+    trained = GroupFakeQuantize.with_args(observer=AffineQuantizedMinMaxObserver, **options)
+    return QuantizationSpec(torch.int8, trained, *limits)
 
 
 def in_groups(

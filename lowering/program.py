@@ -47,6 +47,8 @@ def require_float_dtype(dtype: torch.dtype) -> None:
 
 def refusal(target: str, error: Exception) -> LoweringError:
     """Returns what a lowering raises where an exporter or a compiler gave up."""
+    if isinstance(error, ArtefactError) and isinstance(error.__cause__, OSError):  # of a file on the way
+        error = error.__cause__
     if isinstance(error, OSError):
         return LoweringError(
             f"Lowering to {target} cannot write to the folder of temporary files '{tempfile.gettempdir()}' "

@@ -267,15 +267,15 @@ def _offered(job: Job, names: Sequence[str | None]) -> dict[str, tuple[str | Non
 def _ranked(job: Job, names: Sequence[str | None]) -> dict[str, tuple[str | None, ...]]:
     """Returns what each module is offered; those with the most noise first where each has its cheapest."""
     offered = _offered(job, names)
+    if not offered:
+        raise ModelError(
+            f"No operator of the model can be quantized with any of {list(names)}; choose other candidates."
+        )
     scopes = written({path: choices[0] for path, choices in offered.items()}, names[0])
     prepared = calibrated(job, job.exported(), scoped(job.backend, scopes))
     noise: dict[str, float] = defaultdict(float)
     for row in sensitivity(prepared, job.calibration, inputs=job.inputs).rows:
         noise[row.module_path] += row.noise
-    if not noise:
-        raise ModelError(
-            f"No operator of the model can be quantized with any of {list(names)}; choose other candidates."
-        )
     return {path: offered[path] for path in sorted(noise, key=lambda path: -noise[path])}
 
 
