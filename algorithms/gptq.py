@@ -132,11 +132,12 @@ class GPTQ:
             weights, left = weights_of(model)
             with joined() as ranks, telling(ranks):
                 kept = Kept(self.checkpoint, lambda: fingerprint(self, model, weights, batches), ranks)
-                log = Log(kept, weights, resume=self.resume)
+                log = Log(kept, weights, batches, resume=self.resume)
                 found = self._all_rounded(model, batches, weights, ranks, log)
+                values = [one.value for one in found]
                 ranks.gather(None)  # what fails after this fails on all
-            for one in found:
-                keep(model, one.weight, one.value, one.scale)
+            for one, value in zip(found, values, strict=True):
+                keep(model, one.weight, value, one.scale)
             model.recompile()
             kept.remove()
         return RoundedWeights({layer.node.name: _quality(one) for one in found for layer in one.weight.layers}, left)
@@ -166,12 +167,12 @@ class GPTQ:
             if layer is not weight.layers[-1]:
                 continue
             if total is not None:
-                one = self._round(weight, total, ranks)
+                one = self._round(weight, total, batches, ranks)
             assert one is not None
             yield one
             runs.replace(layer.observed, one.value)
 
-    def _round(self, weight: Weight, sums: Tensor, ranks: Exchange | Alone) -> Rounded:
+    def _round(self, weight: Weight, sums: Tensor, batches: Batches, ranks: Exchange | Alone) -> Rounded:
         hessians, crosses = sums.unbind(1)
         hessian = hessians.sum(0)
         matrix = target_of(weight.matrix, hessians, crosses - hessians, self.damping)
@@ -187,7 +188,7 @@ class GPTQ:
         energy = sum(float(errors_of(piece.matrix, piece.hessian).sum()) for piece in pieces)
         errors = sum(nearest for _, nearest in found), float(best.errors.sum())
         quality = tuple(decibels(energy, error) for error in errors)
-        return Rounded(weight, weight.as_held(best.values), weight.grid.as_given(best.scale), *quality)
+        return Rounded(weight, batches.parked(weight.as_held(best.values)), weight.grid.as_given(best.scale), *quality)
 
     def _best_and_nearest(self, piece: Piece, *, searches: bool) -> tuple[Tried, float]:
         """Returns the best of all that was tried, and the error of rounding to nearest."""

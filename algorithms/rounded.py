@@ -7,6 +7,8 @@ from torch import Tensor
 
 from quantplug.algorithms.kept import Kept
 from quantplug.algorithms.weights import Weight
+from quantplug.core.calibration.node_by_node import Batches
+from quantplug.core.calibration.parking import Parked
 from quantplug.core.errors import ArtefactError
 
 
@@ -16,17 +18,23 @@ class Rounded:
 
     Attributes:
         weight: which.
-        value: in its shape and dtype.
+        parked: its new value, which waits until all are rounded.
         scale: of its integers, in the shape in which its observer gives it.
         before: rounded to nearest.
         after: with the new value.
     """
 
     weight: Weight
-    value: Tensor
+    parked: Parked
     scale: Tensor
     before: float
     after: float
+
+    @property
+    def value(self) -> Tensor:
+        """The new value, in the weight's shape and dtype."""
+        found: Tensor = self.parked.values()
+        return found
 
 
 class Log:
@@ -35,6 +43,7 @@ class Log:
     Args:
         kept: the file that keeps it.
         weights: of the model.
+        batches: beside which rounded weights wait.
         resume: whether what is in the file counts.
 
     Raises:
@@ -42,16 +51,18 @@ class Log:
         CalibrationError: it is of another model, data or options, or another process failed.
     """
 
-    def __init__(self, kept: Kept, weights: list[Weight], *, resume: bool) -> None:
+    def __init__(self, kept: Kept, weights: list[Weight], batches: Batches, *, resume: bool) -> None:
         content, names = kept.content(resume=resume), {_name(weight): weight for weight in weights}
         try:
             rows = [] if content is None else list(content["weights"])
-            self._taken = {name: Rounded(names[name], *numbers) for name, *numbers in rows}
+            self._taken = {
+                name: Rounded(names[name], batches.parked(value), *numbers) for name, value, *numbers in rows
+            }
         except (KeyError, TypeError, ValueError) as error:
             raise ArtefactError(
                 f"'{kept.name}' is no checkpoint of GPTQ ({type(error).__name__}); delete it."
             ) from error
-        self._kept, self._rows = kept, list[tuple[Any, ...]]()
+        self._kept, self._done = kept, list[Rounded]()
 
     def found(self, weight: Weight) -> Rounded | None:
         """Returns a weight that an earlier run has rounded."""
@@ -63,9 +74,13 @@ class Log:
         Raises:
             ArtefactError: the file cannot be written.
         """
-        self._rows.append((_name(one.weight), one.value, one.scale, one.before, one.after))
-        if len(self._rows) > len(self._taken):
-            self._kept.write(lambda: {"weights": self._rows})
+        self._done.append(one)
+        if len(self._done) > len(self._taken):
+            self._kept.write(lambda: {"weights": [_row(each) for each in self._done]})
+
+
+def _row(one: Rounded) -> tuple[Any, ...]:
+    return _name(one.weight), one.value, one.scale, one.before, one.after
 
 
 def _name(weight: Weight) -> str:

@@ -59,3 +59,14 @@ def edge_operator(name: str) -> Any:
     from executorch.exir.dialects._ops import ops
 
     return getattr(ops.edge.aten, name).default
+
+
+def attention_operator() -> Any:
+    """Returns ExecuTorch's attention to a cache, whose library registers it and its kernel when it is imported.
+
+    The module is public and its operators are not, but for the programs that hold them; a function beside would do.
+    """
+    import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401
+    import torch
+
+    return torch.ops.llama.custom_sdpa.default

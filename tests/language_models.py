@@ -22,6 +22,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GPTNeoX": {"rotary_pct": 0.5},
     "Gemma": {"num_key_value_heads": 1, "head_dim": 16},
     "Mistral": {"num_key_value_heads": 2, "sliding_window": 24},
+    "Gemma2": {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 1024},
+    "Bloom": {},
 }
 
 

@@ -168,6 +168,10 @@ class Batches(Sequence[Batch]):
     def __len__(self) -> int:
         return len(self._parked)
 
+    def parked(self, values: Any) -> Parked:
+        """Lets other values wait beside them."""
+        return self._parking.parked(values)
+
     def halves(self) -> "tuple[Batches, Batches]":
         """Returns the first half, and the rest: what one half says, the other may confirm.
 

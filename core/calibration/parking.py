@@ -20,7 +20,7 @@ from quantplug.core.errors import CalibrationError
 from quantplug.core.peers.torch_names import pytree
 
 # Bytes that wait in memory.
-BUDGET = 2**28
+BUDGET = 2**27
 # What the views of a memory begin at is a multiple of: so that elements of every size keep their places.
 _ALIGNED = 16
 

@@ -66,6 +66,7 @@ from quantplug.lowering.rewrites.pooling import (
 from quantplug.lowering.rewrites.products import products_are_linear
 from quantplug.lowering.rewrites.recurrence import cells_are_layers, outside_of_states, recurrence_is_unrolled
 from quantplug.lowering.rewrites.selection import unread_rows_are_not_computed
+from quantplug.lowering.xnnpack.cached_attention import cached_attention_is_custom_sdpa
 
 __all__ = ["ALL", "AT_LOWERING", "Rewrite", "outside_of_states", "rewrite_for_xnnpack"]
 
@@ -87,6 +88,7 @@ AT_LOWERING: tuple[Rewrite, ...] = (
     all_constant_expressions_are_folded,
     single_slope_is_leaky_relu,
     attention_is_contiguous,
+    cached_attention_is_custom_sdpa,
     *_RUNNABLE,
 )
 

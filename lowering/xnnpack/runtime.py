@@ -12,6 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 from quantplug.core.errors import ConfigError, LoweringError, first_line
@@ -19,6 +20,12 @@ from quantplug.lowering.executorch_names import reset_pool, threads_of_pool
 
 # The runtime logs as `[file.cpp:123] text`; every other line on the stream is somebody else's.
 _RUNTIME_LINE = re.compile(rb"^\[[\w.\-]+\.(?:cpp|c|h):\d+\] ")
+
+# What registers the kernels of operators that run outside of delegates, by their namespace.
+_KERNELS = {
+    "quantized_decomposed::": "executorch.kernels.quantized",
+    "llama::": "executorch.extension.llm.custom_ops.custom_ops",
+}
 
 
 class Chatter:
@@ -157,14 +164,20 @@ class Method:
 
         self._generation = _POOL.resize(self.threads)
         runtime = Runtime.get()
-        if "quantized_decomposed::quantize_per_tensor.out" not in runtime.operator_registry.operator_names:
-            import executorch.kernels.quantized  # noqa: F401  registers the q/dq kernels that run outside delegates
-
         try:
+            self._register_kernels(runtime)
             self._method = runtime.load_program(self.buffer).load_method("forward")
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, ImportError) as error:
             return first_line(error)
         return ""
+
+    def _register_kernels(self, runtime: Any) -> None:
+        """Imports what has the kernels that run outside of delegates, each for the operators of one namespace."""
+        registered = runtime.operator_registry.operator_names
+        for namespace, module in _KERNELS.items():
+            is_there = any(name.startswith(namespace) for name in registered)
+            if not is_there and namespace.encode() in self.buffer:  # a file names its operators as they are
+                import_module(module)
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Runs the method on flat inputs and returns its flat outputs.

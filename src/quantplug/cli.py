@@ -164,6 +164,9 @@ def llm(
         str | None, typer.Option(help="Config of embedding tables: int4_groups (beside 8da4w), int8_groups, float32.")
     ] = None,
     cache: Annotated[str, typer.Option(help="Keys and values in float32, or in int8 with a scale a row.")] = "float32",
+    attention: Annotated[
+        str | None, typer.Option(help="aten, or executorch for its operator on xnnpack, by default where it can be.")
+    ] = None,
     recipe: Annotated[str | None, typer.Option(help="What keeps accuracy: fast, accurate.")] = None,
     calibration: Annotated[
         Path | None, typer.Option(metavar="TEXT", help="A text; its last quarter is held back, and scored.")
@@ -176,8 +179,8 @@ def llm(
     """Quantize a language model with its cache, and measure it."""
     from quantplug.language.command import Order, convert
 
-    order = Order(model, out, backend, config, table, cache, recipe, calibration, context, limit, score, progress)
-    convert(order, Console())
+    kinds = (backend, config, table, cache, attention)
+    convert(Order(model, out, *kinds, recipe, calibration, context, limit, score, progress), Console())
 
 
 @app.command()

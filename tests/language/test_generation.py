@@ -10,6 +10,7 @@ from language_models import VOCABULARY, causal, texts, tokenizer, write_folder
 
 import quantplug
 from quantplug.core.specs.levels import sqnr
+from quantplug.language.decoder import objection
 from quantplug.language.measure import perplexity, speed
 
 CONTEXT = 128
@@ -111,6 +112,43 @@ def test_a_cache_in_integers_costs_no_delegate():
     counts = made(layers=1, cache="int8")[1].made.program.counts
     assert counts.delegates == 3
     assert counts.converts == made(layers=1)[1].made.program.counts.converts + 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Llama", "GPTNeoX", "Gemma"])
+def test_attention_of_executorch(family):
+    """Heads that share keys in pairs, none that do, and all of them; rotary positions of a part."""
+    operator = made("xnnpack", "float32", family, layers=1)[1]
+    assert operator.facts.attends_to_rows
+    assert b"llama::custom_sdpa" in operator.made.program.buffer
+    assert "scaled_dot_product_attention" not in {op.node for op in operator.made.program.ops}
+    _check("xnnpack", "float32", family, layers=1, parts=(20, 10), steps=20)
+
+
+def test_attention_that_is_another_one_stays():
+    """A window within the context, a limit on products (which numbers would hardly show), and a model's own code."""
+    reasons = {family: objection(causal(family), CONTEXT) for family in ("Mistral", "Gemma2", "Bloom")}
+    assert all(reasons.values()), reasons
+    assert objection(causal("Mistral"), 16) is None
+    assert objection(causal("Llama"), CONTEXT) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"attention": "flash"}, "choose one of"),
+        ({"attention": "executorch", "cache": "int8"}, "leave one of them out"),
+        ({"attention": "executorch", "backend": "x86"}, "leave it out"),
+    ],
+)
+def test_attention_that_is_not_there(options, said):
+    with pytest.raises(quantplug.ConfigError, match=said):
+        quantplug.quantize_language_model(causal("Llama"), **options)
+
+
+def test_attention_that_a_model_cannot_have_says_why():
+    with pytest.raises(quantplug.ModelError, match="do not look back at all tokens"):
+        quantplug.quantize_language_model(causal("Mistral"), context=CONTEXT, attention="executorch")
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "GPTNeoX", "Gemma", "Mistral"])

@@ -23,7 +23,7 @@ from quantplug.core.files.whole import kind_at, require_writable
 from quantplug.files import require_apart
 from quantplug.language.artefact import LanguageArtefact, load_language_model
 from quantplug.language.checkpoint import Checkpoint, load_checkpoint, load_tokenizer
-from quantplug.language.decoder import require_cache
+from quantplug.language.decoder import PLAIN, require_attention, require_cache
 from quantplug.language.flow import STEP, config_of, quantize_language_model, table_of
 from quantplug.language.measure import perplexity, speed
 
@@ -44,6 +44,7 @@ class Order:
     config: str | None
     table: str | None
     cache: str
+    attention: str | None
     recipe: str | None
     calibration: Path | None
     context: int
@@ -83,6 +84,7 @@ def _required(order: Order) -> str:
     chosen = config_of(order.backend, order.config)
     table_of(order.backend, chosen, order.table)
     require_cache(order.cache)
+    require_attention(order.attention or PLAIN, order.cache)
     recipe_of(order.recipe or ())
     require_apart((order.model, order.calibration), (order.out,))
     require_writable(order.out)
@@ -139,6 +141,7 @@ def _quantized(order: Order, checkpoint: Checkpoint, config: str, texts: list[Te
         config,
         table=order.table,
         cache=order.cache,
+        attention=order.attention,
         context=order.context,
         calibration=texts,
         recipe=order.recipe or (),

@@ -4,13 +4,18 @@ Before: `model(input_ids)` over a whole sequence. After: `decoder(tokens [1, n],
 [1, vocabulary] behind the last token, and keeps what later tokens look back at.
 """
 
+import copy
+from contextlib import nullcontext
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quantplug.core.errors import ConfigError, ModelError, first_line
+from quantplug.core.specs.levels import sqnr
+from quantplug.language.attention import beginning_at, registered, requiring_causal_masks
 
 
 def _shapes(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
@@ -24,7 +29,7 @@ def _shapes(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     cache = DynamicCache()
     try:
         with torch.no_grad():
-            model(input_ids=torch.zeros((1, 1), dtype=torch.int64), past_key_values=cache, use_cache=True)
+            model(input_ids=torch.zeros((1, 1), dtype=torch.int64), use_cache=True, **_given(model, cache))
         found = [(layer.keys, layer.values) for layer in cache.layers]
     except Exception as error:  # whatever a model of another kind does with a cache
         raise ModelError(
@@ -34,6 +39,12 @@ def _shapes(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     if not found or any(part is None or part.dim() != 4 for pair in found for part in pair):
         raise ModelError(f"{type(model).__name__} keeps no keys and values of its tokens; pass a model with attention.")
     return found
+
+
+def _given(model: nn.Module, cache: Any) -> dict[str, Any]:
+    """Returns a cache by its name among the model's operands; in earlier versions of transformers it is the longer."""
+    known = signature(model.forward).parameters
+    return {"cache" if "cache" in known else "past_key_values": cache}
 
 
 @cache
@@ -66,11 +77,27 @@ class _Rows(nn.Module):
     def __init__(self, like: Tensor, count: int) -> None:
         super().__init__()
         self.count = count
-        self.register_buffer("data", _empty(like, count, like.shape[3], like.dtype), persistent=False)
+        self.register_buffer("data", self._empty(like, count), persistent=False)
+
+    def _empty(self, like: Tensor, count: int) -> Tensor:
+        return torch.zeros(1, like.shape[1], count, like.shape[3], dtype=like.dtype)
 
     def filled(self, positions: Tensor, rows: Tensor) -> Tensor:
         """Returns all rows after some were written at their positions."""
         self.data.index_copy_(2, positions, rows)
+        return self.data
+
+
+class _WholeRows(_Rows):
+    """Rows of all heads side by side, as the operator for attention to a cache reads them."""
+
+    def _empty(self, like: Tensor, count: int) -> Tensor:
+        # Made as it lies: ExecuTorch goes by strides, and those of a turned tensor differ where there is one head.
+        return torch.zeros(1, count, like.shape[1], like.shape[3], dtype=like.dtype)
+
+    def filled(self, positions: Tensor, rows: Tensor) -> Tensor:
+        """Returns all rows [1, positions, heads, channels] after some were written."""
+        self.data.index_copy_(1, positions, rows.transpose(1, 2))
         return self.data
 
 
@@ -81,7 +108,7 @@ class _IntegerRows(_Rows):
 
     def __init__(self, like: Tensor, count: int) -> None:
         super().__init__(like.to(torch.int8), count)
-        self.register_buffer("scales", _empty(like, count, 1, like.dtype), persistent=False)
+        self.register_buffer("scales", self._empty(like[..., :1], count), persistent=False)
 
     def filled(self, positions: Tensor, rows: Tensor) -> Tensor:
         largest = rows.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny * 127)
@@ -90,11 +117,18 @@ class _IntegerRows(_Rows):
         return self.data.to(rows.dtype) * self.scales
 
 
-def _empty(like: Tensor, count: int, channels: int, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(1, like.shape[1], count, channels, dtype=dtype)
+def _attending(model: nn.Module) -> nn.Module:
+    """Returns a model of the same weights that takes the operator for attention to a cache."""
+    tensors = [*model.parameters(), *model.buffers()]
+    other: Any = copy.deepcopy(model, {id(each): each for each in tensors})
+    other.set_attn_implementation(registered())
+    return other  # type: ignore[no-any-return]
 
 
 _ROWS = {"float32": _Rows, "int8": _IntegerRows}
+PLAIN, OPERATOR = ATTENTIONS = ("aten", "executorch")
+# Decibels that logits keep where two ways to compute them differ by the order of sums only.
+_LEAST = 80.0
 
 
 def require_cache(name: str) -> None:
@@ -107,6 +141,40 @@ def require_cache(name: str) -> None:
         raise ConfigError(f"There is no cache in '{name}'; choose one of {sorted(_ROWS)}.")
 
 
+def require_attention(name: str, cache: str) -> None:
+    """Checks the name of a way to attend to a cache.
+
+    Raises:
+        ConfigError: there is none, or it reads no such cache.
+    """
+    if name not in ATTENTIONS:
+        raise ConfigError(f"There is no attention '{name}'; choose one of {list(ATTENTIONS)}.")
+    if name != PLAIN and cache != "float32":
+        raise ConfigError(f"Attention '{name}' reads a cache in float32, not in '{cache}'; leave one of them out.")
+
+
+def objection(model: nn.Module, context: int) -> str | None:
+    """Returns why a model of transformers cannot take the operator for attention to a cache, None if it can.
+
+    What it computes with the operator is compared with what it computes without.
+
+    Args:
+        model: as for `Decoder`, in float32.
+        context: positions of the cache.
+    """
+    few = min(context, 16)
+    tokens = torch.arange(1, few)[None] % model.config.get_text_config().vocab_size  # type: ignore[operator,union-attr]
+    starts = torch.tensor([[0], [tokens.shape[1] - 1]])
+    try:
+        with torch.no_grad(), requiring_causal_masks(context):
+            decoders = [Decoder(model, few, attention=name).eval() for name in ATTENTIONS]
+            pairs = [(run(tokens[:, :-1], starts[0]), run(tokens[:, -1:], starts[1])) for run in decoders]
+    except Exception as error:  # whatever a model of another kind does with an attention that is not its own
+        return first_line(error).rstrip(".")
+    levels = [sqnr(found, expected) for expected, found in zip(*pairs, strict=True)]
+    return None if min(levels) > _LEAST else f"with it, its logits keep {min(levels):.0f} dB only"
+
+
 class Decoder(nn.Module):
     """A causal language model over a cache of fixed size.
 
@@ -117,23 +185,28 @@ class Decoder(nn.Module):
         model: of transformers, such as `LlamaForCausalLM`; its weights are shared.
         context: positions of the cache.
         cache: "float32", or "int8" with a scale for each head and position.
+        attention: "aten" for the model's own over all positions, "executorch" for an operator that ExecuTorch has a
+            kernel for, which stops at the last position that is filled.
 
     Raises:
-        ConfigError: there is no such cache.
+        ConfigError: there is no such cache or attention.
         ModelError: the model has no such cache, or was not trained for so many positions.
     """
 
-    def __init__(self, model: nn.Module, context: int, cache: str = "float32") -> None:
+    def __init__(self, model: nn.Module, context: int, cache: str = "float32", attention: str = PLAIN) -> None:
         super().__init__()
         require_cache(cache)
+        require_attention(attention, cache)
         config: Any = model.config
         most = getattr(config.get_text_config(), "max_position_embeddings", None) or context
         if not 2 <= context <= most:
             raise ModelError(
                 f"The context is {context}, and {type(model).__name__} has {most} positions; give 2 to {most}."
             )
-        self.model, self.context = model, context
-        pairs = [[_ROWS[cache](part, context) for part in pair] for pair in _shapes(model)]
+        self.context, self.attends_to_rows = context, attention != PLAIN
+        self.model = _attending(model) if self.attends_to_rows else model
+        rows = _WholeRows if self.attends_to_rows else _ROWS[cache]
+        pairs = [[rows(part, context) for part in pair] for pair in _shapes(model)]
         self.keys, self.values = (nn.ModuleList(kind) for kind in zip(*pairs, strict=True))
 
     @property
@@ -149,13 +222,14 @@ class Decoder(nn.Module):
             start: int64 [1].
         """
         positions = start + torch.arange(tokens.shape[1], device=tokens.device)
-        found = self.model(
-            input_ids=tokens,
-            position_ids=positions[None],
-            past_key_values=self._cache(start[0], positions),
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with beginning_at(start) if self.attends_to_rows else nullcontext():
+            found = self.model(
+                input_ids=tokens,
+                position_ids=positions[None],
+                **_given(self.model, self._cache(start[0], positions)),
+                use_cache=True,
+                logits_to_keep=1,
+            )
         logits: Tensor = found.logits[:, -1]
         return logits
 

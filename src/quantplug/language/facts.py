@@ -12,6 +12,7 @@ from quantplug.core.errors import ArtefactError
 # As in ExecuTorch's extension/llm/runner/constants.h.
 _STEP, _CONTEXT, _VOCABULARY = "get_max_seq_len", "get_max_context_len", "get_vocab_size"
 _BEGIN, _ENDS, _LAYERS = "get_bos_id", "get_eos_ids", "get_n_layers"
+_OPERATOR = "use_sdpa_with_kv_cache"
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Facts:
         layers: of the model.
         begin: the id that a text begins with, None where the tokenizer has none.
         ends: ids that end a text.
+        attends_to_rows: whether ExecuTorch's operator attends to the cache.
     """
 
     context: int
@@ -33,6 +35,7 @@ class Facts:
     layers: int
     begin: int | None = None
     ends: tuple[int, ...] = ()
+    attends_to_rows: bool = False
 
     def constants(self) -> dict[str, Any]:
         """Returns them as the constants of a file; what is not known is left out."""
@@ -42,7 +45,7 @@ class Facts:
             _VOCABULARY: self.vocabulary,
             _LAYERS: self.layers,
             "use_kv_cache": True,
-            "use_sdpa_with_kv_cache": False,
+            _OPERATOR: self.attends_to_rows,
             "enable_dynamic_shape": True,
         }
         begin = {} if self.begin is None else {_BEGIN: self.begin}
@@ -60,7 +63,8 @@ class Facts:
         )
         ends = constants.get(_ENDS, ())
         every = tuple(ends) if isinstance(ends, Sequence) else (ends,)
-        return cls(context, step, vocabulary, layers, constants.get(_BEGIN), every)
+        own = bool(constants.get(_OPERATOR))
+        return cls(context, step, vocabulary, layers, constants.get(_BEGIN), every, own)
 
 
 def _count(constants: Mapping[str, Any], name: str, where: str) -> Any:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from quantplug.algorithms.recipe import Algorithm
-from quantplug.core.errors import CalibrationError, ConfigError
+from quantplug.core.errors import CalibrationError, ConfigError, ModelError
 from quantplug.core.report.explain import explain
 from quantplug.flow import Artefact, export, quantize
 from quantplug.language.artefact import LanguageArtefact
-from quantplug.language.decoder import Decoder
+from quantplug.language.decoder import OPERATOR, PLAIN, Decoder, objection, require_attention, require_cache
 from quantplug.language.facts import Facts
 from quantplug.quantizers.framework.registry import get_quantizer
 
@@ -27,6 +27,8 @@ TABLES = (*IN_GROUPS, "int8_weight_only")
 TABLE_BESIDE = {"int4_dynamic_groups": "int4_groups"}
 # Groups of tables: fewer scales are lost among the integers, more follow them closer.
 WIDEST = 192
+# Its runtime has a kernel for attention to a cache.
+RUNS_OPERATOR = "xnnpack"
 # What a call takes at most by itself: the runtime plans its memory for so many tokens.
 STEP = 128
 
@@ -65,6 +67,34 @@ def table_of(backend: str, config: str | None, table: str | None) -> str:
     return table
 
 
+def attention_of(backend: str, model: nn.Module, context: int, cache: str, attention: str | None) -> str:
+    """Returns how a model attends to its cache.
+
+    Args:
+        backend: that runs it.
+        model: of transformers.
+        context: positions of the cache.
+        cache: what it holds.
+        attention: what was asked for; None for what the backend is fastest with.
+
+    Raises:
+        ConfigError: there is no such cache or attention, or the backend has no operator for it.
+        ModelError: the model computes another attention than what was asked for.
+    """
+    require_cache(cache)
+    require_attention(attention or PLAIN, cache)
+    if attention not in (None, PLAIN) and backend != RUNS_OPERATOR:
+        raise ConfigError(f"Backend '{backend}' has no operator for attention '{attention}'; leave it out.")
+    if attention == PLAIN or backend != RUNS_OPERATOR or cache != "float32":
+        return PLAIN
+    reason = objection(model, context)
+    if reason is not None and attention is not None:
+        raise ModelError(
+            f"{type(model).__name__} cannot have attention '{attention}': {reason}; leave it out for the model's own."
+        )
+    return PLAIN if reason else OPERATOR
+
+
 def quantize_language_model(
     model: nn.Module,
     backend: str = "xnnpack",
@@ -72,6 +102,7 @@ def quantize_language_model(
     *,
     table: str | None = None,
     cache: str = "float32",
+    attention: str | None = None,
     context: int = 512,
     step: int | None = None,
     calibration: Iterable[Tensor] | None = None,
@@ -90,6 +121,8 @@ def quantize_language_model(
         config: of the backend, or "float32" for none; by default "8da4w" or "int8_dynamic", what the backend has.
         table: config of the tables of embeddings, "float32" for none; by default 4 bits in groups beside "8da4w".
         cache: of keys and values, "float32", or "int8" with a scale for each head and position.
+        attention: "aten" for the model's own over all positions, "executorch" for ExecuTorch's operator on xnnpack,
+            which stops at the last position that is filled; by default that where model and cache suit it.
         context: positions of the cache.
         step: tokens that a call takes at most, 128 or the context by default.
         calibration: ids [1, n] of texts, each no longer than a step, for static configs and for recipes.
@@ -101,14 +134,16 @@ def quantize_language_model(
         lowering: options of the backend's lowering.
 
     Raises:
-        ConfigError: unknown backend, config, table or cache, or a step that is none.
-        ModelError: the model is none of transformers' causal ones, or has fewer positions than the context.
+        ConfigError: unknown backend, config, table, cache or attention, or a step that is none.
+        ModelError: the model is none of transformers' causal ones, has fewer positions than the context, or its
+            attention is another one than what was asked for.
         CalibrationError: ids of the wrong shape or beyond the vocabulary.
         LoweringError: the backend cannot run the result.
     """
     chosen = config_of(backend, config)
     rows = table_of(backend, chosen, table)
-    decoder = Decoder(model, context, cache).eval()
+    chosen_attention = attention_of(backend, model, context, cache, attention)
+    decoder = Decoder(model, context, cache, chosen_attention).eval()
     facts = _facts(decoder, step, begin, ends)
     batches = None if calibration is None else _batches(calibration, facts, limit)
     exported = _exported(decoder, facts, batches)
@@ -146,7 +181,8 @@ def _facts(decoder: Decoder, step: int | None, begin: int | None, ends: Sequence
     own = config.eos_token_id
     known = ends or (own if isinstance(own, list | tuple) else () if own is None else (own,))
     first = config.bos_token_id if begin is None else begin
-    return Facts(decoder.context, most, config.vocab_size, decoder.layers, first, tuple(known))
+    limits = (decoder.context, most, config.vocab_size, decoder.layers)
+    return Facts(*limits, first, tuple(known), decoder.attends_to_rows)
 
 
 def _exported(

@@ -1,0 +1,37 @@
+"""Attention to a cache of keys and values, as one operator that says up to which row the cache is filled.
+
+Before: an exported graph that would read all rows of a cache, and mask those that are still empty. After: one operator
+that reads the rows up to each query's own, for targets that have such a kernel. In PyTorch it computes what attention
+with a mask does.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@torch.library.custom_op("quantplug::cached_attention", mutates_args=())
+def cached_attention(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float) -> Tensor:
+    """Returns causal attention of queries at successive positions, [1, n, heads, channels].
+
+    Args:
+        query: [1, n, heads, channels].
+        keys: the cache, of which the queries' own rows are filled already, [1, positions, key heads, channels]; each
+            of its heads serves as many heads of queries.
+        values: likewise.
+        start: position of the first query, int64 [1]; that and n are no more than the cache holds.
+        scale: what the products of queries and keys are multiplied by.
+    """
+    first, count = int(start), query.shape[1]
+    seen = torch.arange(first + count) <= torch.arange(first, first + count)[:, None]
+    read, given = (cache[:, : first + count].transpose(1, 2) for cache in (keys, values))
+    rows = scaled_dot_product_attention(query.transpose(1, 2), read, given, seen, scale=scale, enable_gqa=True)
+    return rows.transpose(1, 2).contiguous()
+
+
+@cached_attention.register_fake
+def _(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float) -> Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+CACHED_ATTENTION = torch.ops.quantplug.cached_attention.default
