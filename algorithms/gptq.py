@@ -177,18 +177,21 @@ class GPTQ:
         hessian = hessians.sum(0)
         matrix = target_of(weight.matrix, hessians, crosses - hessians, self.damping)
         pieces = pieces_of(Piece(matrix, hessian, Passing.of(hessian, self.damping), weight.grid))
-        searches = self._searches_scales(weight)
+        energy = sum(float(errors_of(piece.matrix, piece.hessian).sum()) for piece in pieces)
+        tried, nearest = self._of_pieces(pieces, ranks, searches=self._searches_scales(weight))
+        best = joined_pieces(tried, matrix.shape, weight.grid)
+        quality = (decibels(energy, error) for error in (nearest, float(best.errors.sum())))
+        return Rounded(weight, batches.parked(weight.as_held(best.values)), weight.grid.as_given(best.scale), *quality)
+
+    def _of_pieces(self, pieces: list[Piece], ranks: Exchange | Alone, *, searches: bool) -> tuple[list[Tried], float]:
+        """Returns the best of all that was tried of each piece, and the error of rounding all of them to nearest."""
         own = {
             place: self._best_and_nearest(pieces[place], searches=searches)
             for place in range(ranks.rank, len(pieces), ranks.size)
         }
         every = {place: found for some in ranks.gather(own) for place, found in some.items()}
         found = [every[place] for place in range(len(pieces))]
-        best = joined_pieces([tried for tried, _ in found], weight.grid)
-        energy = sum(float(errors_of(piece.matrix, piece.hessian).sum()) for piece in pieces)
-        errors = sum(nearest for _, nearest in found), float(best.errors.sum())
-        quality = tuple(decibels(energy, error) for error in errors)
-        return Rounded(weight, batches.parked(weight.as_held(best.values)), weight.grid.as_given(best.scale), *quality)
+        return [tried for tried, _ in found], sum(nearest for _, nearest in found)
 
     def _best_and_nearest(self, piece: Piece, *, searches: bool) -> tuple[Tried, float]:
         """Returns the best of all that was tried, and the error of rounding to nearest."""

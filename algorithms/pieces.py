@@ -6,7 +6,6 @@ however many processes share them, so that the results have the same bits: produ
 that depends on their sizes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -69,14 +68,21 @@ def _part(whole: Piece, axis: int, start: int, stop: int) -> Piece:
     return Piece(cut(whole.matrix), cut(whole.hessian), passing, grid)
 
 
-def joined(tried: Sequence[Tried], grid: Grid) -> Tried:
+def joined(tried: list[Tried], shape: torch.Size, grid: Grid) -> Tried:
     """Returns what became of a weight, given what became of its pieces.
 
     Args:
-        tried: of each piece, in order.
+        tried: of each piece, in order; the list is emptied, so that nothing large is there twice.
+        shape: of the weight, [groups, rows, columns].
         grid: of the weight.
     """
     axis = _axis(grid)
     if axis is None:
-        return tried[0]
-    return Tried(*(torch.cat([getattr(each, name) for each in tried], axis) for name in ("values", "scale", "errors")))
+        return tried.pop()
+    scale, errors = (torch.cat([getattr(each, name) for each in tried], axis) for name in ("scale", "errors"))
+    values, end = tried[0].values.new_empty(shape), shape[axis]
+    while tried:
+        last = tried.pop().values
+        end -= last.shape[axis]
+        values.narrow(axis, end, last.shape[axis]).copy_(last)
+    return Tried(values, scale, errors)

@@ -112,7 +112,10 @@ def target_of(matrix: Tensor, hessians: Tensor, changes: Tensor, damping: float)
     gained, spent = (sum(numbers) for numbers in zip(*(_confirmed(part, halves) for part in parts), strict=True))
     share = min(max(gained / spent, 0.0), 1.0) if spent > 0 else 0.0
     both = _Regression.of(changes.sum(0), hessians.sum(0), damping)
-    return torch.cat([part + share * both.step(part @ both.change) for part in parts], 1)
+    found = torch.empty_like(matrix)
+    for part, into in zip(parts, torch.split(found, parts[0].shape[1], 1), strict=True):
+        torch.add(part, both.step(part @ both.change), alpha=share, out=into)
+    return found
 
 
 @dataclass(frozen=True)
