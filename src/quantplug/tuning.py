@@ -32,7 +32,7 @@ from quantplug.algorithms.sensitivity import sensitivity
 from quantplug.core.annotation.plan import Plan, plan_of
 from quantplug.core.calibration.batches import digest
 from quantplug.core.calibration.progress import progress_bar
-from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError, ModelError, first_line
+from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError, ModelError, QuantplugWarning, first_line
 from quantplug.core.files.typed import typed
 from quantplug.core.files.whole import require_writable, write_content
 from quantplug.core.peers.torch_names import pytree
@@ -202,6 +202,7 @@ def _tell_of_the_best(reached: float, least: float, scopes: tuple[Scope, ...]) -
     warnings.warn(
         f"No trial keeps {least:.6g}; the best reaches {reached:.6g} with {_text(scopes)}. Allow more trials, a "
         "larger drop or another candidate.",
+        QuantplugWarning,
         stacklevel=4,
     )
 
