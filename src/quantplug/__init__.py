@@ -17,8 +17,16 @@ Names are imported when they are first used: torch, torchao and the runtimes are
 line answers `--help` without them.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+if not os.path.isdir(os.path.join(os.path.dirname(__file__), "core")):
+    raise ImportError(
+        f"The package in '{os.path.dirname(__file__)}' lacks its rooms, since git made text files of the symbolic "
+        "links of the checkout that it is in or was built from; run `git config core.symlinks true` and `git checkout "
+        "-- src/quantplug` there (on Windows in developer mode), or install a wheel."
+    )
 
 if TYPE_CHECKING:
     from torchao.quantization.pt2e.quantizer import QuantizationConfig as QuantizationConfig

@@ -308,6 +308,7 @@ def sensitivity(
     from quantplug.core.calibration.calibrate import calibrate
     from quantplug.core.files.whole import require_writable, write_content
     from quantplug.core.pt2e.prepare import prepare_pt2e
+    from quantplug.core.report.drawing import require_pictures
     from quantplug.files import load_batches, load_exported, require_apart
     from quantplug.quantizers.framework.registry import get_quantizer
 
@@ -315,6 +316,8 @@ def sensitivity(
     if config is not None:
         quantizer.set_global(config)
     _require_kind(report, ".png", ".json")
+    if report is not None and report.suffix == ".png":
+        require_pictures()
     require_apart((model, calibration), (report,))
     if report is not None:
         require_writable(report)

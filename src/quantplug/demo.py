@@ -22,8 +22,10 @@ from rich.table import Table
 from torch import Tensor, fx, nn
 
 from quantplug.core.errors import ArtefactError
+from quantplug.core.extras import extra_module
 from quantplug.core.files.whole import kind_at, write_content, write_whole
 from quantplug.core.report.compare import compare_layers
+from quantplug.core.report.drawing import drawing, require_pictures
 from quantplug.core.specs.levels import sqnr
 from quantplug.flow import Artefact, export, quantize
 
@@ -42,10 +44,12 @@ class Digits:
 
 
 def load_digits() -> Digits:
-    """Returns scikit-learn's digits, shuffled with a fixed seed: 1,413 to train on, 384 to test."""
-    from sklearn.datasets import load_digits as bundled
+    """Returns scikit-learn's digits, shuffled with a fixed seed: 1,413 to train on, 384 to test.
 
-    found = bundled()
+    Raises:
+        ConfigError: scikit-learn is not installed.
+    """
+    found = extra_module("sklearn.datasets", "demo", "The demo").load_digits()
     images = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16
     labels = torch.tensor(found.target)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -178,14 +182,16 @@ def run(out: Path, console: Console) -> Shown:
 
     Raises:
         ArtefactError: `out` is a file, or cannot be made.
+        ConfigError: scikit-learn or matplotlib is not installed.
     """
+    require_pictures()
+    digits = load_digits()
     if kind_at(out) not in ("nothing", "folder"):
         raise ArtefactError(f"'{out}' is a file; give a folder to write to.")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ArtefactError(f"Folder '{out}' cannot be made ({error.strerror}); give another.") from error
-    digits = load_digits()
     with console.status("Training a CNN on 1,413 handwritten digits ..."):
         model = train(digits)
     example = (digits.test[:BATCH],)
@@ -278,14 +284,10 @@ def draw_layers(exported: fx.GraphModule, reference: fx.GraphModule, inputs: tup
         inputs: positional inputs of both.
         path: the .png to write.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     layers = compare_layers(exported, reference, inputs)
     columns = 4
     rows = -(-len(layers) // columns)
-    with mpl.rc_context({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(3 * columns, 2.7 * rows), layout="constrained")
+    with drawing(3 * columns, 2.7 * rows) as figure:
         panels = figure.subplots(rows, columns, squeeze=False).flatten()
         for panel, (name, (expected, found)) in zip(panels, layers.items(), strict=False):
             x, y = expected.flatten(), found.flatten()
