@@ -21,13 +21,6 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if not os.path.isdir(os.path.join(os.path.dirname(__file__), "core")):
-    raise ImportError(
-        f"The package in '{os.path.dirname(__file__)}' lacks its rooms, since git made text files of the symbolic "
-        "links of the checkout that it is in or was built from; run `git config core.symlinks true` and `git checkout "
-        "-- src/quantplug` there (on Windows in developer mode), or install a wheel."
-    )
-
 if TYPE_CHECKING:
     from torchao.quantization.pt2e.quantizer import QuantizationConfig as QuantizationConfig
 
@@ -114,6 +107,13 @@ if TYPE_CHECKING:
     XNNPACK_WIDE_RANGES: tuple[_Annotator, ...]
 
     __version__: str
+
+if not os.path.isdir(os.path.join(os.path.dirname(__file__), "core")):
+    raise ImportError(
+        f"The package in '{os.path.dirname(__file__)}' lacks its rooms, since git made text files of the symbolic "
+        "links of the checkout that it is in or was built from; run `git config core.symlinks true` and `git checkout "
+        "-- src/quantplug` there (on Windows in developer mode), or install a wheel."
+    )
 
 # Public name -> the module that has it, and its name there where that is another.
 _HOME = {
