@@ -56,7 +56,7 @@ def test_no_extra_is_imported_before_it_is_needed():
 def test_what_developers_install_has_every_extra():
     extras_of_dev = re.search(r"quantplug\[([\w,-]+)\]", PROJECT)[1].split(",")
     (section,) = re.findall(r"^\[project\.optional-dependencies\]\n(.*?)\n\n", PROJECT, re.DOTALL | re.MULTILINE)
-    assert set(extras_of_dev) == set(re.findall(r"^([\w-]+) = \[", section, re.MULTILINE)) - {"dev", "docs"}
+    assert set(extras_of_dev) == set(re.findall(r"^([\w-]+) = \[", section, re.MULTILINE)) - {"dev"}
 
 
 def test_an_extra_that_is_missing_is_one_sentence_with_the_line_that_installs_it():

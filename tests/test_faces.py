@@ -12,7 +12,7 @@ import quantplug
 from quantplug import plugin, scaffold
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 FACES = {"quantplug": quantplug, "quantplug.plugin": plugin}
 INNER = {module.name for module in pkgutil.iter_modules(quantplug.__path__)} - {"plugin"}
@@ -53,7 +53,7 @@ def test_an_import_from_within_is_seen(source, found):
     assert list(imports_from_within(source)) == found
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_documents_know_the_two_faces_only(document):
     text = document.read_text()
     for block in BLOCK.findall(text):
