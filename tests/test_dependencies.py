@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,13 @@ def asked_for(name):
     return {re.match(r"[\w-]+", line)[0] for line in ast.literal_eval(listed)}
 
 
+@cache
 def imported():
-    """Yields (whether on import of the file, distribution, file) of all that the package imports of others."""
+    """Returns (whether on import of the file, distribution, file) of all that the package imports of others."""
+    return tuple(_imported())
+
+
+def _imported():
     for path in (file for place in (*(ROOT / room for room in ROOMS), PACKAGE) for file in place.rglob("*.py")):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):

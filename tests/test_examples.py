@@ -37,8 +37,11 @@ def test_example_runs(example, tmp_path):
     assert done.stdout.strip()
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(path, marks=[] if path.name == "README.md" else pytest.mark.slow) for path in DOCUMENTS],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 def test_the_python_of_a_document_runs_from_top_to_bottom(document, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", document.read_text(), flags=re.DOTALL)
     program = tmp_path / "document.py"
