@@ -43,7 +43,7 @@ WITHOUT_MODELS = {
         "architecture",  # test_architectures.py has those
     ),
     *("what", "observer", "weights", "File", "id", "word", "our word"),
-    *("what you want", "you", "backend", "format", "observer in the config", "framework", "where"),
+    *("what you want", "you", "backend", "format", "observer in the config", "framework", "where", "kind"),
 }
 BACKENDS = {"XNNPACK": "xnnpack", "x86": "x86"}
 
