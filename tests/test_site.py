@@ -49,6 +49,14 @@ def test_everything_public_is_on_its_reference_page(face, page):
     assert sorted([*shown, *linked, *described]) == sorted(face.__all__)
 
 
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda path: str(path.relative_to(DOCS)))
+def test_lists_have_an_empty_line_before_them(page):
+    """Without it the site runs them into the sentence before, where the repository does not."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    item = r"(?:- |\d+\. )"
+    assert re.findall(rf"^(?! *{item}|#| )\S.*\n{item}.*", text, re.MULTILINE) == []
+
+
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
