@@ -5,6 +5,7 @@ import inspect
 import pkgutil
 import re
 from pathlib import Path
+from types import GenericAlias
 
 import pytest
 
@@ -89,6 +90,8 @@ def test_public_names_are_there_once_and_say_what_they_are(face):
     for name in names:
         found = getattr(FACES[face], name)
         assert not name.startswith("_")
+        if isinstance(found, GenericAlias):  # Python 3.10 takes these for classes
+            continue
         if inspect.isclass(found) or inspect.isroutine(found) or inspect.ismodule(found):
             assert inspect.getdoc(found), name
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -152,13 +153,16 @@ def test_help_and_completion_answer_before_a_user_waits():
     completing = {"_QUANTPLUG_COMPLETE": "complete_bash", "COMP_WORDS": "quantplug explain --backend x"}
     completing["COMP_CWORD"] = "3"
     for line, env in ((["--help"], {}), (["quantize", "--help"], {}), ([], completing)):
-        times = []
-        for _ in range(2):
-            began = time.perf_counter()
-            _, out, _ = subprocess_of_the_script(*line, env=env)
-            times.append(time.perf_counter() - began)
-        assert min(times) < 1, (line, times)  # 0.1 to 0.2 s on a quiet machine; torch alone takes longer than 1 s
+        began = _processor_time()
+        _, out, _ = subprocess_of_the_script(*line, env=env)
+        # 0.1 to 0.3 s; torch alone takes longer than 1 s. Time of the processor, since others may be busy beside it.
+        assert _processor_time() - began < 1, line
     assert out.split() == ["xnnpack", "x86"]
+
+
+def _processor_time():
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def subprocess_of_the_script(*line, env):
