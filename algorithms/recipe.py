@@ -66,7 +66,13 @@ class CorrectBiases:
     def apply(
         self, model: fx.GraphModule, loader: Iterable[Any], *, inputs: Callable[[Any], Any] | None = None
     ) -> BiasCorrection:
-        """Corrects biases of a calibrated model; errors are those of `correct_biases`."""
+        """Corrects biases of a calibrated model; errors are those of `correct_biases`.
+
+        Args:
+            model: a calibrated graph.
+            loader: batches as for `calibrate`.
+            inputs: takes a batch and returns the model's inputs, as for `calibrate`.
+        """
         return correct_biases(model, loader, self.samples, inputs=inputs)
 
 

@@ -38,6 +38,7 @@ from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError, 
 from quantplug.core.files.typed import typed
 from quantplug.core.files.whole import write_whole
 from quantplug.core.graph.facts import describe, module_path
+from quantplug.core.report.drawing import drawing
 from quantplug.core.specs.levels import decibels as decibels_of
 
 Runnable: TypeAlias = Callable[[fx.GraphModule], Callable[..., Any]]
@@ -144,13 +145,10 @@ class Sensitivity:
 
         Raises:
             ArtefactError: the folder does not exist, or the file cannot be written.
+            ConfigError: matplotlib is not installed.
         """
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-
         rows = self.rows[:_BARS]
-        with mpl.rc_context({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}):
-            figure = Figure(figsize=(8, 1 + 0.2 * max(len(rows), 4)), layout="constrained")
+        with drawing(8, 1 + 0.2 * max(len(rows), 4)) as figure:
             panel = figure.subplots()
             bars = panel.barh(range(len(rows)), [100 * row.share for row in rows], color="#2f6f8f")
             panel.bar_label(bars, [f"{row.decibels:.1f} dB" for row in rows], padding=3)

@@ -24,6 +24,9 @@ def known_range(name: str) -> Annotator:
     """Returns the annotator of an activation whose output range is known: its output gets fixed qparams.
 
     Only the output is fixed; the input keeps the range that calibration finds.
+
+    Args:
+        name: an operator whose results lie between known numbers, such as "sigmoid".
     """
     low, high = KNOWN_RANGES[name]
 
@@ -35,7 +38,11 @@ def known_range(name: str) -> Annotator:
 
 
 def own_range(*names: str) -> Annotator:
-    """Returns the annotator of functions of one tensor whose output range calibration finds."""
+    """Returns the annotator of functions of one tensor whose output range calibration finds.
+
+    Args:
+        names: the functions, such as "gelu"; each is a rule.
+    """
 
     def decide(match: Match, config: QuantizationConfig) -> Annotations:
         return annotate_piece(match, {match["x"]: get_input_act_qspec(config)}, get_output_act_qspec(config))
@@ -48,6 +55,9 @@ def clamps(*names: str) -> Annotator:
 
     A clamp in the producer's scale is a comparison of integers; it is annotated only where the producer
     is quantized.
+
+    Args:
+        names: the activations, such as "relu"; each is a rule.
     """
     patterns = tuple((name, activation(name, value("x"), bind="op")) for name in names)
     return Annotator("clamp", patterns, in_scale_of_input, (static_only,), follows=("x",), output="shared")

@@ -30,7 +30,12 @@ def convolution(
 
 
 def transposed_convolution(dims: tuple[int, ...] = (1, 2), activations: tuple[str, ...] = tuple(CLAMPS)) -> Annotator:
-    """Returns the annotator of transposed convolutions; their output channels are on axis 1 of the weight."""
+    """Returns the annotator of transposed convolutions; their output channels are on axis 1 of the weight.
+
+    Args:
+        dims: numbers of spatial dimensions.
+        activations: activations that the kernel fuses, such as "relu".
+    """
     return _family("conv_transpose", [f"conv_transpose{d}d" for d in dims], dims, activations, transposed=True)
 
 

@@ -42,6 +42,11 @@ def activation(name: str, inner: Pattern, bind: str = "activation") -> Op:
 def with_activations(label: str, base: Pattern, activations: tuple[str, ...]) -> tuple[tuple[str, Pattern], ...]:
     """Returns the labelled patterns of an operator alone and with each of the activations fused.
 
+    Args:
+        label: the name of the rule of the operator alone.
+        base: a pattern that binds the operator as "op".
+        activations: activations that the kernel fuses, such as "relu".
+
     Raises:
         PatternError: the operator does not bind "op", or an activation is no operator.
     """
@@ -72,7 +77,13 @@ def annotate_piece(
     inputs: dict[fx.Node, QuantizationSpecBase | None],
     output: QuantizationSpecBase | None,
 ) -> Annotations:
-    """Returns the annotations of a fused piece: inputs at the operator "op", the output at the last node."""
+    """Returns the annotations of a fused piece: inputs at the operator "op", the output at the last node.
+
+    Args:
+        match: a match that binds "op", the operator that reads the inputs.
+        inputs: for each node that it reads a spec; None leaves that one float.
+        output: the spec of what the whole piece yields, or None for float.
+    """
     known = {node: spec for node, spec in inputs.items() if spec is not None}
     if match.root is match["op"]:
         return {match.root: QuantizationAnnotation(input_qspec_map=known, output_qspec=output)}

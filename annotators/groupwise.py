@@ -81,7 +81,12 @@ def in_groups(
 
 
 def whole_groups(match: Match, config: QuantizationConfig) -> str | None:
-    """Holds unless the weight "w" is quantized in groups that do not divide its input channels."""
+    """Holds unless the weight "w" is quantized in groups that do not divide its input channels.
+
+    Args:
+        match: a match that binds "w", the weight, and "op", the operator.
+        config: what would be applied.
+    """
     size, weight = group_size(config.weight), tensor_value(match["w"])
     if size is None:
         return None
@@ -94,7 +99,12 @@ def whole_groups(match: Match, config: QuantizationConfig) -> str | None:
 
 
 def no_groups(match: Match | None, config: QuantizationConfig) -> str | None:
-    """Holds unless the config has weights with several scales for an output channel."""
+    """Holds unless the config has weights with several scales for an output channel.
+
+    Args:
+        match: not looked at.
+        config: what would be applied.
+    """
     size = group_size(config.weight)
     return None if size is None else f"the config has a scale for every {size} input channels, the kernel takes one"
 

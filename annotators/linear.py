@@ -16,7 +16,11 @@ _WHOLE = operator_overloads("linear")
 
 
 def linear(activations: tuple[str, ...] = tuple(CLAMPS)) -> Annotator:
-    """Returns the annotator of linear layers with constant weights."""
+    """Returns the annotator of linear layers with constant weights.
+
+    Args:
+        activations: activations that the kernel fuses, such as "relu".
+    """
     whole = op("linear", input=value("x"), weight=constant("w"), bias=optional(constant("b")), name="op")
     # `addmm` and `mm` come from run_decompositions(): the weight is transposed on the way in.
     addmm = op("addmm", self=constant("b"), mat1=value("x"), mat2=value("w", _weight), beta=1, alpha=1, name="op")

@@ -29,6 +29,9 @@ _PER_CHANNEL = (torch.per_channel_symmetric, torch.per_channel_affine)
 def get_input_act_qspec(config: QuantizationConfig | None) -> QuantizationSpec | None:
     """Returns the spec of input activations, or None where they stay float.
 
+    Args:
+        config: a config of torchao's, or None for float.
+
     Raises:
         ConfigError: the spec is not per tensor.
     """
@@ -38,6 +41,9 @@ def get_input_act_qspec(config: QuantizationConfig | None) -> QuantizationSpec |
 def get_output_act_qspec(config: QuantizationConfig | None) -> QuantizationSpec | None:
     """Returns the spec of output activations, or None where they stay float (dynamic, weight-only).
 
+    Args:
+        config: a config of torchao's, or None for float.
+
     Raises:
         ConfigError: the spec is not per tensor.
     """
@@ -46,6 +52,9 @@ def get_output_act_qspec(config: QuantizationConfig | None) -> QuantizationSpec 
 
 def get_weight_qspec(config: QuantizationConfig | None) -> QuantizationSpec | None:
     """Returns the spec of weights, or None where they stay float.
+
+    Args:
+        config: a config of torchao's, or None for float.
 
     Raises:
         ConfigError: the spec is neither symmetric nor without a scheme.
@@ -61,6 +70,9 @@ def get_weight_qspec(config: QuantizationConfig | None) -> QuantizationSpec | No
 
 def get_bias_qspec(config: QuantizationConfig | None) -> QuantizationSpec | None:
     """Returns the spec of biases: None or torch.float for float, torch.int32 for a derived integer bias.
+
+    Args:
+        config: a config of torchao's, or None for float.
 
     Raises:
         ConfigError: the spec has another dtype.
@@ -81,7 +93,12 @@ def _per_tensor(spec: QuantizationSpec | None, what: str) -> QuantizationSpec | 
 
 
 def on_axis(spec: QuantizationSpec | None, axis: int) -> QuantizationSpec | None:
-    """Returns a per-channel weight spec for the axis on which this operator keeps its output channels."""
+    """Returns a per-channel weight spec for the axis on which this operator keeps its output channels.
+
+    Args:
+        spec: a weight's spec, or None for float.
+        axis: that of the output channels in the weight, such as 1 of a transposed convolution's.
+    """
     if spec is None or spec.qscheme not in _PER_CHANNEL or spec.ch_axis == axis:
         return spec
     return replace(spec, ch_axis=axis)

@@ -18,6 +18,9 @@ def movement(names: tuple[str, ...] = (*MOVES, *REPEATS, *IDENTITIES)) -> Annota
 
     They keep the integer domain between quantized neighbours and start none: only moves whose producer is
     quantized are annotated.
+
+    Args:
+        names: operators that move, select or repeat numbers, such as "permute"; all that are known by default.
     """
     patterns = tuple((name.partition(".")[0], move) for name in names for move in _moves(name))
     return Annotator("movement", patterns, in_scale_of_input, (static_only,), follows=("x",), output="shared")
@@ -34,7 +37,11 @@ def _moves(name: str) -> tuple[Op, ...]:
 
 
 def concatenation(*names: str) -> Annotator:
-    """Returns the annotator of cat and stack: all inputs and the output share one observer."""
+    """Returns the annotator of cat and stack: all inputs and the output share one observer.
+
+    Args:
+        names: "cat", "stack"; each is a rule.
+    """
 
     def decide(match: Match, config: QuantizationConfig) -> Annotations:
         node, sources = match["op"], list(dict.fromkeys(match["xs"]))

@@ -53,6 +53,10 @@ class ArtefactError(QuantplugError, ValueError):
     """A file that was to be read or written is missing, unreadable or of the wrong kind."""
 
 
+class QuantplugWarning(UserWarning):
+    """What a user should know though nothing fails; one sentence, on the command line too."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns a hint to the known name that is spelled most like another, "" where none is near."""
     near = difflib.get_close_matches(name, list(known), 1)

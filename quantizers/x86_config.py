@@ -7,7 +7,7 @@ import torch
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
 from quantplug.annotators.presets import activation_spec, weight_spec
-from quantplug.core.errors import ConfigError
+from quantplug.core.errors import ConfigError, QuantplugWarning
 from quantplug.core.specs.limits import ONEDNN_PAIRS
 
 # oneDNN scales in float32. The bound of 2**-12, which kernels of fixed point need, takes a bit from the weights of a
@@ -90,6 +90,7 @@ def _overflows_here() -> bool:
         warnings.warn(
             "This processor has no VNNI, so weights for x86 take 7 bits here, whose products its kernels add up "
             "without overflow; pass weight_bits=7 to say so yourself, or 8 for a model that runs elsewhere.",
+            QuantplugWarning,
             stacklevel=3,
         )
     return saturate

@@ -6,7 +6,7 @@ from rich.console import Console
 
 import quantplug.demo as demo
 from quantplug.core.specs.levels import sqnr
-from quantplug.demo import BATCH, DigitNet, Digits, comparison, load_digits
+from quantplug.demo import BATCH, DigitNet, Digits, comparison, load_digits, measured
 from quantplug.flow import export, quantize
 
 
@@ -14,7 +14,7 @@ def test_e14_the_table_has_a_row_of_float16():
     digits, model = load_digits(), DigitNet().eval()
     few = Digits(digits.train, digits.train_labels, digits.test[:BATCH], digits.test_labels[:BATCH])
     half = quantize(model, (few.test,), "x86", config="float16", progress=False)
-    table = comparison(model, export(model, (few.test,)), {"float16, x86": half}, few)
+    table = comparison(measured(model, export(model, (few.test,)), {"float16, x86": half}, few), len(few.test))
     names, accuracy, agreement, noise, sizes, _ = (list(column.cells) for column in table.columns)
     assert names == ["float32, PyTorch", "float16, x86"]
     with torch.no_grad():

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # What the reader has on the machine already.
 GIVEN = {
     "language-models": """
@@ -37,8 +37,11 @@ def test_example_runs(example, tmp_path):
     assert done.stdout.strip()
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(path, marks=[] if path.name == "README.md" else pytest.mark.slow) for path in DOCUMENTS],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 def test_the_python_of_a_document_runs_from_top_to_bottom(document, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", document.read_text(), flags=re.DOTALL)
     program = tmp_path / "document.py"
@@ -47,7 +50,7 @@ def test_the_python_of_a_document_runs_from_top_to_bottom(document, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_links_of_a_document_lead_somewhere(document):
     targets = re.findall(r"\]\(([^)#]+)\)", document.read_text())
     missing = [target for target in targets if "://" not in target and not (document.parent / target).exists()]

@@ -24,6 +24,7 @@ MAY_IMPORT = {
 FLOORS = (
     "errors",
     "named",
+    "extras",
     "peers",
     "files",
     "graph",

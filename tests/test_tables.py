@@ -43,6 +43,7 @@ WITHOUT_MODELS = {
         "architecture",  # test_architectures.py has those
     ),
     *("what", "observer", "weights", "File", "id", "word", "our word"),
+    *("what you want", "you", "backend", "format", "observer in the config", "framework", "where", "kind"),
 }
 BACKENDS = {"XNNPACK": "xnnpack", "x86": "x86"}
 
@@ -80,7 +81,7 @@ def named(page: str, table: list[list[str]]) -> set[tuple[str, str]]:
 
 
 def every_model() -> set[tuple[str, str]]:
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     return {found for page in pages for table in tables(page.read_text()) for found in named(page.stem, table)}
 
 

@@ -35,6 +35,9 @@ class Coverage:
 def coverage(prepared: fx.GraphModule) -> list[Coverage]:
     """Returns how the data of a calibrated model covers its integers, for every per-tensor observer with a histogram.
 
+    Args:
+        prepared: a calibrated graph, from our prepare.
+
     Raises:
         ModelError: `prepared` is not a prepared graph module.
         CalibrationError: an observer has seen no data.
@@ -47,7 +50,11 @@ def coverage(prepared: fx.GraphModule) -> list[Coverage]:
 
 
 def coverage_table(rows: list[Coverage]) -> str:
-    """Returns coverage as a text table."""
+    """Returns coverage as a text table.
+
+    Args:
+        rows: what `coverage` returned.
+    """
     table = Table("observed value", "scale", "zero point", "levels used", "clipped")
     for row in rows:
         table.add_row(

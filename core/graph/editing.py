@@ -132,7 +132,14 @@ def call(before: fx.Node, target: Any, args: Sequence[Any], like: fx.Node, dtype
 
 
 def viewed(before: fx.Node, view: Any, source: fx.Node, *args: Any) -> fx.Node:
-    """Inserts a view of a node's tensor before a node; its value is known where the tensor's is."""
+    """Inserts a view of a node's tensor before a node; its value is known where the tensor's is.
+
+    Args:
+        before: the node that the new one is inserted in front of.
+        view: the operator overload, such as `aten.permute.default`.
+        source: the node whose tensor it is a view of.
+        args: its other positional operands.
+    """
     node = call(before, view, (source, *args), source)
     value = tensor_value(source)
     if value is not None:
@@ -141,7 +148,13 @@ def viewed(before: fx.Node, view: Any, source: fx.Node, *args: Any) -> fx.Node:
 
 
 def constant(before: fx.Node, name: str, value: Tensor) -> fx.Node:
-    """Registers a tensor under a free name and inserts a node that reads it before a node."""
+    """Registers a tensor under a free name and inserts a node that reads it before a node.
+
+    Args:
+        before: the node that the new one is inserted in front of.
+        name: what the buffer is called, with a number behind it where that is taken.
+        value: the tensor, as it is stored.
+    """
     owner = before.graph.owning_module
     assert owner is not None
     with before.graph.inserting_before(before):
@@ -170,7 +183,12 @@ def free_name(owner: Any, name: str) -> str:
 
 
 def replace(old: fx.Node, new: fx.Node) -> None:
-    """Lets every user of a node use another one, and erases what nobody needs any more."""
+    """Lets every user of a node use another one, and erases what nobody needs any more.
+
+    Args:
+        old: the node that goes.
+        new: the node that takes its place.
+    """
     old.replace_all_uses_with(new)
     erase_unused((old,))
 

@@ -37,6 +37,9 @@ def operands(node: fx.Node) -> dict[str, Any]:
 
     Operands without default that the node leaves out are absent. A node whose target is not an
     operator overload (a placeholder, `getitem`) has its positional arguments under "0", "1", ...
+
+    Args:
+        node: any node that calls something.
     """
     target: Any = node.target
     if isinstance(target, OpOverloadPacket):  # as torchao's convert writes its operators of blocks
@@ -187,7 +190,11 @@ def held_tensor(node: fx.Node) -> Tensor | None:
 
 
 def constant_value(node: fx.Node) -> Tensor | None:
-    """Returns the tensor behind a `get_attr` node that is the same at every call, None for anything else."""
+    """Returns the tensor behind a `get_attr` node that is the same at every call, None for anything else.
+
+    Args:
+        node: any node of a graph.
+    """
     value = held_tensor(node)
     return None if value is None or is_written(node) else value
 

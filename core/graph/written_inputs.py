@@ -11,6 +11,7 @@ import warnings
 import torch
 from torch import fx
 
+from quantplug.core.errors import QuantplugWarning
 from quantplug.core.graph.facts import describe, is_written, viewed_node, written_argument
 
 
@@ -22,7 +23,7 @@ def leave_inputs_as_they_are(graph: fx.Graph, stacklevel: int) -> None:
         warnings.warn(
             f"{describe(_writer(node))} writes input '{node.name}' in place: the quantized model gives the same "
             f"outputs, but leaves '{node.name}' as it is; return the new value if the caller needs it.",
-            UserWarning,
+            QuantplugWarning,
             stacklevel=stacklevel + 1,
         )
         last = [found for found in graph.nodes if found.op == "placeholder"][-1]

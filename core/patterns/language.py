@@ -56,12 +56,22 @@ __all__ = [
 
 
 def value(name: str | None = None, *conditions: Condition) -> Pattern:
-    """Returns a pattern for any node; each condition gets the node and returns None or a reason."""
+    """Returns a pattern for any node; each condition gets the node and returns None or a reason.
+
+    Args:
+        name: what the match calls the node; None for nothing.
+        conditions: each gets the node, and returns None or the reason against it.
+    """
     return Value(name, conditions)
 
 
 def constant(name: str | None = None, *conditions: Condition) -> Pattern:
-    """Returns a pattern for a parameter, buffer or lifted constant that the graph does not write to."""
+    """Returns a pattern for a parameter, buffer or lifted constant that the graph does not write to.
+
+    Args:
+        name: what the match calls it; None for nothing.
+        conditions: each gets the node, and returns None or the reason against it.
+    """
     return Value(name, (_is_same, *conditions), "a constant", lambda found: is_held(found) or is_constant(found))
 
 
@@ -70,37 +80,70 @@ def _is_same(found: fx.Node) -> str | None:
 
 
 def anything(name: str | None = None, *conditions: Condition) -> Pattern:
-    """Returns a pattern for any operand at all: node, literal, list or None."""
+    """Returns a pattern for any operand at all: node, literal, list or None.
+
+    Args:
+        name: what the match calls it; None for nothing.
+        conditions: each gets what was found, and returns None or the reason against it.
+    """
     return Value(name, conditions, "anything", lambda found: True)
 
 
 def literal(*values: Any, name: str | None = None) -> Pattern:
-    """Returns a pattern for a literal operand equal to one of the values (lists compare as tuples)."""
+    """Returns a pattern for a literal operand equal to one of the values (lists compare as tuples).
+
+    Args:
+        values: what the operand may be.
+        name: what the match calls it; None for nothing.
+    """
     return Literal(tuple(plain(v) for v in values), name)
 
 
 def optional(inner: Pattern) -> Pattern:
-    """Returns a pattern for an operand that may be None or absent."""
+    """Returns a pattern for an operand that may be None or absent.
+
+    Args:
+        inner: what it is where it is there.
+    """
     return Maybe(inner)
 
 
 def either(*choices: Pattern) -> Pattern:
-    """Returns a pattern that holds where one of the choices does; they are tried in order."""
+    """Returns a pattern that holds where one of the choices does; they are tried in order.
+
+    Args:
+        choices: the patterns; the first that holds is taken.
+    """
     return Either(choices)
 
 
 def each(inner: Pattern, name: str | None = None) -> Pattern:
-    """Returns a pattern for a non-empty list operand whose every element fits; binds the list."""
+    """Returns a pattern for a non-empty list operand whose every element fits; binds the list.
+
+    Args:
+        inner: what every element has to be.
+        name: what the match calls the list; None for nothing.
+    """
     return Each(inner, name)
 
 
 def single_use(inner: Pattern) -> Pattern:
-    """Returns a pattern for a node whose result has exactly one user: a node that may be fused away."""
+    """Returns a pattern for a node whose result has exactly one user: a node that may be fused away.
+
+    Args:
+        inner: what the node has to be.
+    """
     return SingleUse(inner)
 
 
 def item(source: Pattern, index: int, name: str | None = None) -> Op:
-    """Returns a pattern for one result of an operator that yields several."""
+    """Returns a pattern for one result of an operator that yields several.
+
+    Args:
+        source: the operator that yields several results.
+        index: which of them, from 0.
+        name: what the match calls it; None for nothing.
+    """
     return Op(
         f"result {index} of {source.text}", frozenset({operator.getitem}), (("0", source), ("1", literal(index))), name
     )

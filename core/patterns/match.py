@@ -38,7 +38,12 @@ class Match:
         return name in self.bindings
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Returns what a name is bound to, or the default where an optional part was absent."""
+        """Returns what a name is bound to, or the default where an optional part was absent.
+
+        Args:
+            name: what the pattern calls it.
+            default: what is returned where it is absent.
+        """
         return self.bindings.get(name, default)
 
 

@@ -19,7 +19,7 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 from quantplug.core.annotation.verify import verify_annotations
 from quantplug.core.batch_norms.inference import Permission, fold_batch_norms
 from quantplug.core.batch_norms.training import fuse_batch_norms_qat
-from quantplug.core.errors import ConfigError, ModelError, shown
+from quantplug.core.errors import ConfigError, ModelError, QuantplugWarning, shown
 from quantplug.core.graph.constants import buffer_writes, constant_nodes
 from quantplug.core.graph.control import run_in_python
 from quantplug.core.graph.editing import erase_dead_code, replace_inputs
@@ -168,7 +168,7 @@ def _tell_if_all_float(prepared: fx.GraphModule, quantizer: Quantizer) -> None:
     if (other is not None or not was_near) and getattr(quantizer, "strict", False):
         raise ModelError(said)
     # Of the caller: behind this function, the two that call it and their decorator.
-    warnings.warn(said, UserWarning, stacklevel=5)
+    warnings.warn(said, QuantplugWarning, stacklevel=5)
 
 
 def _why_float(nodes: list[fx.Node], other_type: torch.dtype | None) -> str:

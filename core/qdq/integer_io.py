@@ -114,6 +114,9 @@ def boundary_qparams(model: fx.GraphModule) -> tuple[list[QArgs | None], list[QA
     """Returns scale, zero point, range and dtype of every integer input and output of a converted graph.
 
     None stands for an input or output that is no quantized tensor.
+
+    Args:
+        model: a converted graph.
     """
     inputs = [_read_as(node) for node in model.graph.find_nodes(op="placeholder")]
     leaves = pytree.tree_leaves(model.graph.output_node().args[0])
@@ -126,7 +129,12 @@ def _read_as(node: fx.Node) -> QArgs | None:
 
 
 def quantized_inputs(model: fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns float inputs as the integers that a converted graph takes; all others as they are."""
+    """Returns float inputs as the integers that a converted graph takes; all others as they are.
+
+    Args:
+        model: a converted graph, of which inputs may be integers (`set_io`).
+        inputs: positional float inputs, as the float model takes them.
+    """
     leaves, structure = pytree.tree_flatten(inputs)
     read = boundary_qparams(model)[0]
     if len(read) != len(leaves):

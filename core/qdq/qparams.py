@@ -75,7 +75,12 @@ class QParams:
         return StaticQParams(self.scale, self.zero_point, self.quant_min, self.quant_max, self.dtype)
 
     def shifted(self, by: int, dtype: torch.dtype) -> "QParams":
-        """Returns the parameters of the same real values with every integer moved by a constant."""
+        """Returns the parameters of the same real values with every integer moved by a constant.
+
+        Args:
+            by: what is added to every integer.
+            dtype: of the moved integers.
+        """
         return replace(
             self,
             zero_point=self.static().zero_point + by,
@@ -91,14 +96,26 @@ class QParams:
 
 @dataclass(frozen=True)
 class StaticQParams(QParams):
-    """Per-tensor parameters that are numbers."""
+    """Per-tensor parameters that are numbers.
+
+    Attributes:
+        scale: the step between two integers, as a real number.
+        zero_point: the integer that stands for 0.
+        quant_min: the least integer that is used.
+        quant_max: the greatest.
+        dtype: that of the integers.
+    """
 
     scale: float
     zero_point: int
 
 
 def qparams(node: fx.Node) -> QParams:
-    """Returns the parameters of a quantize_per_tensor or dequantize_per_tensor node; constants are read."""
+    """Returns the parameters of a quantize_per_tensor or dequantize_per_tensor node; constants are read.
+
+    Args:
+        node: the node.
+    """
     given = operands(node)
     scale, zero_point = (_number(given[name]) for name in ("scale", "zero_point"))
     return QParams(
@@ -121,17 +138,29 @@ def _limit(found: int | fx.Node, dtype: torch.dtype, side: int) -> int:
 
 
 def quantize(**inputs: object) -> Op:
-    """Returns the pattern of a per-tensor quantization."""
+    """Returns the pattern of a per-tensor quantization.
+
+    Args:
+        inputs: patterns of operands by their names in the schema (`input`, `scale`, ...), and `name`.
+    """
     return op("quantized_decomposed::quantize_per_tensor", **inputs)  # type: ignore[arg-type]
 
 
 def dequantize(**inputs: object) -> Op:
-    """Returns the pattern of a per-tensor dequantization."""
+    """Returns the pattern of a per-tensor dequantization.
+
+    Args:
+        inputs: patterns of operands by their names in the schema (`input`, `scale`, ...), and `name`.
+    """
     return op("quantized_decomposed::dequantize_per_tensor", **inputs)  # type: ignore[arg-type]
 
 
 def is_static(node: fx.Node) -> str | None:
-    """A condition: the node's parameters are numbers, not computed at run time."""
+    """A condition: the node's parameters are numbers, not computed at run time.
+
+    Args:
+        node: a quantize_per_tensor or dequantize_per_tensor node.
+    """
     return None if qparams(node).is_static else "its quantization parameters are computed at run time"
 
 

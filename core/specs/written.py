@@ -243,6 +243,9 @@ def register_for_plans(*found: Any) -> None:
     A plan from a file may name observers of torchao and quantplug, the rewrites that backends declare, built-in ones
     and those of installed packages, and what was registered here; what a plan made in this process names is known too.
 
+    Args:
+        found: classes and functions at the top of an imported module.
+
     Raises:
         AnnotationError: one of them has no name to find it by.
     """

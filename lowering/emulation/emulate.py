@@ -56,7 +56,12 @@ Prepare = Callable[[fx.GraphModule, tuple[Any, ...]], Prepared]
 
 
 def as_it_stands(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> Prepared:
-    """Returns the q/dq graph itself, for targets without passes of their own."""
+    """Returns the q/dq graph itself, for targets without passes of their own.
+
+    Args:
+        module: the q/dq graph.
+        example_inputs: positional inputs that it runs on.
+    """
     return Prepared(module)
 
 

@@ -153,6 +153,10 @@ class ComposableQuantizer(Quantizer):
     def prepare_obs_or_fq_callback(self, model: fx.GraphModule, edge_or_node_to_obs_or_fq: Any) -> None:
         """Lets each quantizer adjust the observers at the points that it annotated.
 
+        Args:
+            model: the graph that prepare inserts observers into.
+            edge_or_node_to_obs_or_fq: for each annotated point its observer, as torchao's prepare passes it.
+
         Raises:
             AnnotationError: a quantizer gives an observer to a point of another's.
         """

@@ -60,7 +60,11 @@ def _operators(patterns: list[Pattern]) -> tuple[str, ...]:
 
 
 def capability_table(rows: Iterable[Capability]) -> str:
-    """Returns rules as a Markdown table: those that differ in nothing but their operator stand in one line."""
+    """Returns rules as a Markdown table: those that differ in nothing but their operator stand in one line.
+
+    Args:
+        rows: what `capabilities` returned.
+    """
     rows = list(rows)
     grouped: dict[tuple[str, ...], list[str]] = {}
     for row in rows:

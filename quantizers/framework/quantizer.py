@@ -62,6 +62,10 @@ class BackendQuantizer(ScopedQuantizer):
         the integers themselves, whose scales `quantplug.boundary_qparams` reads; quantplug's own
         `convert_pt2e` carries it out. Kernels that could as well write float write integers at outputs then.
 
+        Args:
+            input: an integer dtype, or None for float.
+            output: an integer dtype, or None for float.
+
         Raises:
             ConfigError: a dtype is no integer dtype.
         """

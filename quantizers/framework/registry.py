@@ -6,26 +6,16 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points, version
+from importlib.metadata import EntryPoint, version
 from types import FrameType
 from typing import Any
 
-from quantplug.core.errors import ConfigError, did_you_mean, first_line, shown
+from quantplug.core.errors import ConfigError, QuantplugWarning, did_you_mean, first_line, shown
 from quantplug.quantizers.framework.backend import Backend
 from quantplug.quantizers.framework.capabilities import Capability
+from quantplug.quantizers.framework.names import points
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 
-GROUP = "quantplug.backends"
-_BUILT_IN = {
-    "xnnpack": "quantplug.quantizers.xnnpack:XNNPACKQuantizer",
-    "x86": "quantplug.quantizers.x86:X86Quantizer",
-    "openvino": "quantplug.quantizers.openvino:OpenVINOQuantizer",
-    "onnxruntime": "quantplug.quantizers.onnxruntime:ONNXRuntimeQuantizer",
-    "native": "quantplug.quantizers.native:NativeQuantizer",
-    "tensorrt": "quantplug.quantizers.tensorrt:TensorRTQuantizer",
-    "cortex_m": "quantplug.quantizers.cortex_m:CortexMQuantizer",
-    "embedding": "quantplug.quantizers.embedding:EmbeddingQuantizer",
-}
 # How torch's older quantization (`torch.backends.quantized.engine`, `get_default_qconfig`) calls these kernels.
 _OLDER_NAMES = {"fbgemm": "x86", "onednn": "x86", "qnnpack": "xnnpack"}
 
@@ -53,8 +43,7 @@ def backends() -> list[Registered]:
     """Returns every known backend; broken and duplicate plugins are listed with their problem."""
     found: dict[str, Registered] = {}
     broken: list[Registered] = []
-    own = [EntryPoint(name, where, GROUP) for name, where in _BUILT_IN.items()]
-    for point in (*own, *entry_points(group=GROUP)):
+    for point in points():
         loaded = _load(point, found)
         if loaded.problem:
             broken.append(loaded)
@@ -128,7 +117,7 @@ def get_quantizer(name: str, *, strict: bool = True) -> BackendQuantizer:
     known = {entry.name: entry for entry in reversed(backends())}
     meant = _OLDER_NAMES.get(name.lower())
     if meant is not None and name not in known:
-        warnings.warn(f"'{name}' is an older name; this is backend '{meant}'.", UserWarning, stacklevel=2)
+        warnings.warn(f"'{name}' is an older name; this is backend '{meant}'.", QuantplugWarning, stacklevel=2)
         name = meant
     if name not in known:
         raise ConfigError(

@@ -45,12 +45,21 @@ class ScopedQuantizer(Quantizer):
         return self
 
     def set_module_name(self: Self, name: str, config: QuantizationConfig | str | None) -> Self:
-        """Sets the config below a module path ("layer1.0") or a pattern of paths ("layer*.conv1")."""
+        """Sets the config below a module path ("layer1.0") or a pattern of paths ("layer*.conv1").
+
+        Args:
+            name: the path, or the pattern.
+            config: a config, the name of one of the backend's, or None for float.
+        """
         self.scopes.set_module_name(name, self._config(config))
         return self
 
     def set_module_type(self: Self, kind: type[nn.Module] | str, config: QuantizationConfig | str | None) -> Self:
         """Sets the config of everything below modules of a type.
+
+        Args:
+            kind: the class, or its name, such as "Linear".
+            config: a config, the name of one of the backend's, or None for float.
 
         Raises:
             ConfigError: `kind` is no module class.
@@ -63,6 +72,10 @@ class ScopedQuantizer(Quantizer):
     ) -> Self:
         """Sets the config of an operator: ATen name, overload, packet, function (F.linear) or module class.
 
+        Args:
+            operator: such as "conv2d", torch.nn.functional.linear or torch.nn.Linear.
+            config: a config, the name of one of the backend's, or None for float.
+
         Raises:
             PatternError: there is no such operator.
         """
@@ -74,11 +87,21 @@ class ScopedQuantizer(Quantizer):
     def set_object_type(
         self: Self, operator: OperatorType | type[nn.Module], config: QuantizationConfig | str | None
     ) -> Self:
-        """The older name of `set_operator_type`."""
+        """The older name of `set_operator_type`.
+
+        Args:
+            operator: as for `set_operator_type`.
+            config: a config, the name of one of the backend's, or None for float.
+        """
         return self.set_operator_type(operator, config)
 
     def set_filter(self: Self, accepts: Callable[[fx.Node], bool], config: QuantizationConfig | str | None) -> Self:
-        """Sets the config of the nodes that a predicate accepts."""
+        """Sets the config of the nodes that a predicate accepts.
+
+        Args:
+            accepts: gets a node of the exported graph and tells whether it is meant.
+            config: a config, the name of one of the backend's, or None for float.
+        """
         self.scopes.set_filter(accepts, self._config(config))
         return self
 

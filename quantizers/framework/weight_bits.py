@@ -9,6 +9,7 @@ from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
+from quantplug.core.errors import QuantplugWarning
 from quantplug.core.graph.facts import is_constant
 from quantplug.core.specs.decision import decision
 from quantplug.core.specs.stored_dtypes import stored_range
@@ -33,7 +34,7 @@ def tell_of_wide_weights(backend: Backend, graph: fx.Graph) -> None:
             f"Backend '{backend.name}' stores weights in {max(narrow.values())} bits: the config's fewer bits "
             f"for {shown} cost accuracy and make no file smaller; take a config of that many bits, or a backend "
             "with kernels for fewer.",
-            UserWarning,
+            QuantplugWarning,
             stacklevel=2,
         )
 

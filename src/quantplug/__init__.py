@@ -17,8 +17,8 @@ Names are imported when they are first used: torch, torchao and the runtimes are
 line answers `--help` without them.
 """
 
+import os
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from quantplug.core.errors import ModelError as ModelError
     from quantplug.core.errors import PatternError as PatternError
     from quantplug.core.errors import QuantplugError as QuantplugError
+    from quantplug.core.errors import QuantplugWarning as QuantplugWarning
     from quantplug.core.errors import TrialError as TrialError
     from quantplug.core.observers import observer as observer
     from quantplug.core.pt2e.convert import convert_pt2e as convert_pt2e
@@ -105,7 +106,14 @@ if TYPE_CHECKING:
     XNNPACK_INTEGER_STATES: tuple[_Annotator, ...]
     XNNPACK_WIDE_RANGES: tuple[_Annotator, ...]
 
-__version__ = version("quantplug")
+    __version__: str
+
+if not os.path.isdir(os.path.join(os.path.dirname(__file__), "core")):
+    raise ImportError(
+        f"The package in '{os.path.dirname(__file__)}' lacks its rooms, since git made text files of the symbolic "
+        "links of the checkout that it is in or was built from; run `git config core.symlinks true` and `git checkout "
+        "-- src/quantplug` there (on Windows in developer mode), or install a wheel."
+    )
 
 # Public name -> the module that has it, and its name there where that is another.
 _HOME = {
@@ -136,6 +144,7 @@ _HOME = {
     "Plan": "quantplug.core.annotation.plan",
     "QuantizationConfig": "torchao.quantization.pt2e.quantizer",
     "QuantplugError": "quantplug.core.errors",
+    "QuantplugWarning": "quantplug.core.errors",
     "Region": "quantplug.quantizers.composition.region",
     "Report": "quantplug.core.report.explain",
     "Rotate": "quantplug.algorithms.rotate",
@@ -193,6 +202,8 @@ __all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":  # to look it up takes a third of the time in which `quantplug --help` answers
+        return import_module("importlib.metadata").version("quantplug")
     if name not in _HOME:
         raise AttributeError(f"module 'quantplug' has no attribute '{name}'")
     module, _, inner = _HOME[name].partition(":")

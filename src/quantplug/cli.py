@@ -1,34 +1,60 @@
 """The command line: `quantplug demo`, `backends`, `new-backend`, `quantize`, `llm`, `generate`, `explain` and others.
 
-Errors on what the user passed are one sentence on the error stream and exit code 2.
+Errors on what the user passed are one sentence on the error stream and exit code 2; a disk that is full or an output
+that is gone ends with code 1, Ctrl-C with 130.
 """
 
 import errno
 import io
-import logging
+import json
 import os
 import sys
-import warnings
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from quantplug.core.errors import ConfigError, QuantplugError
+from quantplug.screen import current, listed, say, with_screen
 
 if TYPE_CHECKING:
     from torch import fx
 
     from quantplug.core.report.explain import Report
+    from quantplug.lowering.emulation.mismatch import Mismatch
     from quantplug.lowering.program import Program
+    from quantplug.quantizers.framework.registry import Registered
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Quantize exported PyTorch models for real kernels.")
 
-BackendOption = Annotated[str, typer.Option("--backend", "-b", help="A name that `quantplug backends` lists.")]
+class _CommandLine(typer.Typer):
+    """Commands that all have `--json`, `--quiet` and `--verbose`."""
+
+    def command(  # type: ignore[override]
+        self, *args: Any, **kwargs: Any
+    ) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """Returns what registers a function as a command."""
+        register = super().command(*args, **kwargs)
+        return lambda function: register(with_screen(function))
+
+
+# Plain text: the frames of rich cut off long options in narrow terminals, and take a third of the time to answer.
+app = _CommandLine(no_args_is_help=True, rich_markup_mode=None)
+
+
+def _backend_names() -> list[str]:
+    """Returns what a shell completes `--backend` with."""
+    from quantplug.quantizers.framework.names import names
+
+    return names()
+
+
+BackendOption = Annotated[
+    str,
+    typer.Option("--backend", "-b", help="A name that `quantplug backends` lists.", autocompletion=_backend_names),
+]
 ModelArgument = Annotated[Path, typer.Argument(metavar="MODEL.pt2", help="What torch.export.save wrote.")]
 ConfigOption = Annotated[str | None, typer.Option("--config", "-c", help="A config of the backend.")]
 TrustOption = Annotated[
@@ -37,33 +63,56 @@ TrustOption = Annotated[
 ReportOption = Annotated[Path | None, typer.Option(help="Write the report to this .html or .json file.")]
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        from quantplug import __version__
+
+        sys.stdout.write(f"quantplug {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Quantize exported PyTorch models for real kernels."""
+
+
 @app.command()
 def demo(out: Annotated[Path, typer.Option(help="Folder for artefacts, picture and report.")] = Path("out")) -> None:
     """Train a small CNN on handwritten digits, quantize it for both backends, run it and show what happened."""
     from quantplug.demo import run
 
-    run(out, Console())
+    screen = current()
+    shown = run(out, screen.console)
+    screen.document(shown.document())
 
 
 @app.command()
 def backends() -> None:
     """List the backends that are installed."""
-    from quantplug.quantizers.framework.capabilities import dtypes_of, modes_of
     from quantplug.quantizers.framework.registry import backends as registered
 
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("backend", "package", "version", "modes", "dtypes", "configs", "summary"):
-        table.add_column(heading)
-    for entry in registered():
-        if entry.quantizer is None:
-            cells = [entry.name, entry.distribution, entry.version, "-", "-", "-", f"broken: {entry.problem}"]
-        else:
-            backend = entry.quantizer.backend
-            told = (modes_of(backend, backend.configs), dtypes_of(backend, backend.configs), backend.configs)
-            lists = (", ".join(names) for names in told)
-            cells = [entry.name, entry.distribution, entry.version, *lists, backend.summary]
-        table.add_row(*map(escape, cells))
-    Console().print(table)
+    screen = current()
+    found = [_described(entry) for entry in registered()]
+    lines = [[", ".join(cell) if isinstance(cell, tuple) else cell for cell in each.values()] for each in found]
+    screen.console.print(listed(screen.console, list(found[0]), lines))
+    screen.document({"backends": found})
+
+
+def _described(entry: "Registered") -> dict[str, Any]:
+    """Returns the cells of a backend by their headings; "-" for what a broken one cannot tell."""
+    from quantplug.quantizers.framework.capabilities import dtypes_of, modes_of
+
+    known = {"backend": entry.name, "package": entry.distribution, "version": entry.version}
+    if entry.quantizer is None:
+        return known | dict.fromkeys(("modes", "dtypes", "configs"), "-") | {"summary": f"broken: {entry.problem}"}
+    backend = entry.quantizer.backend
+    names = tuple(backend.configs)
+    told = {"modes": modes_of(backend, names), "dtypes": dtypes_of(backend, names), "configs": names}
+    return known | told | {"summary": backend.summary}
 
 
 @app.command()
@@ -74,9 +123,10 @@ def new_backend(
     """Write a package for a backend of your own, which passes the conformance kit as it is."""
     from quantplug.scaffold import new_backend as write_package
 
-    folder, console = write_package(name, out), Console()
+    folder, console = write_package(name, out), current().console
     console.print(escape(f"Wrote {folder}; install it with `pip install -e {folder}`,"), soft_wrap=True)
     console.print(f"then let `pytest --quantplug-backend {name}` judge it.", soft_wrap=True)
+    current().document({"folder": str(folder)})
 
 
 @app.command()
@@ -84,7 +134,7 @@ def quantize(
     model: ModelArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="The artefact to write.")],
     backend: BackendOption = "xnnpack",
-    calibration: Annotated[Path | None, typer.Option(metavar="DATA.npz", help=escape("Arrays [samples, ...]."))] = None,
+    calibration: Annotated[Path | None, typer.Option(metavar="DATA.npz", help="Arrays [samples, ...].")] = None,
     config: ConfigOption = None,
     observer: Annotated[
         str | None, typer.Option(help="How ranges are found: histogram, minmax, percentile, mse, entropy.")
@@ -143,13 +193,16 @@ def quantize(
     )
     artefact.save(out)
     _write_report(artefact.report, report, model.name)
-    console = Console()
-    console.print(artefact.report.table())
-    console.print(artefact.report.summary())
+    screen = current()
+    screen.console.print(artefact.report.table())
+    screen.console.print(artefact.report.summary())
     for done in artefact.applied:
-        console.print(escape(str(done)), soft_wrap=True)
-    sizes = f"{out.stat().st_size / 1e6:.2f} MB; the exported model has {_megabytes(model)} MB"
-    console.print(escape(f"Wrote {out} ({sizes})."))
+        screen.console.print(escape(str(done)), soft_wrap=True)
+    size, before = out.stat().st_size, model.stat().st_size
+    sizes = f"{size / 1e6:.2f} MB; the exported model has {before / 1e6:.2f} MB"
+    screen.console.print(escape(f"Wrote {out} ({sizes})."), soft_wrap=True)
+    files = {"out": str(out), "bytes": size, "model_bytes": before}
+    screen.document({**files, "applied": [str(done) for done in artefact.applied], "report": _parts(artefact.report)})
 
 
 @app.command()
@@ -179,8 +232,10 @@ def llm(
     """Quantize a language model with its cache, and measure it."""
     from quantplug.language.command import Order, convert
 
-    kinds = (backend, config, table, cache, attention)
-    convert(Order(model, out, *kinds, recipe, calibration, context, limit, score, progress), Console())
+    kinds, screen = (backend, config, table, cache, attention), current()
+    order = Order(model, out, *kinds, recipe, calibration, context, limit, score, progress)
+    figures = convert(order, screen.console)
+    screen.document({"out": str(out), **asdict(figures)})
 
 
 @app.command()
@@ -195,10 +250,15 @@ def generate(
     """Print the text behind a prompt, as it is generated."""
     from quantplug.language.command import talk
 
+    screen, text = current(), ""
     for piece in talk(model, tokenizer, prompt, max_new_tokens, temperature, seed):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+        text += piece
+        if screen.is_read:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    if screen.is_read:
+        sys.stdout.write("\n")
+    screen.document({"text": text})
 
 
 @app.command()
@@ -225,15 +285,16 @@ def explain(
         require_writable(report)
     found = explain_model(prepare_pt2e(load_exported(model, trust=trust).module(), quantizer))
     _write_report(found, report, model.name)
-    console = Console()
-    console.print(found.table())
-    console.print(found.summary())
+    screen = current()
+    screen.console.print(found.table())
+    screen.console.print(found.summary())
+    screen.document(_parts(found))
 
 
 @app.command()
 def sensitivity(
     model: ModelArgument,
-    calibration: Annotated[Path, typer.Option(metavar="DATA.npz", help=escape("Arrays [samples, ...]."))],
+    calibration: Annotated[Path, typer.Option(metavar="DATA.npz", help="Arrays [samples, ...].")],
     backend: BackendOption = "xnnpack",
     config: ConfigOption = None,
     program: Annotated[
@@ -250,6 +311,7 @@ def sensitivity(
     from quantplug.core.calibration.calibrate import calibrate
     from quantplug.core.files.whole import require_writable, write_content
     from quantplug.core.pt2e.prepare import prepare_pt2e
+    from quantplug.core.report.drawing import require_pictures
     from quantplug.files import load_batches, load_exported, require_apart
     from quantplug.quantizers.framework.registry import get_quantizer
 
@@ -257,6 +319,8 @@ def sensitivity(
     if config is not None:
         quantizer.set_global(config)
     _require_kind(report, ".png", ".json")
+    if report is not None and report.suffix == ".png":
+        require_pictures()
     require_apart((model, calibration), (report,))
     if report is not None:
         require_writable(report)
@@ -274,7 +338,9 @@ def sensitivity(
         found.plot(report)
     elif report is not None:
         write_content(report, found.to_json().encode())
-    Console().print(escape(str(found)), soft_wrap=True)
+    screen = current()
+    screen.console.print(escape(str(found)), soft_wrap=True)
+    screen.document(json.loads(found.to_json()))
 
 
 @app.command()
@@ -285,19 +351,34 @@ def numerics(backend: BackendOption = "xnnpack") -> None:
     """
     from quantplug.lowering.emulation.mismatch import mismatches
 
-    found, console = mismatches(backend), Console()
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("kernel", "declared", "elements", "emulation differs", "q/dq graph differs", "steps"):
-        table.add_column(heading)
-    for row in found:
-        reference = f"{row.reference.share:.3%}", f"{row.reference.steps:.0f}"
-        table.add_row(row.row, row.level.value, str(row.reference.elements), str(row.emulated.differing), *reference)
-    console.print(table)
+    found, screen = mismatches(backend), current()
+    headings = ("kernel", "declared", "elements", "emulation differs", "q/dq graph differs", "steps")
+    screen.console.print(listed(screen.console, headings, [_cells(row) for row in found]))
     for row in found:
         if not row.holds:
-            console.print(f"'{row.row}' is not {row.level.value}: {row.emulated}.")
+            screen.console.print(f"'{row.row}' is not {row.level.value}: {row.emulated}.")
+    screen.document({"kernels": [_figures(row) for row in found]})
     if not all(row.holds for row in found):
         raise typer.Exit(1)
+
+
+def _cells(row: "Mismatch") -> tuple[str, ...]:
+    graph = row.reference
+    return (
+        *(row.row, row.level.value, str(graph.elements)),
+        *(str(row.emulated.differing), f"{graph.share:.3%}", f"{graph.steps:.0f}"),
+    )
+
+
+def _figures(row: "Mismatch") -> dict[str, Any]:
+    graph = row.reference
+    of_graph = {"elements": graph.elements, "graph_differs": graph.differing, "graph_steps": graph.steps}
+    declared = {"kernel": row.row, "declared": row.level.value, "holds": row.holds}
+    return {**declared, **of_graph, "emulation_differs": row.emulated.differing}
+
+
+def _parts(report: "Report") -> Any:
+    return json.loads(report.json())
 
 
 def _require_kind(path: Path | None, *kinds: str) -> None:
@@ -313,33 +394,19 @@ def _write_report(report: "Report", path: Path | None, title: str) -> None:
         write_whole(path, lambda unfinished: unfinished.write_text(text, "utf-8", "backslashreplace"))
 
 
-def _megabytes(path: Path) -> str:
-    return f"{path.stat().st_size / 1e6:.2f}"
-
-
-def _hush() -> None:
-    """Keeps notes that the imported libraries address to their own developers off the screen."""
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    for name in ("torchao", "torch.utils", "root"):
-        logging.getLogger(None if name == "root" else name).setLevel(logging.ERROR)
-
-
 def main() -> None:
     """Runs the command line; errors of quantplug's end it with one sentence and exit code 2."""
-    _hush()
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may be no text
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except QuantplugError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        say("error", str(error))
         sys.exit(2)
     except OSError as error:
         # What is left in the buffer of a full disk or a closed pipe would fail once more at the end of the process.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if error.errno != errno.EPIPE:
             where = f"'{error.filename}'" if error.filename else "the output"
-            said = f"{where} fails ({error.strerror or error}); free or change its place."
-            Console(stderr=True).print(f"[bold red]error:[/] {escape(said)}", highlight=False, soft_wrap=True)
+            say("error", f"{where} fails ({error.strerror or error}); free or change its place.")
         sys.exit(1)

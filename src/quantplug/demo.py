@@ -4,10 +4,12 @@ Before: nothing but the digits that scikit-learn ships. After: one table of accu
 speed, the explanation of every layer, and a picture of float against quantized activations.
 """
 
+import json
+import math
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,10 @@ from rich.table import Table
 from torch import Tensor, fx, nn
 
 from quantplug.core.errors import ArtefactError
+from quantplug.core.extras import extra_module
 from quantplug.core.files.whole import kind_at, write_content, write_whole
 from quantplug.core.report.compare import compare_layers
+from quantplug.core.report.drawing import drawing, require_pictures
 from quantplug.core.specs.levels import sqnr
 from quantplug.flow import Artefact, export, quantize
 
@@ -40,10 +44,12 @@ class Digits:
 
 
 def load_digits() -> Digits:
-    """Returns scikit-learn's digits, shuffled with a fixed seed: 1,413 to train on, 384 to test."""
-    from sklearn.datasets import load_digits as bundled
+    """Returns scikit-learn's digits, shuffled with a fixed seed: 1,413 to train on, 384 to test.
 
-    found = bundled()
+    Raises:
+        ConfigError: scikit-learn is not installed.
+    """
+    found = extra_module("sklearn.datasets", "demo", "The demo").load_digits()
     images = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16
     labels = torch.tensor(found.target)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -112,7 +118,59 @@ def train(digits: Digits, epochs: int = 12) -> DigitNet:
     return model.eval()
 
 
-def run(out: Path, console: Console) -> dict[str, Artefact]:
+@dataclass(frozen=True)
+class Figures:
+    """What was measured of one form of the model, over the test images.
+
+    Attributes:
+        model: its dtype and backend.
+        accuracy: share of right answers, 0 to 1.
+        agreement: share of answers that are those of the float model.
+        decibels: signal-to-quantization-noise ratio of the logits against the float model.
+        size: bytes of the file, of the float model those of its weights.
+        speed: times as fast as the float model.
+    """
+
+    model: str
+    accuracy: float
+    agreement: float
+    decibels: float
+    size: int
+    speed: float
+
+    def cells(self) -> tuple[str, ...]:
+        """Returns the row of the table."""
+        compared = (
+            (f"{self.agreement * 100:.1f} %", f"{self.decibels:.1f} dB") if self.decibels < math.inf else ("", "")
+        )
+        return (
+            *(self.model, f"{self.accuracy * 100:.1f} %", *compared),
+            *(f"{self.size / 1e3:.0f} kB", f"{self.speed:.1f}x"),
+        )
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the demo made and measured.
+
+    Attributes:
+        artefacts: by backend.
+        figures: a row for each form of the model.
+        written: the files.
+    """
+
+    artefacts: dict[str, Artefact]
+    figures: tuple[Figures, ...]
+    written: tuple[Path, ...]
+
+    def document(self) -> dict[str, Any]:
+        """Returns what `--json` prints."""
+        reports = {backend: json.loads(artefact.report.json()) for backend, artefact in self.artefacts.items()}
+        figures = [asdict(row) for row in self.figures]
+        return {"figures": figures, "written": [str(path) for path in self.written], "reports": reports}
+
+
+def run(out: Path, console: Console) -> Shown:
     """Trains, quantizes for every backend, measures, prints and writes what a reader wants to look at.
 
     Args:
@@ -120,18 +178,20 @@ def run(out: Path, console: Console) -> dict[str, Artefact]:
         console: where to print.
 
     Returns:
-        The artefacts by backend.
+        The artefacts and what was measured of them.
 
     Raises:
         ArtefactError: `out` is a file, or cannot be made.
+        ConfigError: scikit-learn or matplotlib is not installed.
     """
+    require_pictures()
+    digits = load_digits()
     if kind_at(out) not in ("nothing", "folder"):
         raise ArtefactError(f"'{out}' is a file; give a folder to write to.")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ArtefactError(f"Folder '{out}' cannot be made ({error.strerror}); give another.") from error
-    digits = load_digits()
     with console.status("Training a CNN on 1,413 handwritten digits ..."):
         model = train(digits)
     example = (digits.test[:BATCH],)
@@ -147,17 +207,21 @@ def run(out: Path, console: Console) -> dict[str, Artefact]:
     half.save(out / "digits_float16_x86.pt2")
     exported = export(model, example)
     rows = {"float16, x86": half} | {f"int8, {name}": artefact for name, artefact in artefacts.items()}
-    console.print(comparison(model, exported, rows, digits))
+    figures = measured(model, exported, rows, digits)
+    console.print(comparison(figures, len(digits.test)))
     console.print(artefacts["xnnpack"].report.table())
     console.print(artefacts["xnnpack"].report.summary())
     picture = out / "activations.png"
     draw_layers(exported, artefacts["xnnpack"].reference, example, picture)
-    console.print(escape(f"Wrote {', '.join(sorted(str(path) for path in out.iterdir()))}."), soft_wrap=True)
-    return artefacts
+    written = tuple(sorted(out.iterdir()))
+    console.print(escape(f"Wrote {', '.join(map(str, written))}."), soft_wrap=True)
+    return Shown(artefacts, figures, written)
 
 
-def comparison(model: nn.Module, exported: fx.GraphModule, artefacts: dict[str, Artefact], digits: Digits) -> Table:
-    """Returns the table of accuracy, agreement, noise, size and speed of the float model and the artefacts.
+def measured(
+    model: nn.Module, exported: fx.GraphModule, artefacts: dict[str, Artefact], digits: Digits
+) -> tuple[Figures, ...]:
+    """Returns accuracy, agreement, noise, size and speed of the float model, then of each artefact.
 
     Args:
         model: the float model.
@@ -165,20 +229,26 @@ def comparison(model: nn.Module, exported: fx.GraphModule, artefacts: dict[str, 
         artefacts: what was made of it, by the name of the row.
         digits: whose test images are run.
     """
-    table = Table(title=f"Handwritten digits, {len(digits.test)} test images", box=box.SIMPLE_HEAD)
-    for heading in ("model", "accuracy", "agrees with float", "SQNR", "size", "speed"):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
     with torch.no_grad():
         expected = _logits(exported, digits)
-        accuracy = _percent(expected.argmax(1) == digits.test_labels)
-        table.add_row("float32, PyTorch", accuracy, "", "", _kilobytes(_weight_bytes(model)), "1.0x")
+        right = _share(expected.argmax(1) == digits.test_labels)
+        rows = [Figures("float32, PyTorch", right, 1.0, math.inf, _weight_bytes(model), 1.0)]
         for name, artefact in artefacts.items():
             found = _logits(artefact, digits)
+            right = _share(found.argmax(1) == digits.test_labels)
+            agreement = _share(found.argmax(1) == expected.argmax(1))
             speed = _speedup(artefact, exported, digits.test[:BATCH])
-            shares = [_percent(found.argmax(1) == wanted) for wanted in (digits.test_labels, expected.argmax(1))]
-            table.add_row(
-                name, *shares, f"{sqnr(found, expected):.1f} dB", _kilobytes(artefact.nbytes), f"{speed:.1f}x"
-            )
+            rows.append(Figures(name, right, agreement, float(sqnr(found, expected)), artefact.nbytes, speed))
+    return tuple(rows)
+
+
+def comparison(figures: Iterable[Figures], images: int) -> Table:
+    """Returns the table of what was measured over so many test images."""
+    table = Table(title=f"Handwritten digits, {images} test images", box=box.SIMPLE_HEAD)
+    for heading in ("model", "accuracy", "agrees with float", "SQNR", "size", "speed"):
+        table.add_column(heading, justify="left" if heading == "model" else "right", overflow="fold")
+    for row in figures:
+        table.add_row(*row.cells())
     return table
 
 
@@ -186,16 +256,12 @@ def _logits(runs: Callable[[Tensor], Any], digits: Digits) -> Tensor:
     return torch.cat([runs(batch) for batch in _batches(digits.test)])
 
 
-def _percent(hits: Tensor) -> str:
-    return f"{hits.double().mean() * 100:.1f} %"
+def _share(hits: Tensor) -> float:
+    return float(hits.double().mean())
 
 
 def _weight_bytes(model: nn.Module) -> int:
     return sum(value.numel() * value.element_size() for value in model.state_dict().values())
-
-
-def _kilobytes(size: int) -> str:
-    return f"{size / 1e3:.0f} kB"
 
 
 def _speedup(fast: Callable[[Tensor], Any], slow: Callable[[Tensor], Any], batch: Tensor) -> float:
@@ -218,14 +284,10 @@ def draw_layers(exported: fx.GraphModule, reference: fx.GraphModule, inputs: tup
         inputs: positional inputs of both.
         path: the .png to write.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     layers = compare_layers(exported, reference, inputs)
     columns = 4
     rows = -(-len(layers) // columns)
-    with mpl.rc_context({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(3 * columns, 2.7 * rows), layout="constrained")
+    with drawing(3 * columns, 2.7 * rows) as figure:
         panels = figure.subplots(rows, columns, squeeze=False).flatten()
         for panel, (name, (expected, found)) in zip(panels, layers.items(), strict=False):
             x, y = expected.flatten(), found.flatten()

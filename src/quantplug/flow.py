@@ -19,7 +19,7 @@ from quantplug.algorithms.recipe import Algorithm, CorrectBiases, apply, by_stag
 from quantplug.core.calibration.bias_correction import SAMPLES
 from quantplug.core.calibration.calibrate import calibrate
 from quantplug.core.calibration.observer_places import observer_places
-from quantplug.core.errors import ConfigError, ModelError, first_line
+from quantplug.core.errors import ConfigError, ModelError, QuantplugWarning, first_line
 from quantplug.core.files.whole import write_whole
 from quantplug.core.graph.calling import in_order, input_names
 from quantplug.core.graph.nested_sizes import require_nested
@@ -168,7 +168,7 @@ def _tell_of_nothing(applied: Sequence[object]) -> None:
     """Warns where an algorithm that was asked for by itself did nothing."""
     for done in applied:
         if isinstance(done, Mapping) and not done:
-            warnings.warn(str(done), stacklevel=4)
+            warnings.warn(str(done), QuantplugWarning, stacklevel=4)
 
 
 def _tell_of_another_backend(target: Backend, chosen: Quantizer) -> None:
@@ -177,6 +177,7 @@ def _tell_of_another_backend(target: Backend, chosen: Quantizer) -> None:
         warnings.warn(
             f"The quantizer is for backend '{found}' and the program is made for '{target.name}'; pass "
             f"backend='{found}' for a program of its own.",
+            QuantplugWarning,
             stacklevel=3,
         )
 

@@ -14,7 +14,7 @@
 - **Lowering rules**: one, the patterns of quantize and dequantize, what it reads with and what it writes with.
 - **Kernel sets**: the arithmetic of kernels as rows: `kernel_rules.products` and others make the rules of one.
 - **The conformance kit** as values; `pytest --quantplug-backend NAME` has it as tests.
-- **Errors**: what is raised, one sentence each.
+- **Errors**: what is raised, one sentence each; and the warning of what does not fail.
 
 Names stay, also where what they stand for moves. Of the two namespaces, `constraints` and `kernel_rules`, the
 functions are public. Importing this loads no lowering; what needs one is loaded when it is first used.
@@ -70,6 +70,7 @@ from quantplug.core.errors import (
     ModelError,
     PatternError,
     QuantplugError,
+    QuantplugWarning,
 )
 from quantplug.core.graph.editing import call as add_call
 from quantplug.core.graph.editing import constant as add_constant
@@ -241,6 +242,7 @@ __all__ = [  # noqa: RUF022 - in the groups of the docstring
     "ModelError",
     "PatternError",
     "QuantplugError",
+    "QuantplugWarning",
 ]
 
 # To declare a backend imports no lowering: these names are looked up when they are first used.

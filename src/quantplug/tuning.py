@@ -32,7 +32,15 @@ from quantplug.algorithms.sensitivity import sensitivity
 from quantplug.core.annotation.plan import Plan, plan_of
 from quantplug.core.calibration.batches import digest
 from quantplug.core.calibration.progress import progress_bar
-from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError, ModelError, first_line
+from quantplug.core.errors import (
+    ArtefactError,
+    CalibrationError,
+    ConfigError,
+    ModelError,
+    QuantplugWarning,
+    first_line,
+    shown,
+)
 from quantplug.core.files.typed import typed
 from quantplug.core.files.whole import require_writable, write_content
 from quantplug.core.peers.torch_names import pytree
@@ -202,6 +210,7 @@ def _tell_of_the_best(reached: float, least: float, scopes: tuple[Scope, ...]) -
     warnings.warn(
         f"No trial keeps {least:.6g}; the best reaches {reached:.6g} with {_text(scopes)}. Allow more trials, a "
         "larger drop or another candidate.",
+        QuantplugWarning,
         stacklevel=4,
     )
 
@@ -402,6 +411,11 @@ class _Trials:
             trials = [_trial(json.loads(line)) for line in lines]
         except (OSError, ValueError, RecursionError) as error:
             raise ArtefactError(f"'{log}' is no log of a search ({first_line(error)}); give another path.") from error
+        found = heading.get("tune")
+        if found != _VERSION:
+            raise ArtefactError(
+                f"The log '{log}' has version {shown(found)}, this release reads {_VERSION}; give another path."
+            )
         other = next((name for name in own if heading.get(name) != own[name]), None)
         if other is not None:
             raise ArtefactError(f"The log '{log}' is of a search with another {other}; give another path.")

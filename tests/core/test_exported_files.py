@@ -23,7 +23,7 @@ from quantplug.core.files.exported import read_exported
 from quantplug.core.files.size_texts import is_size
 from quantplug.files import load_batches, load_exported
 from quantplug.lowering.x86.running.program import X86Program
-from quantplug.quantizers.framework import registry
+from quantplug.quantizers.framework import names, registry
 from quantplug.quantizers.x86 import X86Quantizer
 
 X = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
@@ -498,7 +498,7 @@ def test_a_plugin_says_anything_about_itself(monkeypatch, capsys):
             raise ValueError
 
     for error in (ImportError("cannot open [/usr/lib/lib.so]"), MuteError()):
-        point = EntryPoint("[/odd]", "nowhere:Nothing", registry.GROUP)
+        point = EntryPoint("[/odd]", "nowhere:Nothing", names.GROUP)
         load = EntryPoint.load
 
         def raising(self, error=error, load=load):
@@ -507,7 +507,7 @@ def test_a_plugin_says_anything_about_itself(monkeypatch, capsys):
             return load(self)
 
         monkeypatch.setattr(EntryPoint, "load", raising)
-        monkeypatch.setattr(registry, "entry_points", lambda group, point=point: [point])
+        monkeypatch.setattr(names, "entry_points", lambda group, point=point: [point])
         monkeypatch.setattr("sys.argv", ["quantplug", "backends"])
         monkeypatch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit, match="0"):
@@ -529,7 +529,7 @@ def test_a_plugin_that_makes_no_quantizer_is_one_sentence(monkeypatch):
 
 def test_a_plugin_that_ends_the_process_is_listed_as_broken(monkeypatch):
     for error in (SystemExit(3), KeyboardInterrupt()):
-        point = EntryPoint("ends", "nowhere:Nothing", registry.GROUP)
+        point = EntryPoint("ends", "nowhere:Nothing", names.GROUP)
         load = EntryPoint.load
 
         def raising(self, error=error, load=load):
@@ -538,7 +538,7 @@ def test_a_plugin_that_ends_the_process_is_listed_as_broken(monkeypatch):
             return load(self)
 
         monkeypatch.setattr(EntryPoint, "load", raising)
-        monkeypatch.setattr(registry, "entry_points", lambda group, point=point: [point])
+        monkeypatch.setattr(names, "entry_points", lambda group, point=point: [point])
         found = {entry.name: entry for entry in registry.backends()}
         assert type(error).__name__ in found["ends"].problem
         assert found["xnnpack"].quantizer is not None

@@ -1,5 +1,6 @@
 """`quantplug llm` and `quantplug generate`, end to end, and what they refuse before the work begins."""
 
+import json
 import random
 import re
 import shutil
@@ -82,6 +83,20 @@ def test_from_a_checkpoint_to_text_on_xnnpack(run, files):
     out, table = converted(run, files, "model", "xnnpack", "--config", "8da4w", "--calibration", "text.txt")
     generated(run, out, "model")
     assert "perplexity, artefact" in table
+
+
+@pytest.mark.slow
+def test_figures_and_text_as_json(run, files):
+    words = ("--backend", "x86", "--config", "int8_dynamic", "--calibration", "text.txt", "--score", "1")
+    code, printed, errors = run("llm", "model", "--out", "json.pt2", "--context", "32", *words, "--json")
+    assert code == 0, errors
+    found = json.loads(printed)
+    assert found["bytes"] == (files / "json.pt2").stat().st_size
+    assert found["perplexity_float"] > 1
+    assert found["decode"] > 0
+    words = ("generate", "json.pt2", "--tokenizer", "model", "--prompt", "bad cab", "--max-new-tokens", "6")
+    assert run(*words)[1] == json.loads(run(*words, "--json")[1])["text"] + "\n"
+    assert run(*words, "--quiet")[:2] == (0, "")
 
 
 def refused(run, said, *words):

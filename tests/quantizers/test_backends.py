@@ -29,7 +29,7 @@ from quantplug.core.errors import ConfigError, ModelError
 from quantplug.core.observers import observer
 from quantplug.core.specs.dtypes import DTypeConfig
 from quantplug.quantizers import x86, xnnpack
-from quantplug.quantizers.framework import registry
+from quantplug.quantizers.framework import names, registry
 
 TOY = Backend("toy", (linear(),), {"int8": get_symmetric_quantization_config}, "quantplug.lowering.x86:lower")
 
@@ -51,13 +51,13 @@ def test_e15_an_unknown_name_lists_the_known_ones():
 
 def test_r17_plugins_are_found_and_broken_ones_do_not_hurt(monkeypatch):
     points = [
-        EntryPoint("toy", f"{__name__}:TOY", registry.GROUP),
-        EntryPoint("broken", "no.such.module:X", registry.GROUP),
-        EntryPoint("wrong", "json:dumps", registry.GROUP),
-        EntryPoint("x86", "json:dumps", registry.GROUP),
+        EntryPoint("toy", f"{__name__}:TOY", names.GROUP),
+        EntryPoint("broken", "no.such.module:X", names.GROUP),
+        EntryPoint("wrong", "json:dumps", names.GROUP),
+        EntryPoint("x86", "json:dumps", names.GROUP),
     ]
     monkeypatch.setattr(EntryPoint, "load", lambda self: TOY if self.name == "toy" else _load(self))
-    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    monkeypatch.setattr(names, "entry_points", lambda group: points)
     problems = {(e.name, e.problem) for e in registry.backends() if e.problem}
     assert {name for name, _ in problems} == {"broken", "wrong", "x86"}
     assert isinstance(get_quantizer("x86"), X86Quantizer)

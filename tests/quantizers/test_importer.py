@@ -45,7 +45,7 @@ import quantplug
 from quantplug import explain
 from quantplug.core.errors import AnnotationError, CalibrationError, ConfigError
 from quantplug.core.graph.meta import FOLDINGS, VIOLATIONS
-from quantplug.quantizers.framework import registry
+from quantplug.quantizers.framework import names
 from quantplug.quantizers.importer import from_backend_config, from_qconfig_mapping, import_backend_config
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "backend_config_tutorial.txt"
@@ -233,10 +233,10 @@ def test_b15_a_fusion_without_a_config_for_what_it_makes_inserts_nothing_as_in_f
 
 
 def test_b16_a_backend_of_three_patterns_is_known_by_name(monkeypatch):
-    point = EntryPoint("tutorial", "somewhere:BACKEND", registry.GROUP)
+    point = EntryPoint("tutorial", "somewhere:BACKEND", names.GROUP)
     monkeypatch.setattr(EntryPoint, "load", lambda self: from_backend_config(tutorial_backend()))
-    monkeypatch.setattr(registry, "_BUILT_IN", {})
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    monkeypatch.setattr(names, "BUILT_IN", {})
+    monkeypatch.setattr(names, "entry_points", lambda group: [point])
     annotated = exported(my_model(), X)
     quantplug.get_quantizer("tutorial").annotate(annotated)
     report = explain(annotated)

@@ -83,6 +83,10 @@ class LanguageArtefact:
     def logits(self, ids: list[int], start: int) -> Tensor:
         """Returns the logits [vocabulary] behind tokens whose first one stands at a position; they go into the cache.
 
+        Args:
+            ids: the tokens, at least one.
+            start: the position of the first of them, from 0.
+
         Raises:
             ConfigError: they do not fit the cache, or are no tokens of the model.
             LoweringError: the logits are not finite.
@@ -186,6 +190,9 @@ class _File(Program):
 
 def load_language_model(path: str | Path) -> LanguageArtefact:
     """Returns a model that `LanguageArtefact.save` wrote; a `.pt2` runs on x86, any other file in ExecuTorch.
+
+    Args:
+        path: the `.pte` or `.pt2` file.
 
     Raises:
         ArtefactError: the file is missing, or holds no language model.

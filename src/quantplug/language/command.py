@@ -53,8 +53,49 @@ class Order:
     progress: bool
 
 
-def convert(order: Order, console: Console) -> None:
-    """Quantizes a checkpoint into a file, and prints what came of it.
+@dataclass(frozen=True)
+class Figures:
+    """What was measured of a language model; None where it was not.
+
+    Attributes:
+        perplexity_float: of the float model, on the text that was held back.
+        perplexity: of the artefact, on the same text.
+        bytes: of the file.
+        share: of the weights in float32.
+        prompt: tokens of the prompt that was read for speed.
+        prefill: tokens a second of it.
+        decoded: tokens that were generated for speed.
+        decode: tokens a second of them.
+        peak: the most bytes that the process had resident.
+        peak_share: the same, times the weights in float32.
+    """
+
+    perplexity_float: float | None
+    perplexity: float | None
+    bytes: int
+    share: float
+    prompt: int
+    prefill: float
+    decoded: int
+    decode: float
+    peak: int | None
+    peak_share: float | None
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Yields the rows of the table."""
+        if self.perplexity is not None:
+            yield "perplexity, float", f"{self.perplexity_float:.2f}"
+            yield "perplexity, artefact", f"{self.perplexity:.2f}"
+        yield "size", f"{self.bytes / 1e6:.2f} MB, {self.share:.1%} of the weights in float32"
+        yield f"prefill of {self.prompt} tokens", f"{self.prefill:.1f} tokens/s"
+        yield f"decode of {self.decoded} tokens", f"{self.decode:.1f} tokens/s"
+        if self.peak is not None:
+            times = f"{self.peak_share:.1f} x the weights in float32"
+            yield "peak memory of this process", f"{self.peak / 1e6:.0f} MB, {times}"
+
+
+def convert(order: Order, console: Console) -> Figures:
+    """Quantizes a checkpoint into a file, prints what came of it and returns it.
 
     Raises:
         QuantplugError: names, files or the text do not fit, or a step fails.
@@ -64,19 +105,21 @@ def convert(order: Order, console: Console) -> None:
         checkpoint = load_checkpoint(order.model)
         calibrating, scored = _texts(order, checkpoint)
     _require_space(order.out, checkpoint)
-    rows = []
+    expected = perplexed = None
     if scored:
         with _step(console, f"score the float model on {_tokens(scored)} tokens"):
-            rows.append(("perplexity, float", f"{perplexity(checkpoint.model, scored, progress=order.progress):.2f}"))
+            expected = perplexity(checkpoint.model, scored, progress=order.progress)
     with _step(console, f"quantize with {chosen} and lower to {order.backend}"):
         artefact = _quantized(order, checkpoint, chosen, calibrating)
     with _step(console, f"write {order.out}"):
         artefact.save(order.out)
     if scored:
         with _step(console, f"score the artefact on {_tokens(scored)} tokens, one by one"):
-            rows.append(("perplexity, artefact", f"{perplexity(artefact, scored, progress=order.progress):.2f}"))
-    console.print(_table([*rows, *_measured(order.out, artefact, checkpoint)]))
+            perplexed = perplexity(artefact, scored, progress=order.progress)
+    figures = _measured(order.out, artefact, checkpoint, (expected, perplexed))
+    console.print(_table(figures.rows()))
     console.print(escape(f"Wrote {order.out}."), soft_wrap=True)
+    return figures
 
 
 def _required(order: Order) -> str:
@@ -156,17 +199,21 @@ def _tokens(texts: Iterable[Tensor]) -> int:
     return sum(ids.shape[1] for ids in texts)
 
 
-def _measured(out: Path, artefact: LanguageArtefact, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    size, found = out.stat().st_size, speed(artefact)
-    yield "size", f"{size / 1e6:.2f} MB, {size / checkpoint.nbytes:.1%} of the weights in float32"
-    yield f"prefill of {found.prompt} tokens", f"{found.prefill:.1f} tokens/s"
-    yield f"decode of {found.decoded} tokens", f"{found.decode:.1f} tokens/s"
-    peak = _peak()
-    if peak is not None:
-        yield (
-            "peak memory of this process",
-            f"{peak / 1e6:.0f} MB, {peak / checkpoint.nbytes:.1f} x the weights in float32",
-        )
+def _measured(
+    out: Path, artefact: LanguageArtefact, checkpoint: Checkpoint, scores: tuple[float | None, float | None]
+) -> Figures:
+    size, whole, found, peak = out.stat().st_size, checkpoint.nbytes, speed(artefact), _peak()
+    return Figures(
+        *scores,
+        bytes=size,
+        share=size / whole,
+        prompt=found.prompt,
+        prefill=found.prefill,
+        decoded=found.decoded,
+        decode=found.decode,
+        peak=peak,
+        peak_share=None if peak is None else peak / whole,
+    )
 
 
 def _peak() -> int | None:
@@ -183,6 +230,8 @@ def _peak() -> int | None:
 
 def _table(rows: Iterable[tuple[str, str]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
+    for _ in range(2):
+        table.add_column(overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row))
     return table
