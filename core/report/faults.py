@@ -145,13 +145,14 @@ def _kind_of_range(layer: LayerErrors, fit: RangeFit, share: float) -> str:
     assert fit.params is not None
     held, wanted = _width(*fit.params.bounds), _width(fit.smallest, fit.largest)
     is_default = fit.params.scale == 1.0 and fit.params.zero_point == 0
-    if is_default or share > 0.9 or held > 64 * wanted or held < wanted / 64:
+    if is_default or share > 0.9 or held > 64 * wanted or held < wanted / 12:
         return STUCK
     if share and fit.shifted < _TIMES / 2 * fit.attainable:
         return ZERO_POINT
     if held > wanted:
         return WIDE
-    return SATURATING if operator_name(layer.piece.root) in ("aten::add", "aten::add_") else CLIPPED
+    adds = any(operator_name(node) in ("aten::add", "aten::add_") for node in layer.piece.nodes)
+    return SATURATING if adds else CLIPPED
 
 
 def _width(low: float, high: float) -> float:

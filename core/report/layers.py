@@ -46,7 +46,7 @@ class Piece:
         nodes: all of its operators, in graph order.
         roundings: what rounds the value, in graph order, a second rounding of the same value included.
         constants: operands of the root that are the same at every call, by their names in the schema.
-        passes_on: whether it only puts numbers elsewhere that were rounded before.
+        passes_on: whether it only puts numbers elsewhere, and rounds none that was not rounded before.
     """
 
     root: fx.Node
@@ -131,9 +131,10 @@ def _fused_into(node: fx.Node, constants: set[fx.Node]) -> fx.Node | None:
 def _piece(nodes: tuple[fx.Node, ...], constants: set[fx.Node]) -> Piece:
     end, root = nodes[-1], max(nodes, key=multiplications)
     read = {name: value for name, value in operands(root).items() if isinstance(value, fx.Node) and value in constants}
-    rounded = any(is_dequantize(source) for source in nodes[0].all_input_nodes)
-    passes_on = rounded and all(node.target in _PASS_ON for node in nodes)
-    return Piece(root, end, nodes, tuple(_roundings(end)), read, passes_on)
+    roundings = tuple(_roundings(end))
+    is_rounded_before = any(is_dequantize(source) for source in nodes[0].all_input_nodes)
+    passes_on = all(node.target in _PASS_ON for node in nodes) and (is_rounded_before or not roundings)
+    return Piece(root, end, nodes, roundings, read, passes_on)
 
 
 def _roundings(value: fx.Node) -> Iterator[Rounding]:
