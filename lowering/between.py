@@ -5,13 +5,10 @@ lowering or emulation takes: one through which values go as through the model, o
 values, and one of a single layer, to be timed.
 """
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, fx
 
 from quantplug.core.graph.calling import return_flat
@@ -21,9 +18,7 @@ from quantplug.core.graph.working_copy import over_same_tensors
 from quantplug.core.peers.torch_names import pytree
 from quantplug.core.report.layers import Piece, pieces
 from quantplug.lowering.program import Program
-
-# Calls that are timed: so many at least, and more as long as they take less than so many seconds together.
-_CALLS, _SECONDS = (21, 201), 0.2
+from quantplug.lowering.timing import Taken, timed
 
 
 @dataclass(frozen=True)
@@ -109,6 +104,8 @@ def roundings_of(converted: fx.GraphModule, layer: str) -> Inside:
 def _returning(
     model: fx.GraphModule, ends: Sequence[fx.Node], given: dict[str, fx.Node], layers: Sequence[str]
 ) -> Inside:
+    for guard in [node for node in model.graph.nodes if node.op == "call_module" and not node.users]:
+        model.graph.erase_node(guard)
     own = [node for node in model.graph.find_nodes(op="placeholder") if node not in given.values()]
     names = {node: node.name for node in own} | {node: name for name, node in given.items()}
     model.graph.set_codegen(fx.graph.CodeGen())  # inputs and outputs one behind the other, in no containers
@@ -121,110 +118,47 @@ def _returning(
     return Inside(model, tuple(layers), tuple(names[node] for node in left))
 
 
-@dataclass(frozen=True)
-class Taken:
-    """How long something takes, in microseconds a call.
-
-    Attributes:
-        low: a lower bound.
-        middle: the median.
-        high: an upper bound.
-    """
-
-    low: float
-    middle: float
-    high: float
+Lower: TypeAlias = Callable[[fx.GraphModule, tuple[Any, ...]], Program]
+"""Makes a program of a graph and its inputs."""
 
 
-def timed(run: Callable[[], Any]) -> Taken:
-    """Returns the quartiles of a call's time, of calls one behind the other."""
-    found: list[float] = []
-    for _ in range(3):
-        run()
-    began = time.perf_counter()
-    while len(found) < _CALLS[0] or (len(found) < _CALLS[1] and time.perf_counter() - began < _SECONDS):
-        start = time.perf_counter()
-        run()
-        found.append((time.perf_counter() - start) * 1e6)
-    low, middle, high = statistics.quantiles(found, n=4)
-    return Taken(low, middle, high)
-
-
-def time_alone(
-    converted: fx.GraphModule, layer: str, values: dict[str, Any], lower: Callable[[fx.GraphModule, tuple[Any, ...]], Program]
-) -> Taken:
-    """Times a layer as a program of its own, which rounds float inputs and returns floats.
+class LayersAlone:
+    """Times layers as programs of their own, which round float inputs and return floats.
 
     What it costs to call a program and to round its inputs is measured by another program that does only this, and
-    taken off. It is not known how much of the rest goes into its result's way back to floats: the upper bound leaves
+    taken off. It is not known how much of the rest goes into the result's way back to floats: the upper bound leaves
     all of it in.
 
     Args:
         converted: the q/dq graph, all inputs by position.
-        layer: the name of the layer.
         values: float values by node name, the model's inputs included.
-        lower: makes a program of a graph and its inputs.
-
-    Raises:
-        LoweringError: the layer cannot be lowered alone.
+        lower: makes the programs.
     """
-    whole = _timed_program(cut_apart(converted, layer), values, lower)
-    idle = _timed_program(roundings_of(converted, layer), values, lower)
-    middle = max(whole.middle - idle.middle, 0.0)
-    return Taken(max(whole.low - idle.high, 0.0), middle, whole.high)
 
+    def __init__(self, converted: fx.GraphModule, values: Mapping[str, Any], lower: Lower) -> None:
+        self._converted, self._values, self._lower = converted, values, lower
+        self._idle: dict[tuple[Any, ...], Taken] = {}
 
-def _timed_program(
-    inside: Inside, values: dict[str, Any], lower: Callable[[fx.GraphModule, tuple[Any, ...]], Program]
-) -> Taken:
-    inputs = tuple(contiguous(values[name]) for name in inside.values)
-    program = lower(inside.model, inputs)
-    return timed(lambda: program(*inputs))
+    def taken(self, layer: str) -> Taken:
+        """Returns the time of a layer by its name.
+
+        Raises:
+            LoweringError: it cannot be lowered alone.
+        """
+        alone = cut_apart(self._converted, layer)
+        shapes = tuple(getattr(self._values[name], "shape", None) for name in alone.values)
+        whole = self._timed(alone)
+        if shapes not in self._idle:  # the same to every layer that reads as much
+            self._idle[shapes] = self._timed(roundings_of(self._converted, layer))
+        idle = self._idle[shapes]
+        return Taken(max(whole.low - idle.high, 0.0), max(whole.middle - idle.middle, 0.0), whole.high)
+
+    def _timed(self, inside: Inside) -> Taken:
+        inputs = tuple(contiguous(self._values[name]) for name in inside.values)
+        program = self._lower(inside.model, inputs)
+        return timed(lambda: program(*inputs))
 
 
 def contiguous(value: Any) -> Any:
     """Returns a tensor in one piece, anything else as it is."""
     return value.detach().contiguous() if isinstance(value, Tensor) else value
-
-
-class TimedRun(fx.Interpreter):
-    """Runs a lowered graph and notes how long each operator takes.
-
-    Attributes:
-        seconds: by node, one number a run.
-    """
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.seconds: dict[fx.Node, list[float]] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Runs a node; operands are fetched before the clock runs."""
-        if n.op != "call_function":
-            return super().run_node(n)
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        target: Any = n.target
-        start = time.perf_counter()
-        value = target(*args, **kwargs)
-        self.seconds.setdefault(n, []).append(time.perf_counter() - start)
-        return value
-
-
-def node_times(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Taken]:
-    """Returns the quartiles of each operator's time of a graph that runs by itself, in microseconds a call.
-
-    Args:
-        module: the graph of kernels.
-        inputs: flat.
-    """
-    run = TimedRun(module)
-    with torch.inference_mode():
-        for _ in range(3):
-            run.run(*inputs, enable_io_processing=False)
-        run.seconds.clear()
-        began, calls = time.perf_counter(), 0
-        while calls < _CALLS[0] or (calls < _CALLS[1] and time.perf_counter() - began < 5 * _SECONDS):
-            run.run(*inputs, enable_io_processing=False)
-            calls += 1
-    quartiles = {node: statistics.quantiles(found, n=4) for node, found in run.seconds.items()}
-    return {node: Taken(*(1e6 * each for each in found)) for node, found in quartiles.items()}
