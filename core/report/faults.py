@@ -40,6 +40,7 @@ WEIGHT = "wrong weight"
 BIAS = "wrong bias"
 ISLAND = "float island"
 OTHER = "other computation"
+KERNEL = "other kernel"
 
 # Eight times the energy: nine decibels.
 _TIMES = 8.0
@@ -286,3 +287,17 @@ def _is_chosen(node: fx.Node) -> bool:
 
 def _decibels(share: float) -> str:
     return f"{abs(10 * math.log10(max(share, 1e-30))):.0f} dB"
+
+
+def of_kernel(layer: LayerErrors, reference: float, program: float) -> Fault | None:
+    """Returns the fault of an artefact whose kernel does not compute what the q/dq graph says, None if it does.
+
+    Args:
+        layer: what is looked at.
+        reference: noise of the layer's own in the q/dq graph, over the energy of the float value.
+        program: the same in the artefact.
+    """
+    if program <= _TIMES * reference + 1e-3:
+        return None
+    said = f"its kernel is {_decibels(program)} from float on float inputs, and the q/dq graph {_decibels(reference)}."
+    return Fault(KERNEL, said, layer.piece.root.name)

@@ -3,7 +3,8 @@
 Before: a float model, what was made of it, and data. After: an `Inspection`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +15,12 @@ from quantplug.core.calibration.batches import BatchReader, loader_iterator, non
 from quantplug.core.errors import CalibrationError, ConfigError, LoweringError, ModelError
 from quantplug.core.graph.calling import by_position
 from quantplug.core.graph.facts import module_path, require_graph_module
-from quantplug.core.qdq.integer_io import quantized_inputs
+from quantplug.core.peers.torch_names import pytree
+from quantplug.core.qdq.integer_io import quantized_inputs, with_float_inputs
 from quantplug.core.qdq.nodes import is_qdq
-from quantplug.core.report.faults import Fault, faults
+from quantplug.core.report.faults import Fault, faults, of_kernel
 from quantplug.core.report.layer_errors import LayerErrors, Measured, RangeFit, energy, measure_layers
+from quantplug.core.report.layers import pieces
 from quantplug.core.report.runs import FloatRuns, as_quantized
 from quantplug.core.specs.levels import sqnr
 from quantplug.flow import Artefact, export
@@ -101,7 +104,7 @@ def _read(
     """Returns the batches by position, the float graph, and how many samples there are."""
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise ConfigError(f"samples takes a number from 1 on, found {samples!r}; leave it out.")
-    reader, found, count = BatchReader(_with_float_inputs(model, converted)), list[tuple[Any, ...]](), 0
+    reader, found, count = BatchReader(with_float_inputs(model, converted)), list[tuple[Any, ...]](), 0
     for place, batch in enumerate(loader_iterator(data)):
         named = reader.arguments(picked(batch, inputs), place)
         wrong = nonfinite_input(named)
@@ -116,13 +119,6 @@ def _read(
             "inspect takes 1 or more batches, and the data yielded none (a generator can be read only once); pass more."
         )
     return found, by_position(export(model, found[0])), count
-
-
-def _with_float_inputs(model: Any, converted: fx.GraphModule) -> fx.GraphModule:
-    """Returns the graph whose inputs data is held against: the float one where there is a graph of it."""
-    if isinstance(model, torch.export.ExportedProgram):
-        return by_position(model.module())
-    return by_position(model) if isinstance(model, fx.GraphModule) else converted
 
 
 def _measured(floats: fx.GraphModule, converted: fx.GraphModule, batches: Sequence[tuple[Any, ...]]) -> Measured:
@@ -155,6 +151,7 @@ class _Seen:
         self.time: Taken | None = None
         self._floats, self._converted, self._batches = as_quantized(floats, converted), converted, batches
         self._values, self._apart = with_values(converted), cut_apart(converted)
+        self._ends = {piece.root.name: piece.end.name for piece in pieces(converted.graph)}
 
     def reference(self) -> None:
         """Looks at the q/dq graph."""
@@ -206,20 +203,12 @@ class _Seen:
     def _sum(
         self, found: _Noise, inside: Inside, values: Sequence[Any], floats: FloatRuns, into: dict[str, list[float]]
     ) -> None:
-        ends = {piece.root.name: piece.end.name for piece in self.pieces}
         for layer, value in zip(inside.layers, values, strict=True):
-            wanted = floats.values.get(ends[layer])
+            wanted = floats.values.get(self._ends[layer])
             if isinstance(wanted, Tensor) and wanted.shape == value.shape:
                 sums = into.setdefault(layer, [0.0, 0.0])
                 sums[0] += energy(wanted)
                 sums[1] += energy(value.double() - wanted.double())
-
-    @property
-    def pieces(self) -> Sequence[Any]:
-        """The layers of the q/dq graph."""
-        from quantplug.core.report.layers import pieces
-
-        return pieces(self._converted.graph)
 
     def _tell_of_agreement(self, found: Sequence[Any], wanted: Sequence[Any]) -> None:
         pairs = [pair for pair in zip(found, wanted, strict=True) if isinstance(pair[1], Tensor)]
@@ -265,8 +254,6 @@ def _fresh(run: Any) -> Any:
 
 
 def _leaves(result: Any) -> list[Any]:
-    from quantplug.core.peers.torch_names import pytree
-
     return list(pytree.tree_leaves(result))
 
 
@@ -297,6 +284,9 @@ def _layer(
     layer: LayerErrors, fault: Fault | None, measured: Measured, noise: float, seen: _Seen, remedies: Remedies
 ) -> InspectedLayer:
     piece, name = layer.piece, layer.piece.root.name
+    own = _forms(layer, seen, own=True)
+    if fault is None and own.get("program") is not None:
+        fault = of_kernel(layer, own["reference"] or 0.0, own["program"] or 0.0)
     output = None if layer.output is None else _share(measured.signal, layer.output)
     gain = -10 * _log10(1 - (layer.output or 0.0) / noise) if noise else 0.0
     advice = remedies.of_fault(layer, fault) if fault is not None else remedies.of_noise(layer, gain)
@@ -311,7 +301,7 @@ def _layer(
         placement=op.placement if op is not None else "",
         kernel=", ".join(kernels) or (op.how or op.reason if op is not None else ""),
         weight=next((f"{fit.dtype} {fit.granularity}" for fit in layer.constants if fit.dtype), ""),
-        own=_forms(layer, seen, own=True),
+        own=own,
         accumulated=_forms(layer, seen, own=False),
         output=output,
         ranges=tuple(_range(fit, layer.signal) for fit in layer.ranges if fit.params is not None),
@@ -329,8 +319,6 @@ def _layer(
 
 
 def _log10(value: float) -> float:
-    import math
-
     return math.log10(max(value, 1e-12))
 
 
@@ -382,7 +370,3 @@ def _range(fit: RangeFit, signal: float) -> LayerRange:
         _share(signal, fit.noise) or 0.0, tuple(int(count) for count in fit.histogram.tolist()),
     )  # fmt: skip
 
-
-def named_layers(found: Inspection) -> Iterator[str]:
-    """Yields the names of the layers to look at first."""
-    return (layer.node for layer in found.costliest())

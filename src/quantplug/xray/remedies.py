@@ -63,6 +63,8 @@ class Remedies:
             return Advice(f"{said} Give each channel a scale of its own:", self._scope(layer.piece, "'int8'"))
         if fault.kind == faults.ISLAND:
             return Advice(f"{said} Quantize it like its neighbours:", self._scope(layer.piece, "'int8'"))
+        if fault.kind == faults.KERNEL:
+            return Advice(f"{said} Leave it float, and report the model:", self._scope(layer.piece, "None"))
         assert fault.kind in _AGAIN
         remedy = "That is none of calibration's numbers; convert the calibrated model again, and leave the graph as it is:"
         return Advice(f"{said} {remedy}", "converted = quantplug.convert_pt2e(prepared)")

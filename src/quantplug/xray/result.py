@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from io import StringIO
 
@@ -120,6 +119,11 @@ class InspectedLayer:
         """The largest share of float values that one of its roundings clips."""
         return max((found.saturated for found in self.ranges), default=0.0)
 
+    @property
+    def worst_decibels(self) -> float | None:
+        """The signal-to-quantization-noise ratio of the worst channel."""
+        return ratio(self.worst)
+
     def decibels(self, form: str = "reference", own: bool = False) -> float | None:
         """Returns its signal-to-quantization-noise ratio; infinite where nothing is lost, None where it is not known.
 
@@ -192,21 +196,23 @@ class Inspection:
         return ratio(self.output.get(form))
 
     def table(self) -> Table:
-        """Returns the layers as a rich table."""
-        forms = [form for form in FORMS if any(form in layer.accumulated for layer in self.layers)]
+        """Returns the layers as a rich table; where forms differ by a tenth of a decibel, each has its figure."""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for heading in ("layer", "operator", "module"):
             table.add_column(heading, overflow="fold")
-        own = [f"own dB, {form}" for form in forms]
-        for heading in (*own, *(f"dB, {form}" for form in forms), "costs dB", "clipped", "microseconds"):
+        for heading in ("own dB", "dB", "costs dB", "clipped", "microseconds"):
             table.add_column(heading, justify="right")
         table.add_column("fault", overflow="fold")
         for layer in self.layers:
             names = map(escape, (layer.node, layer.operator, layer.module_path))
-            figures = (shown(layer.decibels(form, own)) for own in (True, False) for form in forms)
+            figures = (self._forms(layer, own) for own in (True, False))
             clipped = f"{layer.saturated:.2%}" if layer.ranges else ""
             table.add_row(*names, *figures, f"{self.gain(layer.node):.1f}", clipped, interval(layer.time), layer.fault)
         return table
+
+    def _forms(self, layer: InspectedLayer, own: bool) -> str:
+        found = [shown(layer.decibels(form, own)) for form in FORMS if form in (layer.own if own else layer.accumulated)]
+        return found[0] if len(set(found)) == 1 else " / ".join(found)
 
     def summary(self) -> str:
         """Returns what to look at first, one line for each layer."""
@@ -274,7 +280,3 @@ def interval(time: LayerTime | None) -> str:
     """Returns a time with its bounds."""
     return "" if time is None else f"{time.middle:.1f} ({time.low:.1f} to {time.high:.1f})"
 
-
-def share(numbers: Iterable[float]) -> float:
-    """Returns the largest of some shares, 0 where there are none."""
-    return max(numbers, default=0.0)

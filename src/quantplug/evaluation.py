@@ -1,0 +1,402 @@
+"""A metric of the float model, its q/dq graph and its artefact, side by side, with how far the figures can be trusted.
+
+Before: a float model, what was made of it, and labelled data. After: an `Evaluation`. All forms see the same samples, so
+that a difference is that of pairs: its interval is that of the paired bootstrap (Efron and Tibshirani, "An Introduction
+to the Bootstrap", 1993), which is much narrower than those of the two metrics. Shares of hits have Wilson's score
+interval (1927), other metrics that of the bootstrap.
+"""
+
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, fx, nn
+
+from quantplug.core.calibration.batches import BatchReader, loader_iterator, nonfinite_input, picked
+from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError, did_you_mean, first_line, shown
+from quantplug.core.files.typed import typed
+from quantplug.core.files.whole import kind_at
+from quantplug.core.graph.calling import by_position
+from quantplug.core.graph.facts import require_graph_module
+from quantplug.core.peers.torch_names import pytree
+from quantplug.core.qdq.integer_io import quantized_inputs, with_float_inputs
+from quantplug.flow import Artefact, export
+from quantplug.quantizers.framework.registry import get_quantizer
+
+Score: TypeAlias = Callable[[Any, Tensor], Any]
+"""Takes what the model returns for all samples and their labels; returns one number for each sample, or one for all."""
+
+RESAMPLES = 1000
+_Z = 1.959964  # the normal distribution's two-sided 95 %
+
+
+@dataclass(frozen=True)
+class FormScore:
+    """The metric of one form of the model.
+
+    Attributes:
+        form: "float", "reference" (the q/dq graph) or "program" (the artefact).
+        value: the metric.
+        low: lower end of its 95 % interval.
+        high: upper end.
+        difference: the metric less that of float; 0 for float.
+        difference_low: lower end of the 95 % interval of the difference, of pairs.
+        difference_high: upper end.
+    """
+
+    form: str
+    value: float
+    low: float
+    high: float
+    difference: float = 0.0
+    difference_low: float = 0.0
+    difference_high: float = 0.0
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The metric of a model in its forms.
+
+    Attributes:
+        metric: its name.
+        samples: how many there are.
+        scores: one for each form, float first.
+        interval: what kind of interval the values have.
+        backend: the name of the backend; "" where there is no artefact.
+    """
+
+    metric: str
+    samples: int
+    scores: tuple[FormScore, ...]
+    interval: str
+    backend: str = ""
+
+    def score(self, form: str) -> FormScore:
+        """Returns the score of a form; KeyError if it was not measured."""
+        return {score.form: score for score in self.scores}[form]
+
+    def table(self) -> Table:
+        """Returns the scores as a rich table."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading in ("model", self.metric, "95 % interval", "less float", "95 % interval of pairs"):
+            table.add_column(heading, justify="left" if heading == "model" else "right")
+        for s in self.scores:
+            pairs = f"{s.difference_low:+.4f} to {s.difference_high:+.4f}" if s.form != "float" else ""
+            less = f"{s.difference:+.4f}" if s.form != "float" else ""
+            table.add_row(_FORMS[s.form], f"{s.value:.4f}", f"{s.low:.4f} to {s.high:.4f}", less, pairs)
+        return table
+
+    def summary(self) -> str:
+        """Returns how the intervals were found, in one sentence."""
+        return (
+            f"{self.samples} samples; intervals of {self.metric}: {self.interval}; of differences: paired bootstrap, "
+            f"{RESAMPLES} resamples."
+        )
+
+    def __str__(self) -> str:
+        out = StringIO()
+        Console(file=out, width=120, no_color=True).print(self.table())
+        return f"{out.getvalue()}{self.summary()}"
+
+    def to_json(self) -> str:
+        """Returns all of it as JSON."""
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> "Evaluation":
+        """Returns what `to_json` wrote.
+
+        Raises:
+            ArtefactError: the text is none of it.
+        """
+        try:
+            found: Evaluation = typed(json.loads(text), Evaluation, "it")
+        except (ValueError, RecursionError) as error:
+            raise ArtefactError(
+                f"The text is no evaluation ({first_line(error)}); write one with Evaluation.to_json."
+            ) from error
+        return found
+
+
+_FORMS = {"float": "float", "reference": "q/dq graph", "program": "artefact"}
+
+
+@torch.inference_mode(False)
+def evaluate(
+    model: nn.Module | torch.export.ExportedProgram | fx.GraphModule,
+    quantized: Artefact | fx.GraphModule,
+    data: Iterable[Any],
+    metric: str | Score = "top1",
+    *,
+    backend: str | None = None,
+    inputs: Callable[[Any], Any] | None = None,
+    labels: Callable[[Any], Any] | None = None,
+) -> Evaluation:
+    """Measures a metric of the float model, the q/dq graph and the artefact on the same labelled samples.
+
+    Args:
+        model: the float model, as for `quantize`.
+        quantized: what `quantize` returned, or a q/dq graph of any quantizer.
+        data: batches of samples with labels; the last may be smaller than the model's own batch.
+        metric: "top1", "top5", or a function of what the model returns for all samples and of all labels, which returns
+            one number for each sample (their mean is the metric) or one number.
+        backend: the backend that a q/dq graph is lowered to; None to measure the graph alone.
+        inputs: picks the model's inputs out of a batch; the first of a pair by default.
+        labels: picks the labels; the second of a pair by default.
+
+    Raises:
+        ConfigError: there is no such metric or backend, or the metric returns something else.
+        CalibrationError: there is no batch, samples and labels differ in number, or something is not finite.
+        ModelError: the model cannot be exported, or `quantized` is no q/dq graph.
+        LoweringError: the graph cannot be lowered.
+    """
+    score, name = _metric(metric)
+    graph = quantized.reference if isinstance(quantized, Artefact) else quantized
+    converted = by_position(require_graph_module(graph, "evaluate"))
+    backend_name = quantized.backend if isinstance(quantized, Artefact) else backend or ""
+    if backend_name:
+        get_quantizer(backend_name)
+    forms, found, wanted = {}, dict[str, list[Any]](), list[Tensor]()
+    for place, batch in enumerate(loader_iterator(data)):
+        values, marks = _read(model, converted, batch, place, inputs, labels)
+        if not forms:
+            forms = _forms(model, quantized, converted, backend_name, values)
+        for form, run in forms.items():
+            with torch.no_grad():
+                found.setdefault(form, []).append(pytree.tree_map(lambda v: _cut(v, len(marks)), run(*values)))
+        wanted.append(marks)
+    if not wanted:
+        raise CalibrationError(
+            "evaluate takes 1 or more batches, and the data yielded none (a generator can be read only once); pass more."
+        )
+    return _evaluation(name, score, {form: _joined(parts) for form, parts in found.items()}, torch.cat(wanted), backend_name)
+
+
+def _metric(metric: str | Score) -> tuple[Score, str]:
+    if callable(metric):
+        return metric, getattr(metric, "__name__", "metric")
+    if metric not in METRICS:
+        raise ConfigError(
+            f"There is no metric '{metric}'{did_you_mean(str(metric), METRICS)}; choose one of {list(METRICS)}, or pass a "
+            "function of outputs and labels."
+        )
+    return METRICS[metric], metric
+
+
+def _hits(outputs: Any, labels: Tensor, count: int) -> Tensor:
+    scores = outputs[0] if isinstance(outputs, tuple | list) else outputs
+    if not isinstance(scores, Tensor) or scores.dim() != 2 or labels.dim() != 1 or labels.is_floating_point():
+        raise ConfigError(
+            f"top{count} takes scores [samples, classes] and integer labels [samples], found {_shape(scores)} and "
+            f"{_shape(labels)}; pass a metric of your own."
+        )
+    if int(labels.min()) < 0 or int(labels.max()) >= scores.shape[1]:
+        raise ConfigError(
+            f"Labels go from {int(labels.min())} to {int(labels.max())}, and the model has {scores.shape[1]} classes; "
+            "number the classes from 0."
+        )
+    best = scores.topk(min(count, scores.shape[1]), 1).indices
+    return (best == labels[:, None]).any(1).double()
+
+
+def _shape(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def top1(outputs: Any, labels: Tensor) -> Tensor:
+    """Returns for each sample whether its label has the highest score.
+
+    Raises:
+        ConfigError: the outputs are no scores of classes, or the labels no classes.
+    """
+    return _hits(outputs, labels, 1)
+
+
+def top5(outputs: Any, labels: Tensor) -> Tensor:
+    """Returns for each sample whether its label is among the five highest scores; raises as `top1` does."""
+    return _hits(outputs, labels, 5)
+
+
+METRICS: dict[str, Score] = {"top1": top1, "top5": top5}
+
+
+def _read(
+    model: Any,
+    converted: fx.GraphModule,
+    batch: Any,
+    place: int,
+    inputs: Callable[[Any], Any] | None,
+    labels: Callable[[Any], Any] | None,
+) -> tuple[tuple[Any, ...], Tensor]:
+    """Returns the inputs of a batch, filled up to the model's own batch, and its labels."""
+    if (inputs is None or labels is None) and not (isinstance(batch, tuple | list) and len(batch) == 2):
+        raise CalibrationError(
+            f"Batch {place} is a {type(batch).__name__}, and evaluate takes pairs of inputs and labels; pass inputs= and "
+            "labels= that pick them."
+        )
+    given = picked(batch, inputs or (lambda pair: pair[0]))
+    marks = torch.as_tensor(picked(batch, labels or (lambda pair: pair[1])))
+    reader = BatchReader(with_float_inputs(model, converted))
+    size = next((s for spec in reader.specs.values() for s in spec.shape[:1] if isinstance(s, int)), None)
+    count = len(marks) if marks.dim() else 0
+    filled = pytree.tree_map_only(Tensor, lambda value: _filled(value, size, count, place), given)
+    named = reader.arguments(filled, place)
+    wrong = nonfinite_input(named)
+    if wrong is not None:
+        raise CalibrationError(f"Input '{wrong}' of batch {place} has NaN or infinity; take the batch out.")
+    if marks.is_floating_point() and not bool(marks.isfinite().all()):
+        raise CalibrationError(f"The labels of batch {place} have NaN or infinity; take the batch out.")
+    return tuple(named.values()), marks
+
+
+def _filled(value: Tensor, size: int | None, count: int, place: int) -> Tensor:
+    """Returns a tensor with its last sample repeated until it is a whole batch."""
+    found = len(value) if value.dim() else 0
+    if found != count or not count:
+        raise CalibrationError(
+            f"Batch {place} holds {found} samples and {count} labels; every sample needs one label, and a batch a sample."
+        )
+    if size is None or found >= size:
+        return value
+    return torch.cat((value, value[-1:].expand(size - found, *value.shape[1:])))
+
+
+def _forms(
+    model: Any, quantized: Any, converted: fx.GraphModule, backend: str, values: tuple[Any, ...]
+) -> dict[str, Callable[..., Any]]:
+    floats = by_position(export(model, values))
+    forms: dict[str, Callable[..., Any]] = {"float": floats, "reference": _on_integers(converted, converted)}
+    if isinstance(quantized, Artefact):
+        forms["program"] = _on_integers(converted, quantized.program)
+    elif backend:
+        lowered = get_quantizer(backend).backend.lower(converted, quantized_inputs(converted, values))
+        forms["program"] = _on_integers(converted, lowered)
+    return forms
+
+
+def _on_integers(converted: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *values: run(*quantized_inputs(converted, values))
+
+
+def _cut(value: Any, count: int) -> Any:
+    return value[:count].clone() if isinstance(value, Tensor) and value.dim() else value
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Returns what a model returned for all samples, in the structure of one result."""
+    leaves = [pytree.tree_leaves(part) for part in parts]
+    tensors = [torch.cat(column) if isinstance(column[0], Tensor) and column[0].dim() else column[0]
+               for column in zip(*leaves, strict=True)]  # fmt: skip
+    return pytree.tree_unflatten(tensors, pytree.tree_structure(parts[0]))
+
+
+def _evaluation(name: str, score: Score, found: dict[str, Any], labels: Tensor, backend: str) -> Evaluation:
+    each = {form: _scores(name, score, outputs, labels) for form, outputs in found.items()}
+    drawn = _resampled(name, score, found, labels, each)
+    shares = all(isinstance(s, Tensor) and bool(((s == 0) | (s == 1)).all()) for s in each.values())
+    values = {form: _value(scores) for form, scores in each.items()}
+    rows = []
+    for form, value in values.items():
+        low, high = _wilson(value, len(labels)) if shares else _ends(drawn[form])
+        apart = _ends(drawn[form] - drawn["float"])
+        rows.append(FormScore(form, value, low, high, value - values["float"], *apart))
+    kind = "Wilson score interval" if shares else f"bootstrap, {RESAMPLES} resamples"
+    return Evaluation(name, len(labels), tuple(rows), kind, backend)
+
+
+def _scores(name: str, score: Score, outputs: Any, labels: Tensor) -> Tensor | float:
+    try:
+        found = score(outputs, labels)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"Metric '{name}' fails ({first_line(error)}); it is called with all outputs and all labels.") from error
+    value = torch.as_tensor(found).detach().double() if isinstance(found, Tensor | float | int | bool) else None
+    if value is None or not bool(value.isfinite().all()) or value.numel() not in (1, len(labels)):
+        what = f"a tensor of shape {tuple(value.shape)}" if value is not None and value.numel() > 1 else shown(repr(found))
+        raise ConfigError(
+            f"Metric '{name}' returned {what} for {len(labels)} samples; let it return one finite number for each, or one."
+        )
+    return value.flatten() if value.dim() and value.numel() == len(labels) else float(value)
+
+
+def _value(scores: Tensor | float) -> float:
+    return float(scores.mean()) if isinstance(scores, Tensor) else scores
+
+
+def _resampled(
+    name: str, score: Score, found: dict[str, Any], labels: Tensor, each: dict[str, Tensor | float]
+) -> dict[str, Tensor]:
+    """Returns by form the metric of samples that are drawn with replacement, the same ones for all forms."""
+    generator = torch.Generator().manual_seed(0)
+    drawn: dict[str, list[float]] = {form: [] for form in found}
+    for _ in range(RESAMPLES):
+        chosen = torch.randint(len(labels), (len(labels),), generator=generator)
+        for form, scores in each.items():
+            part = scores[chosen] if isinstance(scores, Tensor) else _part_score(name, score, found[form], labels, chosen)
+            drawn[form].append(_value(part))
+    return {form: torch.tensor(values, dtype=torch.float64) for form, values in drawn.items()}
+
+
+def _part_score(name: str, score: Score, outputs: Any, labels: Tensor, chosen: Tensor) -> Tensor | float:
+    part = pytree.tree_map_only(Tensor, lambda value: value[chosen] if value.dim() else value, outputs)
+    return _scores(name, score, part, labels[chosen])
+
+
+def _ends(drawn: Tensor) -> tuple[float, float]:
+    low, high = drawn.quantile(torch.tensor([0.025, 0.975], dtype=drawn.dtype)).tolist()
+    return float(low), float(high)
+
+
+def _wilson(share: float, count: int) -> tuple[float, float]:
+    middle = share + _Z**2 / (2 * count)
+    half = _Z * math.sqrt(share * (1 - share) / count + _Z**2 / (4 * count**2))
+    scale = 1 + _Z**2 / count
+    return max((middle - half) / scale, 0.0), min((middle + half) / scale, 1.0)
+
+
+def metric_of(text: str, *, trust: bool) -> str | Score:
+    """Returns a metric by its name, or the function that "file.py:function" names.
+
+    Args:
+        text: what the command line was given.
+        trust: whether a file may be run.
+
+    Raises:
+        ConfigError: there is no such metric or function.
+        ArtefactError: the file is missing, may not be run, or fails.
+    """
+    path, separator, name = text.rpartition(":")
+    if not separator and not text.endswith(".py"):
+        return _metric(text)[1]
+    if not path.endswith(".py") or not name:
+        raise ConfigError(f"'{text}' names no function of a file; write it as my_metric.py:function.")
+    if kind_at(Path(path)) != "file":
+        raise ArtefactError(f"There is no file '{path}' with a metric; check the path.")
+    if not trust:
+        raise ArtefactError(f"'{path}' is a program, which would run here with all your rights; pass --trust if you know it.")
+    return _function_of(path, name)
+
+
+def _function_of(path: str, name: str) -> Score:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ArtefactError(f"'{path}' fails when it is run ({first_line(error)}); mend it.") from error
+    found: Any = getattr(module, name, None)
+    if not callable(found):
+        raise ConfigError(f"'{path}' has no function '{name}'{did_you_mean(name, vars(module))}; name one that it has.")
+    score: Score = found
+    return score
