@@ -51,7 +51,7 @@ def inspect(
 
     A layer's own noise is that of its quantized form on float inputs; its accumulated noise is that in the quantized
     model. Values inside of the artefact are read from a second program of the same graph that returns them too; the notes
-    say whether it returns the same result.
+    say whether it returns the same result, and why a form is missing.
 
     Args:
         model: the float model that quantization began with, as for `quantize`. Where a recipe rescales it, the graph
@@ -69,7 +69,6 @@ def inspect(
         ModelError: the model cannot be exported, or `quantized` is no q/dq graph.
         ConfigError: there is no such backend, or an artefact was given another one.
         CalibrationError: there is no batch, one does not fit the model, or is not finite.
-        LoweringError: the graph cannot be lowered.
     """
     converted, name = _converted(quantized, backend)
     batches, floats, count = _read(model, converted, data, inputs, samples)
@@ -169,7 +168,11 @@ class _Seen:
         if backend.kernels is not None:
             self._add("emulation", backend.emulate)
         first = quantized_inputs(self._converted, self._batches[0])
-        made = program if program is not None else backend.lower(self._converted, first)
+        try:
+            made = program if program is not None else backend.lower(self._converted, first)
+        except LoweringError as error:  # a graph that cannot be lowered is one to look into
+            self.notes.append(f"There is no artefact to look into: {error}")
+            return
         self.ops = {op.node: op for op in made.ops}
         if made.has_kernels:
             self._add("program", backend.lower, made)

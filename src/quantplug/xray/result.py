@@ -200,14 +200,15 @@ class Inspection:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for heading in ("layer", "operator", "module"):
             table.add_column(heading, overflow="fold")
-        for heading in ("own dB", "dB", "costs dB", "clipped", "microseconds"):
+        for heading in ("own dB", "dB", "costs dB", "clipped", "µs"):
             table.add_column(heading, justify="right")
         table.add_column("fault", overflow="fold")
         for layer in self.layers:
             names = map(escape, (layer.node, layer.operator, layer.module_path))
             figures = (self._forms(layer, own) for own in (True, False))
             clipped = f"{layer.saturated:.2%}" if layer.ranges else ""
-            table.add_row(*names, *figures, f"{self.gain(layer.node):.1f}", clipped, interval(layer.time), layer.fault)
+            middle = "" if layer.time is None else f"{layer.time.middle:.1f}"
+            table.add_row(*names, *figures, f"{self.gain(layer.node):.1f}", clipped, middle, layer.fault)
         return table
 
     def _forms(self, layer: InspectedLayer, own: bool) -> str:
