@@ -142,6 +142,17 @@ def _quantized(value: Any, qargs: QArgs | None) -> Any:
     return _QUANTIZE(value, *qargs) if is_float and qargs is not None else value
 
 
+def dequantized_outputs(model: fx.GraphModule, result: Any) -> Any:
+    """Returns what a converted graph, or a program of it, returned, with floats in the place of its integers."""
+    leaves, structure = pytree.tree_flatten(result)
+    written = boundary_qparams(model)[1]
+    if len(written) != len(leaves):
+        return result
+    pairs = zip(leaves, written, strict=True)
+    floats = [leaf if qargs is None else _DEQUANTIZE(leaf, *qargs) for leaf, qargs in pairs]
+    return pytree.tree_unflatten(floats, structure)
+
+
 def with_float_inputs(floats: Any, converted: fx.GraphModule) -> fx.GraphModule:
     """Returns a graph whose inputs are those of the float model: data is held against it before anything is run.
 

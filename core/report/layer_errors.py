@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.calibration.outputs import floats_of
+from quantplug.core.errors import ModelError
 from quantplug.core.graph.facts import operands, operator_name, sizes_of
-from quantplug.core.qdq.integer_io import quantized_inputs
+from quantplug.core.qdq.integer_io import dequantized_outputs, quantized_inputs
 from quantplug.core.qdq.nodes import is_dequantize, range_of, stored_dtype
 from quantplug.core.qdq.qparams import StaticQParams, qparams, static_qparams
 from quantplug.core.report.layers import Piece, Rounding, fixed_nodes, pieces
@@ -175,6 +176,9 @@ def measure_layers(
         converted: the q/dq graph, all inputs by position.
         batches: positional inputs of both.
         alone: whether to run the float model once for each layer, from the layer on.
+
+    Raises:
+        ModelError: the two return tensors of other shapes.
     """
     found = _Measurement(as_quantized(floats, converted), converted, alone)
     for batch in batches:
@@ -210,7 +214,8 @@ class _Measurement:
         quantized = run.values(quantized_inputs(self._converted, batch))
         fixed = {node: quantized[node] for node in self._constants if node in quantized}
         wanted = floats_of(reference.result())
-        found = floats_of(quantized[self._converted.graph.output_node()])
+        result = dequantized_outputs(self._converted, quantized[self._converted.graph.output_node()])
+        found = _alike(floats_of(result), wanted)
         self._signal += sum(map(energy, wanted))
         self._noise += _error(found, wanted)
         for piece in self._pieces:
@@ -262,6 +267,21 @@ class _Measurement:
         """Returns what was measured."""
         unknown = tuple(p.root.name for p in self._pieces if p.end in self._layers and p.end not in self._known)
         return Measured(tuple(self._layers.values()), self._signal, self._noise, unknown)
+
+
+def _alike(found: list[Tensor], wanted: list[Tensor]) -> list[Tensor]:
+    """Returns the outputs of a q/dq graph if they are those of its float model.
+
+    Raises:
+        ModelError: they have other shapes.
+    """
+    shapes, expected = ([tuple(value.shape) for value in values] for values in (found, wanted))
+    if shapes != expected:
+        raise ModelError(
+            f"The float model returns tensors of shapes {expected} and the q/dq graph {shapes}; pass the model that it was "
+            "made of."
+        )
+    return found
 
 
 def _behind(piece: Piece) -> fx.Node:

@@ -90,6 +90,8 @@ class OwnRun(Run):
         if rounds_activations(n, self._constants):
             return self.env[n.all_input_nodes[0]]
         value = super().run_node(n)
+        if n.op == "placeholder" and n.name in self._floats:  # the q/dq graph may take integers
+            value = self._floats[n.name]
         if n not in self._ends:
             return value
         self.own[n] = value

@@ -28,9 +28,11 @@ from quantplug.core.files.whole import kind_at
 from quantplug.core.graph.calling import by_position
 from quantplug.core.graph.facts import require_graph_module
 from quantplug.core.peers.torch_names import pytree
-from quantplug.core.qdq.integer_io import quantized_inputs, with_float_inputs
+from quantplug.core.qdq.integer_io import dequantized_outputs, quantized_inputs, with_float_inputs
 from quantplug.flow import Artefact, export
-from quantplug.quantizers.framework.registry import get_quantizer
+from quantplug.quantizers.framework.backend import Backend
+from quantplug.quantizers.framework.quantizer import BackendQuantizer
+from quantplug.xray.flow import backend_of
 
 Score: TypeAlias = Callable[[Any, Tensor], Any]
 """Takes what the model returns for all samples and their labels; returns one number for each sample, or one for all."""
@@ -137,7 +139,7 @@ def evaluate(
     data: Iterable[Any],
     metric: str | Score = "top1",
     *,
-    backend: str | None = None,
+    backend: str | BackendQuantizer | None = None,
     inputs: Callable[[Any], Any] | None = None,
     labels: Callable[[Any], Any] | None = None,
 ) -> Evaluation:
@@ -149,7 +151,8 @@ def evaluate(
         data: batches of samples with labels; the last may be smaller than the model's own batch.
         metric: "top1", "top5", or a function of what the model returns for all samples and of all labels, which returns
             one number for each sample (their mean is the metric) or one number.
-        backend: the backend that a q/dq graph is lowered to; None to measure the graph alone.
+        backend: the backend that a q/dq graph is lowered to, by name or as a quantizer of it; None to measure the graph
+            alone.
         inputs: picks the model's inputs out of a batch; the first of a pair by default.
         labels: picks the labels; the second of a pair by default.
 
@@ -162,14 +165,12 @@ def evaluate(
     score, name = _metric(metric)
     graph = quantized.reference if isinstance(quantized, Artefact) else quantized
     converted = by_position(require_graph_module(graph, "evaluate"))
-    backend_name = quantized.backend if isinstance(quantized, Artefact) else backend or ""
-    if backend_name:
-        get_quantizer(backend_name)
+    chosen = backend_of(quantized, backend)
     forms, found, wanted = {}, dict[str, list[Any]](), list[Tensor]()
     for place, batch in enumerate(loader_iterator(data)):
         values, marks = _read(model, converted, batch, place, inputs, labels)
         if not forms:
-            forms = _forms(model, quantized, converted, backend_name, values)
+            forms = _forms(model, quantized, converted, chosen, values)
         for form, run in forms.items():
             with torch.no_grad():
                 found.setdefault(form, []).append(pytree.tree_map(lambda v: _cut(v, len(marks)), run(*values)))
@@ -178,7 +179,7 @@ def evaluate(
         raise CalibrationError(
             "evaluate takes 1 or more batches, and the data yielded none (a generator can be read only once); pass more."
         )
-    return _evaluation(name, score, {form: _joined(parts) for form, parts in found.items()}, torch.cat(wanted), backend_name)
+    return _evaluation(name, score, {form: _joined(parts) for form, parts in found.items()}, torch.cat(wanted), "" if chosen is None else chosen.name)
 
 
 def _metric(metric: str | Score) -> tuple[Score, str]:
@@ -271,20 +272,20 @@ def _filled(value: Tensor, size: int | None, count: int, place: int) -> Tensor:
 
 
 def _forms(
-    model: Any, quantized: Any, converted: fx.GraphModule, backend: str, values: tuple[Any, ...]
+    model: Any, quantized: Any, converted: fx.GraphModule, backend: Backend | None, values: tuple[Any, ...]
 ) -> dict[str, Callable[..., Any]]:
     floats = by_position(export(model, values))
     forms: dict[str, Callable[..., Any]] = {"float": floats, "reference": _on_integers(converted, converted)}
     if isinstance(quantized, Artefact):
         forms["program"] = _on_integers(converted, quantized.program)
-    elif backend:
-        lowered = get_quantizer(backend).backend.lower(converted, quantized_inputs(converted, values))
+    elif backend is not None:
+        lowered = backend.lower(converted, quantized_inputs(converted, values))
         forms["program"] = _on_integers(converted, lowered)
     return forms
 
 
 def _on_integers(converted: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *values: run(*quantized_inputs(converted, values))
+    return lambda *values: dequantized_outputs(converted, run(*quantized_inputs(converted, values)))
 
 
 def _cut(value: Any, count: int) -> Any:

@@ -16,18 +16,19 @@ from quantplug.core.errors import CalibrationError, ConfigError, LoweringError, 
 from quantplug.core.graph.calling import by_position
 from quantplug.core.graph.facts import module_path, require_graph_module
 from quantplug.core.peers.torch_names import pytree
-from quantplug.core.qdq.integer_io import quantized_inputs, with_float_inputs
+from quantplug.core.qdq.integer_io import dequantized_outputs, quantized_inputs, with_float_inputs
 from quantplug.core.qdq.nodes import is_qdq
 from quantplug.core.report.faults import Fault, faults, of_kernel
 from quantplug.core.report.layer_errors import LayerErrors, Measured, RangeFit, energy, measure_layers
 from quantplug.core.report.layers import pieces
-from quantplug.core.report.runs import FloatRuns, as_quantized
+from quantplug.core.report.runs import FloatRuns, OwnRun, as_quantized
 from quantplug.core.specs.levels import sqnr
 from quantplug.flow import Artefact, export
 from quantplug.lowering.between import Inside, LayersAlone, contiguous, cut_apart, with_values
 from quantplug.lowering.program import LoweredOp, Program
 from quantplug.lowering.timing import KernelTime, Taken, timed, total
 from quantplug.quantizers.framework.backend import Backend
+from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.framework.registry import get_quantizer
 from quantplug.xray.remedies import Remedies
 from quantplug.xray.result import InspectedLayer, Inspection, LayerRange, LayerTime
@@ -41,7 +42,7 @@ def inspect(
     quantized: Artefact | fx.GraphModule,
     data: Iterable[Any],
     *,
-    backend: str | None = None,
+    backend: str | BackendQuantizer | None = None,
     inputs: Callable[[Any], Any] | None = None,
     samples: int = SAMPLES,
     times: bool | None = None,
@@ -58,7 +59,8 @@ def inspect(
             behind that.
         quantized: what `quantize` returned, or a q/dq graph of any quantizer.
         data: batches as for `calibrate`.
-        backend: the backend that a q/dq graph is lowered to; None to look at the graph alone. An artefact has its own.
+        backend: the backend that a q/dq graph is lowered to, by name or as a quantizer of it; None to look at the graph
+            alone. An artefact has its own.
         inputs: picks the model's inputs out of a batch.
         samples: batches are taken until they hold so many samples.
         times: True to time each layer also where that takes a program for each (XNNPACK: seconds a layer); None to
@@ -70,31 +72,41 @@ def inspect(
         ConfigError: there is no such backend, or an artefact was given another one.
         CalibrationError: there is no batch, one does not fit the model, or is not finite.
     """
-    converted, name = _converted(quantized, backend)
+    converted = _converted(quantized)
+    chosen = backend_of(quantized, backend)
     batches, floats, count = _read(model, converted, data, inputs, samples)
     measured = _measured(floats, converted, batches)
     program = quantized.program if isinstance(quantized, Artefact) else None
     seen = _Seen(floats, converted, batches)
-    if name and kernels:
-        seen.look(get_quantizer(name).backend, program, times)
+    if chosen is not None and kernels:
+        seen.look(chosen, program, times)
     else:
         seen.reference()
-    return _inspection(name, count, measured, seen)
+    return _inspection("" if chosen is None else chosen.name, count, measured, seen)
 
 
-def _converted(quantized: Any, backend: str | None) -> tuple[fx.GraphModule, str]:
+def _converted(quantized: Any) -> fx.GraphModule:
     graph = quantized.reference if isinstance(quantized, Artefact) else quantized
     model = require_graph_module(graph, "inspect")
     if not any(is_qdq(node) for node in model.graph.nodes):
         raise ModelError(
             "inspect takes a q/dq graph, and this one quantizes nothing; pass what `convert_pt2e` or `quantize` returned."
         )
-    own = quantized.backend if isinstance(quantized, Artefact) else ""
-    if own and backend not in (None, own):
-        raise ConfigError(f"The artefact is of backend '{own}' and backend '{backend}' was given; leave it out.")
-    if backend is not None:
-        get_quantizer(backend)
-    return by_position(model), own or backend or ""
+    return by_position(model)
+
+
+def backend_of(quantized: Any, backend: str | BackendQuantizer | None) -> Backend | None:
+    """Returns what a q/dq graph is lowered to: the backend that is given, or that of an artefact; None for neither.
+
+    Raises:
+        ConfigError: there is no such backend, or an artefact is given another one.
+    """
+    own = quantized.backend if isinstance(quantized, Artefact) else None
+    name = own if backend is None else backend
+    found = None if name is None else (get_quantizer(name) if isinstance(name, str) else name).backend
+    if own is not None and found is not None and found.name != own:
+        raise ConfigError(f"The artefact is of backend '{own}' and backend '{found.name}' was given; leave it out.")
+    return found
 
 
 def _read(
@@ -122,7 +134,8 @@ def _read(
 
 def _measured(floats: fx.GraphModule, converted: fx.GraphModule, batches: Sequence[tuple[Any, ...]]) -> Measured:
     found = measure_layers(floats, converted, batches)
-    if not found.layers or set(found.unknown) >= {layer.piece.root.name for layer in found.layers}:
+    computing = {layer.piece.root.name for layer in found.layers if layer.piece.root.op != "placeholder"}
+    if computing <= set(found.unknown):
         raise ModelError(
             "No operator of the q/dq graph has a namesake in the float model; pass the model that it was made of."
         )
@@ -150,7 +163,9 @@ class _Seen:
         self.time: Taken | None = None
         self._floats, self._converted, self._batches = as_quantized(floats, converted), converted, batches
         self._values, self._apart = with_values(converted), cut_apart(converted)
-        self._ends = {piece.root.name: piece.end.name for piece in pieces(converted.graph)}
+        self._inputs = [node.name for node in converted.graph.find_nodes(op="placeholder")]
+        self._pieces = pieces(converted.graph)
+        self._ends = {piece.root.name: piece.end.name for piece in self._pieces}
 
     def reference(self) -> None:
         """Looks at the q/dq graph."""
@@ -190,7 +205,8 @@ class _Seen:
         for batch in self._batches:
             floats = FloatRuns(self._floats, batch)
             given = quantized_inputs(self._converted, batch)
-            values = tuple(contiguous(floats.values[name]) for name in self._apart.values)
+            known = self._known(floats, given)
+            values = tuple(contiguous(known[name]) for name in self._apart.values)
             if not runs:
                 runs = {"in": make(self._values.model, given), "own": make(self._apart.model, values)}
             with torch.no_grad():
@@ -200,8 +216,15 @@ class _Seen:
                 self._tell_of_agreement(outputs, _leaves(_fresh(plain)(*given)))
             self._sum(found, self._values, inside[len(outputs) :], floats, found.accumulated)
             self._sum(found, self._apart, own, floats, found.own)
-            _sum_outputs(found, outputs, _leaves(floats.result()))
+            returned = _leaves(dequantized_outputs(self._converted, list(outputs)))
+            _sum_outputs(found, returned, _leaves(floats.result()))
         return found
+
+    def _known(self, floats: FloatRuns, given: tuple[Any, ...]) -> dict[str, Any]:
+        """Returns what layers read by the names of nodes; what the float model lacks is computed of what it has."""
+        run = OwnRun(self._converted, self._pieces, floats.values)
+        passed = {node.name: value for node, value in run.values(given).items()}
+        return {**passed, **dict(zip(self._inputs, _leaves(given), strict=True))}
 
     def _sum(
         self, found: _Noise, inside: Inside, values: Sequence[Any], floats: FloatRuns, into: dict[str, list[float]]
@@ -237,7 +260,8 @@ class _Seen:
             self.notes.append("Layers are not timed: the runtime tells no times, and a program for each takes long (times=True).")
 
     def _time_alone(self, backend: Backend) -> None:
-        values = FloatRuns(self._floats, self._batches[0]).values
+        given = quantized_inputs(self._converted, self._batches[0])
+        values = self._known(FloatRuns(self._floats, self._batches[0]), given)
         alone = LayersAlone(self._converted, values, backend.lower)
         for layer in self._apart.layers:
             try:
