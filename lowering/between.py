@@ -95,7 +95,9 @@ def roundings_of(converted: fx.GraphModule, layer: str) -> Inside:
     alone = cut_apart(converted, layer)
     model = over_same_tensors(alone.model)
     inputs = list(model.graph.find_nodes(op="placeholder"))
-    read = [node for node in model.graph.nodes if len(node.args) and node.args[0] in {u for i in inputs for u in i.users}]
+    read = [
+        node for node in model.graph.nodes if len(node.args) and node.args[0] in {u for i in inputs for u in i.users}
+    ]
     ends = [node for node in read if node.all_input_nodes and node.all_input_nodes[0].all_input_nodes[:1]]
     given = {name: node for node, name in zip(inputs, alone.values, strict=True)}
     return _returning(model, ends[:1] or inputs[:1], given, [layer])

@@ -1,4 +1,4 @@
-"""Faults planted into q/dq graphs of real small models: what was done to which layer, and what a report should call it."""
+"""Faults planted into q/dq graphs of real small models: what was done to which layer, and what it is called."""
 
 import copy
 import functools
@@ -66,7 +66,9 @@ def net(family: str) -> tuple[nn.Module, torch.Tensor]:
 
 
 @functools.cache
-def clean(family: str, backend: str, config: str = "int8", strict: bool = False) -> tuple[fx.GraphModule, fx.GraphModule]:
+def clean(
+    family: str, backend: str, config: str = "int8", strict: bool = False
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Returns the float graph and the q/dq graph of a model."""
     model, x = net(family)
     quantizer = quantplug.get_quantizer(backend).set_global(config)
@@ -123,7 +125,8 @@ def range_times(factor: float) -> Callable[[fx.GraphModule, str], None]:
 def zero_point_moved(by: int) -> Callable[[fx.GraphModule, str], None]:
     def edit(model: fx.GraphModule, layer: str) -> None:
         pair = pair_behind(model, layer)
-        zero, low, high = (int(pair[0].args[place]) for place in (2, 3, 4))
+        numbers: tuple[Any, ...] = pair[0].args
+        zero, low, high = numbers[2:5]
         moved = zero + by if low <= zero + by <= high else zero - by
         _write(pair, zero_point=moved)
 
@@ -151,7 +154,7 @@ def observer_saw_zeros(model: fx.GraphModule, layer: str) -> None:
 def ranges_swapped(other: str) -> Callable[[fx.GraphModule, str], None]:
     def edit(model: fx.GraphModule, layer: str) -> None:
         one, two = pair_behind(model, layer), pair_behind(model, other)
-        numbers = [dict(scale=pair[0].args[1], zero_point=pair[0].args[2]) for pair in (one, two)]
+        numbers = [{"scale": pair[0].args[1], "zero_point": pair[0].args[2]} for pair in (one, two)]
         _write(one, **numbers[1])
         _write(two, **numbers[0])
 
@@ -248,14 +251,10 @@ def left_float(model: fx.GraphModule, layer: str) -> None:
         if is_quantize(inner):
             operator.update_arg(place, inner.args[0])
             continue
-        with torch.no_grad():
-            value = fx.Interpreter(model, garbage_collect_values=False)
-            scale, zero = (held(model, s) if isinstance(s, fx.Node) else s for s in source.args[1:3])
-            del value
-            integers = held(model, inner).float()
-            shape = [-1] + [1] * (integers.dim() - 1)
-            scale = scale.reshape(shape) if isinstance(scale, torch.Tensor) else scale
-            model.register_buffer(f"float_{layer}_{place}", integers * scale)
+        scale: Any = held(model, source.args[1]) if isinstance(source.args[1], fx.Node) else source.args[1]
+        integers = held(model, inner).float()
+        scale = torch.as_tensor(scale).reshape([-1] + [1] * (integers.dim() - 1))
+        model.register_buffer(f"float_{layer}_{place}", integers * scale)
         with model.graph.inserting_before(operator):
             constant = model.graph.get_attr(f"float_{layer}_{place}")
         constant.meta["val"] = source.meta["val"]
@@ -263,10 +262,14 @@ def left_float(model: fx.GraphModule, layer: str) -> None:
     model.graph.eliminate_dead_code()
 
 
+def weight(model: nn.Module, path: str) -> torch.Tensor:
+    return model.get_parameter(f"{path}.weight")
+
+
 def outlier(path: str, channel: int, factor: float) -> Callable[[nn.Module], None]:
     def before(model: nn.Module) -> None:
         with torch.no_grad():
-            model.get_submodule(path).weight[channel] *= factor
+            weight(model, path)[channel] *= factor
 
     return before
 
@@ -274,7 +277,7 @@ def outlier(path: str, channel: int, factor: float) -> Callable[[nn.Module], Non
 def grown(path: str, factor: float) -> Callable[[nn.Module], None]:
     def before(model: nn.Module) -> None:
         with torch.no_grad():
-            model.get_submodule(path).weight *= factor
+            weight(model, path).mul_(factor)
 
     return before
 
@@ -283,10 +286,10 @@ def spread(path: str) -> Callable[[nn.Module], None]:
     """Makes channels of different magnitudes, in no order."""
 
     def before(model: nn.Module) -> None:
-        weight = model.get_submodule(path).weight
-        factors = torch.logspace(-1, 0.5, len(weight))[torch.arange(len(weight)) * 7 % len(weight)]
+        rows = len(weight(model, path))
+        factors = torch.logspace(-1, 0.5, rows)[torch.arange(rows) * 7 % rows]
         with torch.no_grad():
-            weight *= factors[:, None]
+            weight(model, path).mul_(factors[:, None])
 
     return before
 
@@ -299,10 +302,8 @@ def stuck(name: str, share: float) -> Callable[[fx.GraphModule], None]:
         while found.op != "call_module":
             found = next(iter(found.users))
         observer = prepared.get_submodule(str(found.target))
-        fresh = type(observer).__name__
         values = torch.linspace(-1, 1, 512)
         observer.reset() if hasattr(observer, "reset") else observer.reset_min_max_vals()
-        assert fresh
         observer(values * share)
 
     return observe

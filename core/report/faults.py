@@ -44,8 +44,8 @@ KERNEL = "other kernel"
 
 # Eight times the energy: nine decibels.
 _TIMES = 8.0
-# Errors of less than this share of a signal (45 dB) are no fault, however little the format could lose. New data has tails
-# that a range cuts off which fits all that calibration saw: where few values are clipped, 27 dB are no fault.
+# Errors of less than this share of a signal (45 dB) are no fault, however little the format could lose. New data has
+# tails that a range cuts off which fits all that calibration saw: where few values are clipped, 27 dB are no fault.
 _SMALL, _TAILS, _TAIL = 10**-4.5, 10**-2.7, 0.02
 # The median channel loses by one scale for all what two bits are worth.
 _OUTLIER_TIMES, _OUTLIER_RATIO = 16.0, 8.0
@@ -106,8 +106,8 @@ def _of_pair(fit: RangeFit) -> Iterator[Fault]:
     if (back.scale, back.zero_point) != (there.scale, there.zero_point):
         yield Fault(
             MISMATCH,
-            f"'{fit.rounding.quantize.name}' rounds with scale {there.scale:.4g} and zero point {there.zero_point}, and "
-            f"'{fit.rounding.back.name}' reads the integers with scale {back.scale:.4g} and zero point "
+            f"'{fit.rounding.quantize.name}' rounds with scale {there.scale:.4g} and zero point {there.zero_point}, "
+            f"and '{fit.rounding.back.name}' reads the integers with scale {back.scale:.4g} and zero point "
             f"{back.zero_point}.",
             fit.rounding.back.name,
         )
@@ -141,7 +141,10 @@ def _of_range(wrong: _Wrong, ranges: Sequence[_Wrong]) -> Fault:
     kind = _kind_of_range(layer, fit, share)
     partner = next((other for other in ranges if other[1] is not fit and _are_swapped(fit, other[1])), None)
     if partner is not None:
-        kind, said = SWAPPED_RANGES, f"{said}; that is the range of '{partner[0].piece.root.name}', which has this one's"
+        kind, said = (
+            SWAPPED_RANGES,
+            f"{said}; that is the range of '{partner[0].piece.root.name}', which has this one's",
+        )
     return Fault(kind, f"{said}.", fit.rounding.quantize.name)
 
 
@@ -213,7 +216,9 @@ def _of_wrong_weight(
         return Fault(SWAPPED_SCALES, f"{said}; '{partner.piece.root.name}' has them, and its scales are here.", name)
     clipped = float(fit.clipped[which].mean())
     if clipped > 0.005:
-        return Fault(CLIPPED_WEIGHT, f"{clipped:.1%} of the {fit.operand}'s numbers are cut off in channels {which}.", name)
+        return Fault(
+            CLIPPED_WEIGHT, f"{clipped:.1%} of the {fit.operand}'s numbers are cut off in channels {which}.", name
+        )
     share = noise / max(float(fit.energy[which].sum()), 1e-30)
     said = f"its {fit.operand} is {_decibels(share)} away from float in channels {which}, more than rounding explains."
     return Fault(WEIGHT, said, name)
@@ -277,9 +282,13 @@ def _is_product(layer: LayerErrors) -> bool:
 
 def _of_computation(layer: LayerErrors) -> Iterator[Fault]:
     rounds = any(map(is_dequantize, layer.piece.constants.values())) or any(fit.dtype for fit in layer.constants)
-    runs_time = any(is_dequantize(s) for n in layer.piece.nodes for s in n.all_input_nodes if not s.args or _is_chosen(s))
+    runs_time = any(
+        is_dequantize(s) for n in layer.piece.nodes for s in n.all_input_nodes if not s.args or _is_chosen(s)
+    )
     if not rounds and not runs_time and layer.computing > 1e-3 * layer.signal:
-        said = f"it yields what is {_decibels(layer.computing / layer.signal)} away from the float layer on float inputs."
+        said = (
+            f"it yields what is {_decibels(layer.computing / layer.signal)} away from the float layer on float inputs."
+        )
         yield Fault(OTHER, said, layer.piece.root.name)
 
 

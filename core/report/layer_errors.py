@@ -4,8 +4,8 @@ Before: a float graph, the q/dq graph of it, and batches. After: for each layer 
 has come together up to it, how its roundings fit the values, how its constants fit the float ones, and what the model's
 output loses where this layer alone is quantized.
 
-A layer's own error is that of its constants and of the rounding of what it yields, on float inputs: the rounding of what
-comes in belongs to the layer that yields it. Energies are sums of squares, in double precision.
+A layer's own error is that of its constants and of the rounding of what it yields, on float inputs: the rounding of
+what comes in belongs to the layer that yields it. Energies are sums of squares, in double precision.
 """
 
 from collections.abc import Iterable, Sequence
@@ -278,8 +278,8 @@ def _alike(found: list[Tensor], wanted: list[Tensor]) -> list[Tensor]:
     shapes, expected = ([tuple(value.shape) for value in values] for values in (found, wanted))
     if shapes != expected:
         raise ModelError(
-            f"The float model returns tensors of shapes {expected} and the q/dq graph {shapes}; pass the model that it was "
-            "made of."
+            f"The float model returns tensors of shapes {expected} and the q/dq graph {shapes}; pass the model that it "
+            "was made of."
         )
     return found
 
@@ -315,8 +315,15 @@ def _numbers(quantize: fx.Node) -> StaticQParams | None:
 
 def channel_axis(piece: Piece) -> int:
     """Returns the axis of the channels of what a layer yields: the second of images, else the last."""
-    dimensions, name = len(sizes_of(piece.end)), operator_name(piece.root)
-    return 1 if "conv" in name or (dimensions == 4 and "linear" not in name and "m" != name[-1:]) else -1
+    name = operator_name(piece.root)
+    if name == "aten::linear" or _is_matrix_product(name):
+        return -1
+    return 1 if "conv" in name or len(sizes_of(piece.end)) == 4 else -1
+
+
+def _is_matrix_product(name: str) -> bool:
+    """Tells whether an operator's second operand holds a column for each channel: mm, addmm, bmm, baddbmm, matmul."""
+    return name.endswith("mm") or name == "aten::matmul"
 
 
 class _Channels:
@@ -364,9 +371,10 @@ def _points(wanted: Tensor, quantized: Tensor) -> Tensor:
 def _constant_fits(piece: Piece, reference: FloatRuns, fixed: dict[fx.Node, Any]) -> Iterable[ConstantFit]:
     for name, node in piece.constants.items():
         wanted, found = reference.operand(piece.root.name, name, operands), fixed.get(node)
-        is_alike = isinstance(wanted, Tensor) and isinstance(found, Tensor) and wanted.shape == found.shape
-        if is_alike and wanted.is_floating_point() and wanted.dim():
-            yield _constant_fit(piece, name, node, wanted.detach(), found.detach())
+        if not isinstance(wanted, Tensor) or not isinstance(found, Tensor) or wanted.shape != found.shape:
+            continue
+        if wanted.is_floating_point() and wanted.dim():
+            yield _constant_fit(piece, name, node, wanted, found)
 
 
 def _constant_fit(piece: Piece, name: str, node: fx.Node, wanted: Tensor, found: Tensor) -> ConstantFit:
@@ -376,24 +384,40 @@ def _constant_fit(piece: Piece, name: str, node: fx.Node, wanted: Tensor, found:
     given = operands(source) if is_dequantize(source) else {}
     axis = weight_axis(piece, name)
     scale_axis = given.get("axis") if source is node else None
-    w, q = (each.double().movedim(axis, 0).flatten(1) if each.dim() > 1 else each.double()[:, None] for each in (wanted, found))
+    w, q = _rows(wanted, axis), _rows(found, axis)
     steps = _magnitude(given)
     per_channel = _symmetric(w, w.abs().amax(1, keepdim=True), steps)
     whole = _symmetric(w, w.abs().max(), steps)
     granularity = (range_of(source) or "per tensor") if given else ""
     factors = (w * q).sum(1) / q.square().sum(1).clamp_min(1e-30)
     return ConstantFit(
-        name, _name(stored_dtype(source)) if given else "", granularity, axis,
-        None if scale_axis is None else int(scale_axis) % wanted.dim(),
-        (q - w).square().sum(1), whole if granularity == "per tensor" else per_channel, per_channel,
-        w.square().sum(1), factors, (q * factors[:, None] - w).square().sum(1), w.abs().amax(1), q.abs().amax(1), _clipped(w, q),
-    )  # fmt: skip
+        operand=name,
+        dtype=_name(stored_dtype(source)) if given else "",
+        granularity=granularity,
+        axis=axis,
+        scale_axis=None if scale_axis is None else int(scale_axis) % wanted.dim(),
+        noise=(q - w).square().sum(1),
+        attainable=whole if granularity == "per tensor" else per_channel,
+        by_channel=per_channel,
+        energy=w.square().sum(1),
+        factors=factors,
+        explained=(q * factors[:, None] - w).square().sum(1),
+        largest=w.abs().amax(1),
+        held=q.abs().amax(1),
+        clipped=_clipped(w, q),
+    )
 
 
 def weight_axis(piece: Piece, operand: str) -> int:
     """Returns the axis of an operand of a layer's root along which the channels run that the layer yields."""
     name = operator_name(piece.root)
-    return 1 if "transpose" in name or operand in ("mat2", "batch2", "other") and "m" == name[-1:] else 0
+    return 1 if "transpose" in name or (_is_matrix_product(name) and operand != "self") else 0
+
+
+def _rows(value: Tensor, axis: int) -> Tensor:
+    """Returns a row for each channel, in double precision."""
+    whole = value.detach().double()
+    return whole.movedim(axis, 0).flatten(1) if whole.dim() > 1 else whole[:, None]
 
 
 def _magnitude(given: dict[str, Any]) -> int:

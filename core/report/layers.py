@@ -79,7 +79,9 @@ def origin(node: fx.Node) -> fx.Node:
 
 def rounds_activations(node: fx.Node, constants: set[fx.Node]) -> bool:
     """Tells whether a node quantizes or dequantizes an activation with numbers known beforehand."""
-    return is_qdq(node) and node not in constants and not is_dynamic(node) and (is_quantize(node) or is_dequantize(node))
+    return (
+        is_qdq(node) and node not in constants and not is_dynamic(node) and (is_quantize(node) or is_dequantize(node))
+    )
 
 
 def pieces(graph: fx.Graph) -> tuple[Piece, ...]:
@@ -112,7 +114,7 @@ def _groups(graph: fx.Graph, constants: set[fx.Node]) -> Iterator[list[fx.Node]]
         if decided is not None and decided.quantized:
             joined.join(roots.setdefault(decided.root, node), node)
         source = _fused_into(node, constants)
-        if decided is None and source in joined:
+        if decided is None and source is not None and source in joined:
             joined.join(source, node)
     yield from joined.groups()
 

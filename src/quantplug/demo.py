@@ -24,6 +24,7 @@ from quantplug.core.files.whole import kind_at, write_content, write_whole
 from quantplug.core.report.compare import compare_layers
 from quantplug.core.specs.levels import sqnr
 from quantplug.flow import Artefact, export, quantize
+from quantplug.xray.flow import inspect
 
 BATCH = 64
 _SUFFIX = {"xnnpack": ".pte", "x86": ".pt2"}
@@ -116,7 +117,7 @@ def run(out: Path, console: Console) -> dict[str, Artefact]:
     """Trains, quantizes for every backend, measures, prints and writes what a reader wants to look at.
 
     Args:
-        out: folder for the artefacts, the picture and the reports; made if it does not exist.
+        out: folder for the artefacts, the picture, the reports and the inspection; made if it does not exist.
         console: where to print.
 
     Returns:
@@ -150,6 +151,9 @@ def run(out: Path, console: Console) -> dict[str, Artefact]:
     console.print(comparison(model, exported, rows, digits))
     console.print(artefacts["xnnpack"].report.table())
     console.print(artefacts["xnnpack"].report.summary())
+    with console.status("Looking inside of what runs on x86 ..."):
+        found = inspect(model, artefacts["x86"], [example])
+    write_content(out / "inspection_x86.html", found.html("Inside of digits on x86").encode())
     picture = out / "activations.png"
     draw_layers(exported, artefacts["xnnpack"].reference, example, picture)
     console.print(escape(f"Wrote {', '.join(sorted(str(path) for path in out.iterdir()))}."), soft_wrap=True)

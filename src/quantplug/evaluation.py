@@ -1,19 +1,17 @@
 """A metric of the float model, its q/dq graph and its artefact, side by side, with how far the figures can be trusted.
 
-Before: a float model, what was made of it, and labelled data. After: an `Evaluation`. All forms see the same samples, so
-that a difference is that of pairs: its interval is that of the paired bootstrap (Efron and Tibshirani, "An Introduction
-to the Bootstrap", 1993), which is much narrower than those of the two metrics. Shares of hits have Wilson's score
-interval (1927), other metrics that of the bootstrap.
+Before: a float model, what was made of it, and labelled data. After: an `Evaluation`. All forms see the same samples,
+so that a difference is that of pairs: its interval is that of the paired bootstrap (Efron and Tibshirani, "An
+Introduction to the Bootstrap", 1993), which is much narrower than those of the two metrics. Shares of hits have Wilson's
+score interval (1927), other metrics that of the bootstrap.
 """
 
-import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from io import StringIO
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from rich import box
@@ -22,20 +20,17 @@ from rich.table import Table
 from torch import Tensor, fx, nn
 
 from quantplug.core.calibration.batches import BatchReader, loader_iterator, nonfinite_input, picked
-from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError, did_you_mean, first_line, shown
+from quantplug.core.errors import ArtefactError, CalibrationError, first_line
 from quantplug.core.files.typed import typed
-from quantplug.core.files.whole import kind_at
 from quantplug.core.graph.calling import by_position
 from quantplug.core.graph.facts import require_graph_module
 from quantplug.core.peers.torch_names import pytree
 from quantplug.core.qdq.integer_io import dequantized_outputs, quantized_inputs, with_float_inputs
 from quantplug.flow import Artefact, export
+from quantplug.metrics import Score, chosen_metric, scores_of
 from quantplug.quantizers.framework.backend import Backend
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.xray.flow import backend_of
-
-Score: TypeAlias = Callable[[Any, Tensor], Any]
-"""Takes what the model returns for all samples and their labels; returns one number for each sample, or one for all."""
 
 RESAMPLES = 1000
 _Z = 1.959964  # the normal distribution's two-sided 95 %
@@ -162,101 +157,61 @@ def evaluate(
         ModelError: the model cannot be exported, or `quantized` is no q/dq graph.
         LoweringError: the graph cannot be lowered.
     """
-    score, name = _metric(metric)
+    score, name = chosen_metric(metric)
     graph = quantized.reference if isinstance(quantized, Artefact) else quantized
     converted = by_position(require_graph_module(graph, "evaluate"))
     chosen = backend_of(quantized, backend)
-    forms, found, wanted = {}, dict[str, list[Any]](), list[Tensor]()
+    read = _Labelled(model, converted, inputs, labels)
+    forms: dict[str, Callable[..., Any]] = {}
+    found, wanted = dict[str, list[Any]](), list[Tensor]()
     for place, batch in enumerate(loader_iterator(data)):
-        values, marks = _read(model, converted, batch, place, inputs, labels)
-        if not forms:
-            forms = _forms(model, quantized, converted, chosen, values)
+        values, marks = read(batch, place)
+        forms = forms or _forms(model, quantized, converted, chosen, values)
         for form, run in forms.items():
-            with torch.no_grad():
-                found.setdefault(form, []).append(pytree.tree_map(lambda v: _cut(v, len(marks)), run(*values)))
+            found.setdefault(form, []).append(_first(run, values, len(marks)))
         wanted.append(marks)
     if not wanted:
         raise CalibrationError(
-            "evaluate takes 1 or more batches, and the data yielded none (a generator can be read only once); pass more."
+            "evaluate takes 1 or more batches, and the data yielded none (a generator can be read only once); pass "
+            "more."
         )
-    return _evaluation(name, score, {form: _joined(parts) for form, parts in found.items()}, torch.cat(wanted), "" if chosen is None else chosen.name)
+    outputs = {form: _joined(parts) for form, parts in found.items()}
+    return _evaluation(name, score, outputs, torch.cat(wanted), "" if chosen is None else chosen.name)
 
 
-def _metric(metric: str | Score) -> tuple[Score, str]:
-    if callable(metric):
-        return metric, getattr(metric, "__name__", "metric")
-    if metric not in METRICS:
-        raise ConfigError(
-            f"There is no metric '{metric}'{did_you_mean(str(metric), METRICS)}; choose one of {list(METRICS)}, or pass a "
-            "function of outputs and labels."
+class _Labelled:
+    """Reads batches: inputs filled up to the model's own batch, and labels."""
+
+    def __init__(
+        self,
+        model: Any,
+        converted: fx.GraphModule,
+        inputs: Callable[[Any], Any] | None,
+        labels: Callable[[Any], Any] | None,
+    ) -> None:
+        self._reader = BatchReader(with_float_inputs(model, converted))
+        sizes = (size for spec in self._reader.specs.values() for size in spec.shape[:1])
+        self._size = next((size for size in sizes if size is not None), None)
+        self._inputs, self._labels = inputs or (lambda pair: pair[0]), labels or (lambda pair: pair[1])
+        self._takes_pairs = inputs is None or labels is None
+
+    def __call__(self, batch: Any, place: int) -> tuple[tuple[Any, ...], Tensor]:
+        """Returns the inputs of a batch by position, and its labels."""
+        if self._takes_pairs and not (isinstance(batch, tuple | list) and len(batch) == 2):
+            raise CalibrationError(
+                f"Batch {place} is a {type(batch).__name__}, and evaluate takes pairs of inputs and labels; pass "
+                "inputs= and labels= that pick them."
+            )
+        labels = torch.as_tensor(picked(batch, self._labels))
+        count = len(labels) if labels.dim() else 0
+        given = pytree.tree_map_only(
+            Tensor, lambda value: _filled(value, self._size, count, place), picked(batch, self._inputs)
         )
-    return METRICS[metric], metric
-
-
-def _hits(outputs: Any, labels: Tensor, count: int) -> Tensor:
-    scores = outputs[0] if isinstance(outputs, tuple | list) else outputs
-    if not isinstance(scores, Tensor) or scores.dim() != 2 or labels.dim() != 1 or labels.is_floating_point():
-        raise ConfigError(
-            f"top{count} takes scores [samples, classes] and integer labels [samples], found {_shape(scores)} and "
-            f"{_shape(labels)}; pass a metric of your own."
-        )
-    if int(labels.min()) < 0 or int(labels.max()) >= scores.shape[1]:
-        raise ConfigError(
-            f"Labels go from {int(labels.min())} to {int(labels.max())}, and the model has {scores.shape[1]} classes; "
-            "number the classes from 0."
-        )
-    best = scores.topk(min(count, scores.shape[1]), 1).indices
-    return (best == labels[:, None]).any(1).double()
-
-
-def _shape(value: Any) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def top1(outputs: Any, labels: Tensor) -> Tensor:
-    """Returns for each sample whether its label has the highest score.
-
-    Raises:
-        ConfigError: the outputs are no scores of classes, or the labels no classes.
-    """
-    return _hits(outputs, labels, 1)
-
-
-def top5(outputs: Any, labels: Tensor) -> Tensor:
-    """Returns for each sample whether its label is among the five highest scores; raises as `top1` does."""
-    return _hits(outputs, labels, 5)
-
-
-METRICS: dict[str, Score] = {"top1": top1, "top5": top5}
-
-
-def _read(
-    model: Any,
-    converted: fx.GraphModule,
-    batch: Any,
-    place: int,
-    inputs: Callable[[Any], Any] | None,
-    labels: Callable[[Any], Any] | None,
-) -> tuple[tuple[Any, ...], Tensor]:
-    """Returns the inputs of a batch, filled up to the model's own batch, and its labels."""
-    if (inputs is None or labels is None) and not (isinstance(batch, tuple | list) and len(batch) == 2):
-        raise CalibrationError(
-            f"Batch {place} is a {type(batch).__name__}, and evaluate takes pairs of inputs and labels; pass inputs= and "
-            "labels= that pick them."
-        )
-    given = picked(batch, inputs or (lambda pair: pair[0]))
-    marks = torch.as_tensor(picked(batch, labels or (lambda pair: pair[1])))
-    reader = BatchReader(with_float_inputs(model, converted))
-    size = next((s for spec in reader.specs.values() for s in spec.shape[:1] if isinstance(s, int)), None)
-    count = len(marks) if marks.dim() else 0
-    filled = pytree.tree_map_only(Tensor, lambda value: _filled(value, size, count, place), given)
-    named = reader.arguments(filled, place)
-    wrong = nonfinite_input(named)
-    if wrong is not None:
-        raise CalibrationError(f"Input '{wrong}' of batch {place} has NaN or infinity; take the batch out.")
-    if marks.is_floating_point() and not bool(marks.isfinite().all()):
-        raise CalibrationError(f"The labels of batch {place} have NaN or infinity; take the batch out.")
-    return tuple(named.values()), marks
+        named = self._reader.arguments(given, place)
+        wrong = nonfinite_input({**named, "labels": labels})
+        if wrong is not None:
+            raise CalibrationError(f"'{wrong}' of batch {place} has NaN or infinity; take the batch out.")
+        return tuple(named.values()), labels
 
 
 def _filled(value: Tensor, size: int | None, count: int, place: int) -> Tensor:
@@ -264,7 +219,8 @@ def _filled(value: Tensor, size: int | None, count: int, place: int) -> Tensor:
     found = len(value) if value.dim() else 0
     if found != count or not count:
         raise CalibrationError(
-            f"Batch {place} holds {found} samples and {count} labels; every sample needs one label, and a batch a sample."
+            f"Batch {place} holds {found} samples and {count} labels; every sample needs one label, and a "
+            "batch 1 sample."
         )
     if size is None or found >= size:
         return value
@@ -288,8 +244,11 @@ def _on_integers(converted: fx.GraphModule, run: Callable[..., Any]) -> Callable
     return lambda *values: dequantized_outputs(converted, run(*quantized_inputs(converted, values)))
 
 
-def _cut(value: Any, count: int) -> Any:
-    return value[:count].clone() if isinstance(value, Tensor) and value.dim() else value
+def _first(run: Callable[..., Any], values: tuple[Any, ...], count: int) -> Any:
+    """Returns what a model returns for the samples of a batch, without those that only fill it."""
+    with torch.no_grad():
+        result = run(*values)
+    return pytree.tree_map_only(Tensor, lambda value: value[:count].clone() if value.dim() else value, result)
 
 
 def _joined(parts: Sequence[Any]) -> Any:
@@ -301,7 +260,7 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def _evaluation(name: str, score: Score, found: dict[str, Any], labels: Tensor, backend: str) -> Evaluation:
-    each = {form: _scores(name, score, outputs, labels) for form, outputs in found.items()}
+    each = {form: scores_of(name, score, outputs, labels) for form, outputs in found.items()}
     drawn = _resampled(name, score, found, labels, each)
     shares = all(isinstance(s, Tensor) and bool(((s == 0) | (s == 1)).all()) for s in each.values())
     values = {form: _value(scores) for form, scores in each.items()}
@@ -312,22 +271,6 @@ def _evaluation(name: str, score: Score, found: dict[str, Any], labels: Tensor, 
         rows.append(FormScore(form, value, low, high, value - values["float"], *apart))
     kind = "Wilson score interval" if shares else f"bootstrap, {RESAMPLES} resamples"
     return Evaluation(name, len(labels), tuple(rows), kind, backend)
-
-
-def _scores(name: str, score: Score, outputs: Any, labels: Tensor) -> Tensor | float:
-    try:
-        found = score(outputs, labels)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"Metric '{name}' fails ({first_line(error)}); it is called with all outputs and all labels.") from error
-    value = torch.as_tensor(found).detach().double() if isinstance(found, Tensor | float | int | bool) else None
-    if value is None or not bool(value.isfinite().all()) or value.numel() not in (1, len(labels)):
-        what = f"a tensor of shape {tuple(value.shape)}" if value is not None and value.numel() > 1 else shown(repr(found))
-        raise ConfigError(
-            f"Metric '{name}' returned {what} for {len(labels)} samples; let it return one finite number for each, or one."
-        )
-    return value.flatten() if value.dim() and value.numel() == len(labels) else float(value)
 
 
 def _value(scores: Tensor | float) -> float:
@@ -343,14 +286,16 @@ def _resampled(
     for _ in range(RESAMPLES):
         chosen = torch.randint(len(labels), (len(labels),), generator=generator)
         for form, scores in each.items():
-            part = scores[chosen] if isinstance(scores, Tensor) else _part_score(name, score, found[form], labels, chosen)
+            part = (
+                scores[chosen] if isinstance(scores, Tensor) else _part_score(name, score, found[form], labels, chosen)
+            )
             drawn[form].append(_value(part))
     return {form: torch.tensor(values, dtype=torch.float64) for form, values in drawn.items()}
 
 
 def _part_score(name: str, score: Score, outputs: Any, labels: Tensor, chosen: Tensor) -> Tensor | float:
     part = pytree.tree_map_only(Tensor, lambda value: value[chosen] if value.dim() else value, outputs)
-    return _scores(name, score, part, labels[chosen])
+    return scores_of(name, score, part, labels[chosen])
 
 
 def _ends(drawn: Tensor) -> tuple[float, float]:
@@ -363,41 +308,3 @@ def _wilson(share: float, count: int) -> tuple[float, float]:
     half = _Z * math.sqrt(share * (1 - share) / count + _Z**2 / (4 * count**2))
     scale = 1 + _Z**2 / count
     return max((middle - half) / scale, 0.0), min((middle + half) / scale, 1.0)
-
-
-def metric_of(text: str, *, trust: bool) -> str | Score:
-    """Returns a metric by its name, or the function that "file.py:function" names.
-
-    Args:
-        text: what the command line was given.
-        trust: whether a file may be run.
-
-    Raises:
-        ConfigError: there is no such metric or function.
-        ArtefactError: the file is missing, may not be run, or fails.
-    """
-    path, separator, name = text.rpartition(":")
-    if not separator and not text.endswith(".py"):
-        return _metric(text)[1]
-    if not path.endswith(".py") or not name:
-        raise ConfigError(f"'{text}' names no function of a file; write it as my_metric.py:function.")
-    if kind_at(Path(path)) != "file":
-        raise ArtefactError(f"There is no file '{path}' with a metric; check the path.")
-    if not trust:
-        raise ArtefactError(f"'{path}' is a program, which would run here with all your rights; pass --trust if you know it.")
-    return _function_of(path, name)
-
-
-def _function_of(path: str, name: str) -> Score:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ArtefactError(f"'{path}' fails when it is run ({first_line(error)}); mend it.") from error
-    found: Any = getattr(module, name, None)
-    if not callable(found):
-        raise ConfigError(f"'{path}' has no function '{name}'{did_you_mean(name, vars(module))}; name one that it has.")
-    score: Score = found
-    return score

@@ -1,4 +1,4 @@
-"""Inspections: figures against sums by hand, the artefact's values, times, files, and what is wrong with what is given."""
+"""Inspections: figures against sums by hand, the artefact's values, times, files, and wrong input."""
 
 import json
 import math
@@ -22,7 +22,8 @@ def by_hooks(model, x, paths):
     """Returns what modules of a float model yield."""
     found = {}
     hooks = [
-        model.get_submodule(path).register_forward_hook(lambda m, i, o, path=path: found.update({path: o})) for path in paths
+        model.get_submodule(path).register_forward_hook(lambda m, i, o, path=path: found.update({path: o}))
+        for path in paths
     ]
     with torch.no_grad():
         found[""] = model(x)
@@ -90,6 +91,7 @@ def test_dead_channels_and_the_worst_one_are_told():
     assert layer.weight == "int8 per channel"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["mlp", "residual"])
 def test_x86_values_inside_of_the_artefact_beside_emulation_and_graph(family):
     model, x = net(family)
@@ -112,7 +114,9 @@ def test_x86_values_inside_of_the_artefact_beside_emulation_and_graph(family):
 
 
 def test_a_layer_with_most_of_the_work_takes_the_most_time():
-    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2048), nn.ReLU(), nn.Linear(2048, 1024), nn.Linear(1024, 4))
+    model = nn.Sequential(
+        nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2048), nn.ReLU(), nn.Linear(2048, 1024), nn.Linear(1024, 4)
+    )
     x = torch.randn(64, 16)
     artefact = quantplug.quantize(model.eval(), (x,), "x86", [x], progress=False)
     found = quantplug.inspect(model, artefact, [x])
@@ -192,15 +196,19 @@ def test_float_models_of_every_form_give_the_same():
 
 
 def test_batches_are_taken_until_they_hold_the_samples_and_inputs_are_picked():
-    model, x = net("mlp")
+    model, _ = net("mlp")
     _, converted = clean("mlp", "x86")
     batches = [(torch.randn(32, 16), torch.zeros(32)) for _ in range(5)]
     found = quantplug.inspect(model, converted, batches, inputs=lambda batch: batch[0], samples=70)
     assert found.samples == 96
 
 
+@pytest.mark.slow
 def test_q_dq_graphs_of_other_quantizers_have_layers_too():
-    from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
+    from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
+        XNNPACKQuantizer,
+        get_symmetric_quantization_config,
+    )
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
     model, x = net("depthwise")

@@ -1,4 +1,4 @@
-"""What `quantplug inspect` and `quantplug evaluate` do with files: quantize the model, look into it, write what was found.
+"""What `quantplug inspect` and `quantplug evaluate` do with files: quantize, look, write what was found.
 
 Before: paths and names from the command line. After: a report on the console, and the files that were asked for.
 """
@@ -17,9 +17,10 @@ from quantplug.algorithms.recipe import apply, by_stage, recipe_of
 from quantplug.core.errors import ArtefactError, first_line
 from quantplug.core.files.whole import kind_at, require_writable, write_content
 from quantplug.core.graph.working_copy import working_copy
-from quantplug.evaluation import evaluate, metric_of
+from quantplug.evaluation import evaluate
 from quantplug.files import load_batches, load_exported, load_labelled, require_apart
 from quantplug.flow import Artefact, quantize
+from quantplug.metrics import metric_of
 from quantplug.quantizers.framework.registry import get_quantizer
 from quantplug.xray.flow import inspect
 from quantplug.xray.result import Inspection
@@ -120,7 +121,7 @@ def score(order: Order, metric: str, labels: str, json: Path | None) -> None:
 def quantized(program: ExportedProgram, calibration: Any, order: Order, config: Any) -> tuple[fx.GraphModule, Artefact]:
     """Returns the float graph behind what a recipe does to it, and the artefact that is made of it."""
     floats, others = by_stage(recipe_of(order.recipe or ()))
-    graph = working_copy(program.module())  # type: ignore[arg-type]
+    graph = working_copy(program.module())
     apply(floats, graph, calibration, None, progress=False)
     args, kwargs = program.example_inputs or ((), {})
     artefact = quantize(

@@ -51,8 +51,8 @@ def inspect(
     """Looks inside of a quantized model: which layer loses what, what is wrong with it, and how long it takes.
 
     A layer's own noise is that of its quantized form on float inputs; its accumulated noise is that in the quantized
-    model. Values inside of the artefact are read from a second program of the same graph that returns them too; the notes
-    say whether it returns the same result, and why a form is missing.
+    model. Values inside of the artefact are read from a second program of the same graph that returns them too; the
+    notes say whether it returns the same result, and why a form is missing.
 
     Args:
         model: the float model that quantization began with, as for `quantize`. Where a recipe rescales it, the graph
@@ -90,7 +90,8 @@ def _converted(quantized: Any) -> fx.GraphModule:
     model = require_graph_module(graph, "inspect")
     if not any(is_qdq(node) for node in model.graph.nodes):
         raise ModelError(
-            "inspect takes a q/dq graph, and this one quantizes nothing; pass what `convert_pt2e` or `quantize` returned."
+            "inspect takes a q/dq graph, and this one quantizes nothing; pass what `convert_pt2e` or `quantize` "
+            "returned."
         )
     return by_position(model)
 
@@ -239,7 +240,9 @@ class _Seen:
     def _tell_of_agreement(self, found: Sequence[Any], wanted: Sequence[Any]) -> None:
         pairs = [pair for pair in zip(found, wanted, strict=True) if isinstance(pair[1], Tensor)]
         if all(torch.equal(*pair) for pair in pairs):
-            self.notes.append("The program that also returns the values in between gives the same results, bit for bit.")
+            self.notes.append(
+                "The program that also returns the values in between gives the same results, bit for bit."
+            )
             return
         least = min(sqnr(one.double(), other.double()) for one, other in pairs)
         self.notes.append(
@@ -257,21 +260,26 @@ class _Seen:
         elif each:
             self._time_alone(backend)
         else:
-            self.notes.append("Layers are not timed: the runtime tells no times, and a program for each takes long (times=True).")
+            self.notes.append(
+                "Layers are not timed: the runtime tells no times, and a program for each takes long (times=True)."
+            )
 
     def _time_alone(self, backend: Backend) -> None:
         given = quantized_inputs(self._converted, self._batches[0])
         values = self._known(FloatRuns(self._floats, self._batches[0]), given)
         alone = LayersAlone(self._converted, values, backend.lower)
         for layer in self._apart.layers:
-            try:
-                self.times[layer] = alone.taken(layer)
-            except LoweringError as error:
-                self.notes.append(f"Layer '{layer}' is not timed: {error}")
+            self._time_layer(alone, layer)
         self.notes.append(
             "Times are of each layer as a program of its own, less that of one that only rounds its inputs; the bounds "
             "hold what is not known of it."
         )
+
+    def _time_layer(self, alone: LayersAlone, layer: str) -> None:
+        try:
+            self.times[layer] = alone.taken(layer)
+        except LoweringError as error:
+            self.notes.append(f"Layer '{layer}' is not timed: {error}")
 
 
 def _fresh(run: Any) -> Any:
@@ -296,7 +304,9 @@ def _inspection(backend: str, samples: int, measured: Measured, seen: _Seen) -> 
     remedies = Remedies([layer.piece for layer in measured.layers], backend)
     layers = [layer for layer in measured.layers if not layer.piece.passes_on]
     total_noise = sum(layer.output or 0.0 for layer in layers)
-    rows = tuple(_layer(layer, found.get(layer.piece.root.name), measured, total_noise, seen, remedies) for layer in layers)
+    rows = tuple(
+        _layer(layer, found.get(layer.piece.root.name), measured, total_noise, seen, remedies) for layer in layers
+    )
     forms = {form: _share(*noise.output) for form, noise in seen.noise.items()}
     notes = [*seen.notes]
     if measured.unknown:
@@ -323,7 +333,7 @@ def _layer(
     worst = _worst(layer)
     return InspectedLayer(
         node=name,
-        operator=str(piece.root.target).removeprefix("aten.").removesuffix(".default") if piece.nodes[0].op != "placeholder" else "input",
+        operator=_operator(piece.root),
         module_path=module_path(piece.root),
         placement=op.placement if op is not None else "",
         kernel=", ".join(kernels) or (op.how or op.reason if op is not None else ""),
@@ -343,6 +353,10 @@ def _layer(
         slow_remedy=slow.code,
         points=tuple((float(f"{x:.4g}"), float(f"{y:.4g}")) for x, y in layer.points.tolist()),
     )  # fmt: skip
+
+
+def _operator(node: fx.Node) -> str:
+    return "input" if node.op == "placeholder" else str(node.target).removeprefix("aten.").removesuffix(".default")
 
 
 def _log10(value: float) -> float:
@@ -396,4 +410,3 @@ def _range(fit: RangeFit, signal: float) -> LayerRange:
         (fit.below + fit.above) / max(fit.count, 1), min(inside / max(high - low, 1e-30), 1.0),
         _share(signal, fit.noise) or 0.0, tuple(int(count) for count in fit.histogram.tolist()),
     )  # fmt: skip
-

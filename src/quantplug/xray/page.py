@@ -21,7 +21,10 @@ def page(found: Inspection, title: str, before: Inspection | None = None) -> str
         before: another one to be shown beside it.
     """
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("quantplug", "templates/pages"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.PackageLoader("quantplug", "templates/pages"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters.update(decibels=shown, interval=interval)
     drawn = [layer.node for layer in found.by_noise()[:_PICTURES]]

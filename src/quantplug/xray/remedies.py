@@ -66,7 +66,9 @@ class Remedies:
         if fault.kind == faults.KERNEL:
             return Advice(f"{said} Leave it float, and report the model:", self._scope(layer.piece, "None"))
         assert fault.kind in _AGAIN
-        remedy = "That is none of calibration's numbers; convert the calibrated model again, and leave the graph as it is:"
+        remedy = (
+            "That is none of calibration's numbers; convert the calibrated model again, and leave the graph as it is:"
+        )
         return Advice(f"{said} {remedy}", "converted = quantplug.convert_pt2e(prepared)")
 
     def of_noise(self, layer: LayerErrors, gain: float) -> Advice:
@@ -83,7 +85,9 @@ class Remedies:
         if op is not None and op.placement != "int8":
             why = op.reason or "no kernel of integers runs it"
             if self._backend == "x86":
-                return Advice(f"it runs in float: {why}; let floats be bfloat16:", self._again("float_dtype=torch.bfloat16"))
+                return Advice(
+                    f"it runs in float: {why}; let floats be bfloat16:", self._again("float_dtype=torch.bfloat16")
+                )
             return Advice(f"it runs in float: {why}; search what may be in integers:", self._search())
         if self._backend == "x86":
             said = "it runs on an integer kernel; take the fastest kernel of each layer on this machine:"

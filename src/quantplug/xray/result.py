@@ -212,18 +212,25 @@ class Inspection:
         return table
 
     def _forms(self, layer: InspectedLayer, own: bool) -> str:
-        found = [shown(layer.decibels(form, own)) for form in FORMS if form in (layer.own if own else layer.accumulated)]
+        found = [
+            shown(layer.decibels(form, own)) for form in FORMS if form in (layer.own if own else layer.accumulated)
+        ]
         return found[0] if len(set(found)) == 1 else " / ".join(found)
 
     def summary(self) -> str:
         """Returns what to look at first, one line for each layer."""
         told = "; ".join(f"{form} {shown(self.decibels(form))} dB" for form in FORMS if form in self.output)
         lines = [f"{len(self.layers)} layers, {self.samples} samples, output against float: {told}."]
-        lines += [f"{self.named(layer)} costs {self.gain(layer.node):.1f} dB: {layer.says}\n    {layer.remedy}"
-                  for layer in self.costliest()]  # fmt: skip
-        lines += [f"{self.named(layer)} takes {interval(layer.time)} microseconds: {layer.slow_says}\n    {layer.slow_remedy}"
-                  for layer in self.slowest()]  # fmt: skip
+        lines += [self._costs(layer) for layer in self.costliest()]
+        lines += [self._takes(layer) for layer in self.slowest()]
         return "\n".join((*lines, *self.notes))
+
+    def _costs(self, layer: InspectedLayer) -> str:
+        return f"{self.named(layer)} costs {self.gain(layer.node):.1f} dB: {layer.says}\n    {layer.remedy}"
+
+    def _takes(self, layer: InspectedLayer) -> str:
+        told = f"{self.named(layer)} takes {interval(layer.time)} microseconds"
+        return f"{told}: {layer.slow_says}\n    {layer.slow_remedy}"
 
     @staticmethod
     def named(layer: InspectedLayer) -> str:
@@ -280,4 +287,3 @@ def shown(number: float | None, digits: int = 1) -> str:
 def interval(time: LayerTime | None) -> str:
     """Returns a time with its bounds."""
     return "" if time is None else f"{time.middle:.1f} ({time.low:.1f} to {time.high:.1f})"
-
