@@ -1,4 +1,4 @@
-"""The command line: `quantplug demo`, `backends`, `new-backend`, `quantize`, `llm`, `generate`, `explain` and others.
+"""The command line: `quantplug demo`, `backends`, `quantize`, `inspect`, `evaluate`, `llm`, `explain` and others.
 
 Errors on what the user passed are one sentence on the error stream and exit code 2.
 """

@@ -2,8 +2,8 @@
 
 Before: a float model, what was made of it, and labelled data. After: an `Evaluation`. All forms see the same samples,
 so that a difference is that of pairs: its interval is that of the paired bootstrap (Efron and Tibshirani, "An
-Introduction to the Bootstrap", 1993), which is much narrower than those of the two metrics. Shares of hits have Wilson's
-score interval (1927), other metrics that of the bootstrap.
+Introduction to the Bootstrap", 1993), which is much narrower than those of the two metrics. Shares of hits have
+Wilson's score interval (1927), other metrics that of the bootstrap.
 """
 
 import json

@@ -200,7 +200,7 @@ def test_typos_in_a_metrics_name_are_one_sentence(tmp_path, text, says):
 def test_a_file_that_fails_is_told(tmp_path):
     path = tmp_path / "my_metric.py"
     path.write_text("import no_such_module\n")
-    with pytest.raises(ArtefactError, match="fails when it is run .*no_such_module"):
+    with pytest.raises(ArtefactError, match=r"fails when it is run .*no_such_module"):
         metric_of(f"{path}:hits", trust=True)
 
 

@@ -16,6 +16,8 @@ from quantplug.lowering.program import LoweredOp
 
 _OBSERVER = "quantizer.backend.config(observer={!r})"
 _RANGES = (faults.CLIPPED, faults.SATURATING, faults.WIDE)
+# Observers that leave out tails leave out fewer values than this share.
+_TAIL = 0.01
 # What calibration found is not what stands in the graph: nothing but another conversion puts it back.
 _AGAIN = (
     faults.ZERO_POINT, faults.MISMATCH, faults.SWAPPED_RANGES, faults.SWAPPED_SCALES, faults.AXIS, faults.SCALES,
@@ -36,6 +38,11 @@ class Advice:
     code: str
 
 
+def _clipped(layer: LayerErrors) -> float:
+    """Returns the largest share of values that one of a layer's roundings cuts off."""
+    return max(((fit.below + fit.above) / max(fit.count, 1) for fit in layer.ranges), default=0.0)
+
+
 class Remedies:
     """Writes advice for the layers of one model.
 
@@ -50,6 +57,9 @@ class Remedies:
     def of_fault(self, layer: LayerErrors, fault: Fault) -> Advice:
         """Returns what to do about a fault."""
         said = f"{fault.kind}: {fault.says}"
+        if fault.kind in (faults.CLIPPED, faults.SATURATING) and _clipped(layer) > _TAIL:
+            remedy = "No observer cuts off so many; calibrate with data like this, then convert:"
+            return Advice(f"{said} {remedy}", "quantplug.calibrate(prepared, batches)")
         if fault.kind in _RANGES:
             remedy = "Calibrate with data like this, or take the range of all that calibration sees:"
             return Advice(f"{said} {remedy}", self._scope(layer.piece, _OBSERVER.format("minmax")))
@@ -77,6 +87,14 @@ class Remedies:
             if any(fit.granularity == "per tensor" and fit.dtype for fit in layer.constants):
                 return Advice("most is its weight's, under one scale:", self._scope(layer.piece, "'int8'"))
             return Advice("most is its weight's; round it for the layer's result:", self._again("recipe='accurate'"))
+        worst = max(layer.ranges, key=lambda fit: fit.noise, default=None)
+        if worst is not None and worst.params is not None and worst.noise > 2 * worst.attainable:
+            low, high = worst.params.bounds
+            said = (
+                f"most is the rounding of what it yields, values from {worst.smallest:.3g} to {worst.largest:.3g} to "
+                f"integers for {low:.3g} to {high:.3g}; calibrate with data like this, or take all of the range:"
+            )
+            return Advice(said, self._scope(layer.piece, _OBSERVER.format("minmax")))
         said = f"most is the rounding of what it yields; in float the output gains up to {gain:.1f} dB:"
         return Advice(said, self._scope(layer.piece, "None"))
 
