@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from quantplug.core.graph.calling import return_flat
 from quantplug.core.graph.editing import finish
 from quantplug.core.graph.facts import sizes_of
-from quantplug.core.graph.working_copy import over_same_tensors
+from quantplug.core.graph.working_copy import over_same_tensors, working_copy
 from quantplug.core.peers.torch_names import pytree
 from quantplug.core.report.layers import Piece, pieces
 from quantplug.lowering.program import Program
@@ -48,7 +48,7 @@ def with_values(converted: fx.GraphModule) -> Inside:
     Args:
         converted: a q/dq graph that takes its inputs by position; it is not changed.
     """
-    model = over_same_tensors(converted)
+    model = working_copy(converted)
     layers = told_layers(model)
     ends = [piece.roundings[0].back if piece.roundings else piece.end for piece in layers]
     return_flat(model, [*pytree.tree_leaves(model.graph.output_node().args[0]), *ends])
@@ -62,7 +62,7 @@ def cut_apart(converted: fx.GraphModule, only: str | None = None) -> Inside:
         converted: as for `with_values`.
         only: the name of the one layer that is left; None for all.
     """
-    model = over_same_tensors(converted)
+    model = working_copy(converted)
     layers = told_layers(model)
     last = list(model.graph.find_nodes(op="placeholder"))[-1:]
     given: dict[str, fx.Node] = {}

@@ -14,7 +14,7 @@ from quantplug.core.annotation.plan import transformed
 from quantplug.core.batch_norms.inference import fold_batch_norms
 from quantplug.core.graph.calling import by_position
 from quantplug.core.graph.constants import written_buffers
-from quantplug.core.graph.facts import attribute, is_held, written_argument
+from quantplug.core.graph.facts import attribute, viewed_node, written_argument
 from quantplug.core.graph.meta import TRANSFORMS
 from quantplug.core.graph.working_copy import working_copy
 from quantplug.core.report.layers import Piece, Rounding, fixed_nodes, rounds_activations
@@ -34,28 +34,43 @@ def as_quantized(floats: fx.GraphModule, converted: fx.GraphModule) -> fx.GraphM
 
 
 class Run(fx.Interpreter):
-    """Runs a graph and keeps every value; an in-place operator changes a copy of what it writes into."""
+    """Runs a graph and keeps what each node yields, as it was before an in-place operator changed it.
+
+    Attributes:
+        kept: by node.
+        writes: whether an operator of the graph writes into memory.
+    """
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
+        self.kept: dict[fx.Node, Any] = {}
         self._state = {path: attribute(module, path).clone() for path in written_buffers(module.graph)}
+        self.writes = any(written_argument(node) is not None for node in module.graph.nodes)
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Reads a buffer that the graph writes from the run's own copy."""
         return self._state[str(target)] if str(target) in self._state else super().get_attr(target, args, kwargs)
 
-    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns a node's operands, what it writes into as a copy."""
-        args, kwargs = super().fetch_args_kwargs_from_env(n)
-        if written_argument(n) is None or is_held(n.args[0]):
-            return tuple(args), dict(kwargs)
-        return (args[0].clone(), *args[1:]), dict(kwargs)
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs a node and keeps its value."""
+        value = super().run_node(n)
+        self.kept[n] = self.own_copy(value)
+        return value
+
+    def own_copy(self, value: Any) -> Any:
+        """Returns a tensor that no in-place operator of the graph changes."""
+        return value.clone() if self.writes and isinstance(value, Tensor) else value
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Runs the graph on positional inputs, as if for the first time, and returns what it does."""
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            return Run(self.module).run(*map(self.own_copy, inputs))  # type: ignore[arg-type]
 
     def values(self, inputs: tuple[Any, ...]) -> dict[fx.Node, Any]:
         """Runs the graph on positional inputs and returns what each node yields."""
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            self.run(*inputs)
-        return dict(self.env)
+            self.run(*map(self.own_copy, inputs))
+        return self.kept
 
     def rounded(self, rounding: Rounding, value: Tensor, constants: Mapping[fx.Node, Any]) -> Tensor:
         """Returns what a reader reads where a value is rounded.
@@ -88,15 +103,19 @@ class OwnRun(Run):
     def run_node(self, n: fx.Node) -> Any:
         """Runs a node; roundings of activations let floats through, and what ends a layer goes on as float."""
         if rounds_activations(n, self._constants):
-            return self.env[n.all_input_nodes[0]]
+            self.kept[n] = self.env[n.all_input_nodes[0]]
+            return self.kept[n]
         value = super().run_node(n)
         if n.op == "placeholder" and n.name in self._floats:  # the q/dq graph may take integers
             value = self._floats[n.name]
-        if n not in self._ends:
-            return value
-        self.own[n] = value
-        known = self._floats.get(n.name)
-        return known if _alike(known, value) else value
+        if n in self._ends:
+            self.own[n] = self.own_copy(value)
+            known = self._floats.get(n.name)
+            # What is written through a view is to be seen by whoever reads the memory.
+            is_view = self.writes and viewed_node(n) is not None and written_argument(n) is None
+            value = self.own_copy(known) if _alike(known, value) and not is_view else value
+        self.kept[n] = self.own_copy(value)
+        return value
 
 
 def _alike(known: Any, value: Any) -> bool:
@@ -114,7 +133,7 @@ class FloatRuns:
 
     def __init__(self, floats: fx.GraphModule, inputs: tuple[Any, ...]) -> None:
         self._model = floats
-        self._env = Run(floats).values(inputs)
+        self._env = dict(Run(floats).values(inputs))
         self._nodes = {node.name: node for node in floats.graph.nodes}
         self.values = {node.name: value for node, value in self._env.items()}
 
@@ -134,18 +153,27 @@ class FloatRuns:
         if node is None:
             return None
         behind = _readers(node)
-        run = Run(self._model)
-        env = {other: found for other, found in self._env.items() if other not in behind}
+        known = {other: found for other, found in self._env.items() if other not in behind}
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            return run.run(initial_env={**env, node: value}, enable_io_processing=False)
+            return Run(self._model).run(initial_env={**known, node: value.clone()}, enable_io_processing=False)
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
-    """Returns all that a node's value reaches."""
+    """Returns all that a node's value reaches, also through memory that it is written into."""
     found, pending = set[fx.Node](), list(node.users)
     while pending:
         user = pending.pop()
-        if user not in found:
-            found.add(user)
-            pending += user.users
-    return found
+        if user in found:
+            continue
+        found.add(user)
+        pending += user.users
+        written = written_argument(user)
+        pending += [] if written is None else [_memory(written)]
+    return found - {node}
+
+
+def _memory(view: fx.Node) -> fx.Node:
+    """Returns the node whose memory a view shows."""
+    while (base := viewed_node(view)) is not None:
+        view = base
+    return view

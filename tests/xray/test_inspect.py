@@ -187,6 +187,33 @@ def test_the_model_and_the_graph_stay_as_they_are_and_a_second_call_says_the_sam
     assert all(torch.equal(value, before[2][name]) for name, value in converted.state_dict().items())
 
 
+class Counter(nn.Module):
+    """Has a state, and writes through a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        y = self.first(x).clone()
+        y[:, 0] = 0
+        return self.second(y.relu_()) * self.calls
+
+
+def test_state_and_writes_through_views_are_those_of_a_first_call_and_stay_the_models():
+    model, x = Counter().eval(), torch.randn(16, 8)
+    artefact = quantplug.quantize(model, (x,), "x86", [x], progress=False)
+    one, two = (quantplug.inspect(model, artefact, [x, x], times=False) for _ in range(2))
+    assert one == two
+    assert one.faults == ()
+    artefact.program.restart()
+    with torch.no_grad():
+        assert one.decibels("program") == pytest.approx(sqnr(artefact(x), Counter.forward(model, x)), abs=1e-3)
+    assert float(dict(artefact.reference.named_buffers())["calls"]) == 0
+
+
 def test_float_models_of_every_form_give_the_same():
     model, x = net("mlp")
     floats, converted = clean("mlp", "x86")

@@ -21,7 +21,7 @@ from quantplug.core.qdq.nodes import is_qdq
 from quantplug.core.report.faults import Fault, faults, of_kernel
 from quantplug.core.report.layer_errors import LayerErrors, Measured, RangeFit, energy, measure_layers
 from quantplug.core.report.layers import pieces
-from quantplug.core.report.runs import FloatRuns, OwnRun, as_quantized
+from quantplug.core.report.runs import FloatRuns, OwnRun, Run, as_quantized
 from quantplug.core.specs.levels import sqnr
 from quantplug.flow import Artefact, export
 from quantplug.lowering.between import Inside, LayersAlone, contiguous, cut_apart, with_values
@@ -90,8 +90,8 @@ def _converted(quantized: Any) -> fx.GraphModule:
     model = require_graph_module(graph, "inspect")
     if not any(is_qdq(node) for node in model.graph.nodes):
         raise ModelError(
-            "inspect takes a q/dq graph, and this one quantizes nothing; pass what `convert_pt2e` or `quantize` "
-            "returned."
+            "inspect takes a q/dq graph, and this one quantizes nothing outside of control flow; pass what `convert_pt2e` "
+            "or `quantize` returned."
         )
     return by_position(model)
 
@@ -170,7 +170,7 @@ class _Seen:
 
     def reference(self) -> None:
         """Looks at the q/dq graph."""
-        self._add("reference", lambda graph, inputs: graph)
+        self._add("reference", lambda graph, inputs: Run(graph))
 
     def look(self, backend: Backend, program: Program | None, times: bool | None) -> None:
         """Looks at all forms.
