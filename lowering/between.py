@@ -14,8 +14,9 @@ from torch import Tensor, fx
 from quantplug.core.graph.calling import return_flat
 from quantplug.core.graph.editing import finish
 from quantplug.core.graph.facts import sizes_of
-from quantplug.core.graph.working_copy import over_same_tensors, working_copy
+from quantplug.core.graph.working_copy import working_copy
 from quantplug.core.peers.torch_names import pytree
+from quantplug.core.qdq.nodes import is_dequantize, is_quantize
 from quantplug.core.report.layers import Piece, pieces
 from quantplug.lowering.program import Program
 from quantplug.lowering.timing import Taken, timed
@@ -64,17 +65,20 @@ def cut_apart(converted: fx.GraphModule, only: str | None = None) -> Inside:
     """
     model = working_copy(converted)
     layers = told_layers(model)
-    last = list(model.graph.find_nodes(op="placeholder"))[-1:]
-    given: dict[str, fx.Node] = {}
-    ends = []
-    for piece in layers:
-        with model.graph.inserting_after(last[0] if last else None):
-            last = [model.graph.placeholder(f"float_{piece.end.name}")]
-        last[0].meta = {key: found for key, found in piece.end.meta.items() if key in ("val", "tensor_meta")}
-        given[piece.end.name] = last[0]
-        ends.append(_own_end(piece, last[0]))
+    given = {piece.end.name: _new_input(piece) for piece in layers}
+    ends = [_own_end(piece, given[piece.end.name]) for piece in layers]
     chosen = [place for place, piece in enumerate(layers) if only in (None, piece.root.name)]
     return _returning(model, [ends[place] for place in chosen], given, [layers[place].root.name for place in chosen])
+
+
+def _new_input(piece: Piece) -> fx.Node:
+    """Adds an input for the float value of a layer behind those that there are."""
+    graph = piece.end.graph
+    before = list(graph.find_nodes(op="placeholder"))
+    with graph.inserting_after(before[-1] if before else None):
+        node = graph.placeholder(f"float_{piece.end.name}")
+    node.meta = {key: found for key, found in piece.end.meta.items() if key in ("val", "tensor_meta")}
+    return node
 
 
 def _own_end(piece: Piece, given: fx.Node) -> fx.Node:
@@ -90,17 +94,14 @@ def _own_end(piece: Piece, given: fx.Node) -> fx.Node:
         return graph.node_copy(rounding.back, lambda node: quantize if node is rounding.quantize else node)
 
 
-def roundings_of(converted: fx.GraphModule, layer: str) -> Inside:
-    """Returns the graph that rounds what a layer reads, and nothing else: what it costs to come in and go out."""
+def roundings_of(converted: fx.GraphModule, layer: str) -> Inside | None:
+    """Returns the graph that rounds what a layer reads, and nothing else; None where it reads floats as they are."""
     alone = cut_apart(converted, layer)
-    model = over_same_tensors(alone.model)
-    inputs = list(model.graph.find_nodes(op="placeholder"))
-    read = [
-        node for node in model.graph.nodes if len(node.args) and node.args[0] in {u for i in inputs for u in i.users}
-    ]
-    ends = [node for node in read if node.all_input_nodes and node.all_input_nodes[0].all_input_nodes[:1]]
+    inputs = list(alone.model.graph.find_nodes(op="placeholder"))
+    quantizes = [user for node in inputs for user in node.users if is_quantize(user)]
+    ends = [user for quantize in quantizes for user in quantize.users if is_dequantize(user)]
     given = {name: node for node, name in zip(inputs, alone.values, strict=True)}
-    return _returning(model, ends[:1] or inputs[:1], given, [layer])
+    return _returning(alone.model, ends, given, [layer]) if ends else None
 
 
 def _returning(
@@ -120,6 +121,7 @@ def _returning(
     return Inside(model, tuple(layers), tuple(names[node] for node in left))
 
 
+_NOTHING = Taken(0.0, 0.0, 0.0)
 Lower: TypeAlias = Callable[[fx.GraphModule, tuple[Any, ...]], Program]
 """Makes a program of a graph and its inputs."""
 
@@ -148,10 +150,11 @@ class LayersAlone:
             LoweringError: it cannot be lowered alone.
         """
         alone = cut_apart(self._converted, layer)
-        shapes = tuple(getattr(self._values[name], "shape", None) for name in alone.values)
         whole = self._timed(alone)
+        shapes = tuple(getattr(self._values[name], "shape", None) for name in alone.values)
         if shapes not in self._idle:  # the same to every layer that reads as much
-            self._idle[shapes] = self._timed(roundings_of(self._converted, layer))
+            rounding = roundings_of(self._converted, layer)
+            self._idle[shapes] = _NOTHING if rounding is None else self._timed(rounding)
         idle = self._idle[shapes]
         return Taken(max(whole.low - idle.high, 0.0), max(whole.middle - idle.middle, 0.0), whole.high)
 

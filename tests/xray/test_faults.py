@@ -19,7 +19,7 @@ def named_first(found):
     return first.node, first.fault
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("name", "backend"), CASES)
 def test_the_planted_layer_is_named_first_and_its_fault_by_its_kind(name, backend):
     plant = PLANTS[name]
@@ -41,7 +41,7 @@ def test_at_least_twenty_kinds_of_damage_in_four_families_are_planted():
     assert kinds - {plant.kind for plant in PLANTS.values()} == {faults.OTHER, faults.KERNEL}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("backend", TARGETS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_sound_model_accuses_nobody(family, backend):
@@ -61,7 +61,7 @@ def test_no_config_is_a_fault(family, backend, config):
     assert faults.faults(measure_layers(floats, converted, [(net(family)[1],)])) == {}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", TARGETS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_strict_export_has_the_same_layers_with_the_same_figures(family, backend):
@@ -84,7 +84,7 @@ def test_tails_of_new_data_are_no_fault(family):
     assert found.faults == ()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", PLANTS)
 def test_what_is_advised_against_a_fault_is_code_that_runs_and_covers_the_layer(name):
     plant = PLANTS[name]

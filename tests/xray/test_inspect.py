@@ -113,6 +113,7 @@ def test_x86_values_inside_of_the_artefact_beside_emulation_and_graph(family):
     assert len(found.slowest()) == 3
 
 
+@pytest.mark.slow
 def test_a_layer_with_most_of_the_work_takes_the_most_time():
     model = nn.Sequential(
         nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2048), nn.ReLU(), nn.Linear(2048, 1024), nn.Linear(1024, 4)
@@ -323,8 +324,6 @@ def test_the_page_opens_with_the_costliest_and_the_slowest_layers_and_needs_noth
     assert all(link.startswith(("data:image/png;base64,", "#layer-")) for link in page.links)
     assert "A model &lt;with&gt; faults" in text
     assert "Before and after" in text
-    assert "Before and after" not in pair[1].html()
-    assert "No layer is at fault" in pair[1].html()
 
 
 def test_a_model_of_several_inputs_some_by_name():
@@ -394,6 +393,7 @@ def test_an_artefact_is_of_one_backend():
         quantplug.inspect(model, artefact, [x], backend="xnnpack")
 
 
+@pytest.mark.slow
 def test_layers_with_a_batch_norm_that_was_folded_are_held_against_the_norm():
     x = torch.randn(8, 3, 32, 32)
     model = settled(MobileNet(), x)

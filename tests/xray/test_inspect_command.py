@@ -56,7 +56,9 @@ def test_inspect_prints_the_layers_and_writes_a_page_and_json(run, files):
     )
     assert code == 0
     assert "Before and after" in (files / "after.html").read_text()
-    assert "Before and after" not in (files / "page.html").read_text()
+    page = (files / "page.html").read_text()
+    assert "Before and after" not in page
+    assert "No layer is at fault" in page
 
 
 @pytest.mark.slow

@@ -90,8 +90,8 @@ def _converted(quantized: Any) -> fx.GraphModule:
     model = require_graph_module(graph, "inspect")
     if not any(is_qdq(node) for node in model.graph.nodes):
         raise ModelError(
-            "inspect takes a q/dq graph, and this one quantizes nothing outside of control flow; pass what `convert_pt2e` "
-            "or `quantize` returned."
+            "inspect takes a q/dq graph, and this one quantizes nothing outside of control flow; pass what "
+            "`convert_pt2e` or `quantize` returned."
         )
     return by_position(model)
 

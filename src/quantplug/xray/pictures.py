@@ -18,7 +18,7 @@ def overview(found: Inspection, before: Inspection | None = None) -> str:
     """Draws how near each layer is to float, in graph order, by itself and in the quantized model."""
     names = [layer.node for layer in found.layers]
     form = "program" if "program" in found.output else "reference"
-    with _figure(max(7.0, min(0.28 * len(names), 18)), 2.6) as (figure, panel):
+    with _figure(max(7.0, min(0.28 * len(names), 18)), 3.0) as (figure, panel):
         if before is not None:
             _line(panel, names, before, form, own=False, color=_BEFORE, label="before, in the model")
         _line(panel, names, found, form, own=True, color=_FLOAT, label="by itself")
@@ -84,7 +84,8 @@ class _figure:  # noqa: N801  used like matplotlib's own contexts
         from matplotlib.figure import Figure
 
         self._context.__enter__()
-        figure = Figure(figsize=self._size, layout="constrained")
+        figure = Figure(figsize=self._size)
+        figure.subplots_adjust(left=0.08, right=0.98, top=0.86, bottom=0.16 if self._columns > 1 else 0.42)
         return figure, figure.subplots(1, self._columns)
 
     def __exit__(self, *error: Any) -> None:
