@@ -41,6 +41,7 @@ BIAS = "wrong bias"
 ISLAND = "float island"
 OTHER = "other computation"
 KERNEL = "other kernel"
+NOT_FINITE = "not finite"
 
 # Eight times the energy: nine decibels.
 _TIMES = 8.0
@@ -89,6 +90,8 @@ def _cost(layer: LayerErrors, measured: Measured) -> float:
 
 
 def _of_layer(layer: LayerErrors, others: Sequence[LayerErrors], ranges: Sequence[_Wrong]) -> Iterator[Fault]:
+    if math.isinf(layer.own):
+        yield Fault(NOT_FINITE, "it yields NaN or infinity on float inputs.", layer.piece.root.name)
     for fit in layer.ranges:
         yield from _of_pair(fit)
     yield from _of_constants(layer, others)

@@ -8,6 +8,7 @@ A layer's own error is that of its constants and of the rounding of what it yiel
 what comes in belongs to the layer that yields it. Energies are sums of squares, in double precision.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.calibration.outputs import floats_of
-from quantplug.core.errors import ModelError
+from quantplug.core.errors import CalibrationError, ModelError
 from quantplug.core.graph.facts import operands, operator_name, sizes_of
 from quantplug.core.qdq.integer_io import dequantized_outputs, quantized_inputs
 from quantplug.core.qdq.nodes import is_dequantize, range_of, stored_dtype
@@ -60,9 +61,9 @@ class RangeFit:
 
     def add(self, value: Tensor, rounded: Tensor) -> None:
         """Adds the values of a batch, and what they are rounded to."""
-        x = value.detach().float()
+        x = _finite(value.detach().float())
         self.count += x.numel()
-        self.noise += energy(rounded - x)
+        self.noise += error_energy(rounded, x)
         if self.smallest < self.largest:
             self.histogram += torch.histc(x, BINS, self.smallest, self.largest).double()
         if self.params is None:
@@ -179,6 +180,7 @@ def measure_layers(
 
     Raises:
         ModelError: the two return tensors of other shapes.
+        CalibrationError: the float model returns what is not finite.
     """
     found = _Measurement(as_quantized(floats, converted), converted, alone)
     for batch in batches:
@@ -202,9 +204,10 @@ class _Measurement:
     def widen(self, batch: tuple[Any, ...]) -> None:
         """Notes the ends of the float values."""
         for node, value in self._passed(FloatRuns(self._floats, batch), batch)[1].items():
-            if value.numel():
+            if bool(value.isfinite().any()):
                 low, high = self._ends.get(node, (float("inf"), float("-inf")))
-                self._ends[node] = (min(low, float(value.min())), max(high, float(value.max())))
+                held = value[value.isfinite()]
+                self._ends[node] = (min(low, float(held.min())), max(high, float(held.max())))
 
     def add(self, batch: tuple[Any, ...]) -> None:
         """Measures a batch."""
@@ -214,6 +217,10 @@ class _Measurement:
         quantized = run.values(quantized_inputs(self._converted, batch))
         fixed = {node: quantized[node] for node in self._constants if node in quantized}
         wanted = floats_of(reference.result())
+        if not all(bool(value.isfinite().all()) for value in wanted):
+            raise CalibrationError(
+                "The float model's output has NaN or infinity on these batches; take those out that make them."
+            )
         result = dequantized_outputs(self._converted, quantized[self._converted.graph.output_node()])
         found = _alike(floats_of(result), wanted)
         self._signal += sum(map(energy, wanted))
@@ -248,17 +255,16 @@ class _Measurement:
         self, layer: LayerErrors, wanted: Tensor, own: Tensor, quantized: dict[fx.Node, Any], fixed: dict[fx.Node, Any]
     ) -> None:
         piece, run = layer.piece, Run(self._converted)
-        error = own.double() - wanted.double()
         for fit in layer.ranges:
             fit.add(wanted, run.rounded(fit.rounding, wanted, fixed))
         behind = _behind(piece)
         rounded = _own_value(run, piece, own, wanted, fixed)
         layer.signal += energy(wanted)
-        layer.computing += energy(error)
-        layer.own += energy(rounded - wanted)
-        layer.accumulated += energy(quantized[behind] - wanted)
+        layer.computing += error_energy(own, wanted)
+        layer.own += error_energy(rounded, wanted)
+        layer.accumulated += error_energy(quantized[behind], wanted)
         channels = self._channels.setdefault(piece.end, _Channels(channel_axis(piece)))
-        channels.add(wanted, rounded, quantized[behind], error)
+        channels.add(*map(_finite, (wanted, rounded, quantized[behind], own.double() - wanted.double())))
         channels.give(layer)
         if not len(layer.points):
             layer.points = _points(wanted, quantized[behind])
@@ -297,7 +303,7 @@ def _own_value(run: Run, piece: Piece, own: Tensor, wanted: Tensor, fixed: dict[
     for rounding in piece.roundings:
         values[rounding.back] = run.rounded(rounding, values[rounding.quantize.all_input_nodes[0]], fixed)
     del values[piece.end]
-    return max(values.values(), key=lambda value: energy(value - wanted))
+    return max(values.values(), key=lambda value: error_energy(value, wanted))
 
 
 def _add_output(layer: LayerErrors, found: Any, wanted: list[Tensor]) -> None:
@@ -310,7 +316,7 @@ def _numbers(quantize: fx.Node) -> StaticQParams | None:
     if found is None and operator_name(quantize) == "quantized_decomposed::quantize_per_tensor":
         read = qparams(quantize)  # torchao writes scales that are buffers
         found = read.static() if read.is_static else None
-    return found
+    return found if found is not None and 0 < found.scale < math.inf else None
 
 
 def channel_axis(piece: Piece) -> int:
@@ -363,7 +369,8 @@ class _Channels:
 
 
 def _points(wanted: Tensor, quantized: Tensor) -> Tensor:
-    x, y = wanted.detach().flatten().float(), quantized.detach().flatten().float()
+    held = wanted.isfinite() & quantized.isfinite()
+    x, y = wanted.detach()[held].float(), quantized.detach()[held].float()
     chosen = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:_POINTS]
     return torch.stack((x[chosen], y[chosen]), 1)
 
@@ -446,9 +453,21 @@ def _name(dtype: torch.dtype | None) -> str:
 
 
 def energy(value: Tensor) -> float:
-    """Returns the sum of squares."""
-    return float(value.detach().double().square().sum())
+    """Returns the sum of squares of the numbers that are finite: what a mask hides is minus infinity."""
+    whole = value.detach().double()
+    return float(whole[whole.isfinite()].square().sum())
+
+
+def error_energy(found: Tensor, wanted: Tensor) -> float:
+    """Returns the sum of squared differences where a float value is finite; infinite where the other is not."""
+    held = wanted.isfinite()
+    total = float((found.detach().double() - wanted.detach().double())[held].square().sum())
+    return math.inf if math.isnan(total) else total
 
 
 def _error(found: list[Tensor], wanted: list[Tensor]) -> float:
-    return sum(energy(one.double() - other.double()) for one, other in zip(found, wanted, strict=True))
+    return sum(error_energy(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def _finite(value: Tensor) -> Tensor:
+    return torch.where(value.isfinite(), value, torch.zeros((), dtype=value.dtype))

@@ -215,6 +215,40 @@ def test_state_and_writes_through_views_are_those_of_a_first_call_and_stay_the_m
     assert float(dict(artefact.reference.named_buffers())["calls"]) == 0
 
 
+def test_a_scale_that_is_not_finite_is_named_and_can_be_written():
+    floats, converted = clean("mlp", "x86")
+    broken = working_copy(converted)
+    quantize = next(n for n in broken.graph.nodes if n.name == "relu_1").users
+    for node in [*quantize, *next(iter(quantize)).users]:
+        node.update_arg(1, math.inf)
+    broken.recompile()
+    found = quantplug.inspect(floats, broken, [net("mlp")[1]])
+    assert (found.costliest()[0].node, found.costliest()[0].fault) == ("linear_1", "not finite")
+    assert quantplug.Inspection.from_json(found.to_json()) == found
+    assert "not finite" in found.html()
+
+
+def test_masks_of_infinity_inside_of_a_model_are_no_noise():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            scores = self.q(x) @ self.k(x).transpose(1, 2)
+            hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
+            return torch.softmax(scores.masked_fill(hidden, -math.inf), -1) @ self.v(x)
+
+    model, x = Masked().eval(), torch.randn(4, 6, 16)
+    artefact = quantplug.quantize(model, (x,), "x86", [x], progress=False)
+    found = quantplug.inspect(model, artefact, [x])
+    assert found.faults == ()
+    assert found.decibels("program") > 30
+    assert quantplug.Inspection.from_json(found.to_json()) == found
+    with torch.no_grad(), pytest.raises(CalibrationError, match="output has NaN or infinity"):
+        quantplug.inspect(nn.Sequential(model, nn.Threshold(9e9, -math.inf)).eval(), artefact, [x])
+
+
 def test_float_models_of_every_form_give_the_same():
     model, x = net("mlp")
     floats, converted = clean("mlp", "x86")

@@ -3,35 +3,30 @@
 Before: a float model, what was made of it, and data. After: an `Inspection`.
 """
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from quantplug.core.calibration.batches import BatchReader, loader_iterator, nonfinite_input, picked, sample_count
-from quantplug.core.errors import CalibrationError, ConfigError, LoweringError, ModelError
+from quantplug.core.errors import CalibrationError, ConfigError, ModelError
 from quantplug.core.graph.calling import by_position
 from quantplug.core.graph.facts import module_path, require_graph_module
-from quantplug.core.peers.torch_names import pytree
-from quantplug.core.qdq.integer_io import dequantized_outputs, quantized_inputs, with_float_inputs
+from quantplug.core.qdq.integer_io import with_float_inputs
 from quantplug.core.qdq.nodes import is_qdq
 from quantplug.core.report.faults import Fault, faults, of_kernel
-from quantplug.core.report.layer_errors import LayerErrors, Measured, RangeFit, energy, measure_layers
-from quantplug.core.report.layers import pieces
-from quantplug.core.report.runs import FloatRuns, OwnRun, Run, as_quantized
-from quantplug.core.specs.levels import sqnr
+from quantplug.core.report.layer_errors import LayerErrors, Measured, RangeFit, measure_layers
+from quantplug.core.specs.levels import decibels
 from quantplug.flow import Artefact, export
-from quantplug.lowering.between import Inside, LayersAlone, contiguous, cut_apart, with_values
-from quantplug.lowering.program import LoweredOp, Program
-from quantplug.lowering.timing import KernelTime, Taken, timed, total
+from quantplug.lowering.timing import Taken, total
 from quantplug.quantizers.framework.backend import Backend
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.framework.registry import get_quantizer
 from quantplug.xray.remedies import Remedies
 from quantplug.xray.result import InspectedLayer, Inspection, LayerRange, LayerTime
+from quantplug.xray.seen import Seen
 
 SAMPLES = 64
 
@@ -77,7 +72,7 @@ def inspect(
     batches, floats, count = _read(model, converted, data, inputs, samples)
     measured = _measured(floats, converted, batches)
     program = quantized.program if isinstance(quantized, Artefact) else None
-    seen = _Seen(floats, converted, batches)
+    seen = Seen(floats, converted, batches)
     if chosen is not None and kernels:
         seen.look(chosen, program, times)
     else:
@@ -143,163 +138,7 @@ def _measured(floats: fx.GraphModule, converted: fx.GraphModule, batches: Sequen
     return found
 
 
-@dataclass
-class _Noise:
-    """Energies of one form, by layer: the float value's, and the error's."""
-
-    own: dict[str, list[float]] = field(default_factory=dict)
-    accumulated: dict[str, list[float]] = field(default_factory=dict)
-    output: list[float] = field(default_factory=lambda: [0.0, 0.0])
-
-
-class _Seen:
-    """Values of the q/dq graph, its emulation and its program, beside float ones."""
-
-    def __init__(self, floats: fx.GraphModule, converted: fx.GraphModule, batches: Sequence[tuple[Any, ...]]) -> None:
-        self.noise: dict[str, _Noise] = {}
-        self.notes: list[str] = []
-        self.ops: Mapping[str, LoweredOp] = {}
-        self.kernel_times: tuple[KernelTime, ...] = ()
-        self.times: dict[str, Taken] = {}
-        self.time: Taken | None = None
-        self._floats, self._converted, self._batches = as_quantized(floats, converted), converted, batches
-        self._values, self._apart = with_values(converted), cut_apart(converted)
-        self._inputs = [node.name for node in converted.graph.find_nodes(op="placeholder")]
-        self._pieces = pieces(converted.graph)
-        self._ends = {piece.root.name: piece.end.name for piece in self._pieces}
-
-    def reference(self) -> None:
-        """Looks at the q/dq graph."""
-        self._add("reference", lambda graph, inputs: Run(graph))
-
-    def look(self, backend: Backend, program: Program | None, times: bool | None) -> None:
-        """Looks at all forms.
-
-        Args:
-            backend: what lowers and emulates.
-            program: the artefact, None to lower it here.
-            times: as for `inspect`.
-        """
-        self.reference()
-        if backend.kernels is not None:
-            self._add("emulation", backend.emulate)
-        first = quantized_inputs(self._converted, self._batches[0])
-        try:
-            made = program if program is not None else backend.lower(self._converted, first)
-        except LoweringError as error:  # a graph that cannot be lowered is one to look into
-            self.notes.append(f"There is no artefact to look into: {error}")
-            return
-        self.ops = {op.node: op for op in made.ops}
-        if made.has_kernels:
-            self._add("program", backend.lower, made)
-        if times is not False and made.has_kernels:
-            self._time(backend, made, first, bool(times))
-
-    def _add(self, form: str, make: Callable[..., Any], plain: Program | None = None) -> None:
-        try:
-            self.noise[form] = self._of_form(make, plain)
-        except LoweringError as error:
-            self.notes.append(f"The {form} is not looked into: {error}")
-
-    def _of_form(self, make: Callable[..., Any], plain: Program | None) -> _Noise:
-        found, runs = _Noise(), dict[str, Any]()
-        for batch in self._batches:
-            floats = FloatRuns(self._floats, batch)
-            given = quantized_inputs(self._converted, batch)
-            known = self._known(floats, given)
-            values = tuple(contiguous(known[name]) for name in self._apart.values)
-            if not runs:
-                runs = {"in": make(self._values.model, given), "own": make(self._apart.model, values)}
-            with torch.no_grad():
-                inside, own = _fresh(runs["in"])(*given), _fresh(runs["own"])(*values)
-            outputs = inside[: len(inside) - len(self._values.layers)]
-            if plain is not None and batch is self._batches[0]:
-                self._tell_of_agreement(outputs, _leaves(_fresh(plain)(*given)))
-            self._sum(found, self._values, inside[len(outputs) :], floats, found.accumulated)
-            self._sum(found, self._apart, own, floats, found.own)
-            returned = _leaves(dequantized_outputs(self._converted, list(outputs)))
-            _sum_outputs(found, returned, _leaves(floats.result()))
-        return found
-
-    def _known(self, floats: FloatRuns, given: tuple[Any, ...]) -> dict[str, Any]:
-        """Returns what layers read by the names of nodes; what the float model lacks is computed of what it has."""
-        run = OwnRun(self._converted, self._pieces, floats.values)
-        passed = {node.name: value for node, value in run.values(given).items()}
-        return {**passed, **dict(zip(self._inputs, _leaves(given), strict=True))}
-
-    def _sum(
-        self, found: _Noise, inside: Inside, values: Sequence[Any], floats: FloatRuns, into: dict[str, list[float]]
-    ) -> None:
-        for layer, value in zip(inside.layers, values, strict=True):
-            wanted = floats.values.get(self._ends[layer])
-            if isinstance(wanted, Tensor) and wanted.shape == value.shape:
-                sums = into.setdefault(layer, [0.0, 0.0])
-                sums[0] += energy(wanted)
-                sums[1] += energy(value.double() - wanted.double())
-
-    def _tell_of_agreement(self, found: Sequence[Any], wanted: Sequence[Any]) -> None:
-        pairs = [pair for pair in zip(found, wanted, strict=True) if isinstance(pair[1], Tensor)]
-        if all(torch.equal(*pair) for pair in pairs):
-            self.notes.append(
-                "The program that also returns the values in between gives the same results, bit for bit."
-            )
-            return
-        least = min(sqnr(one.double(), other.double()) for one, other in pairs)
-        self.notes.append(
-            f"The program that also returns the values in between is fused otherwise: its results are {least:.1f} dB "
-            "from the artefact's."
-        )
-
-    def _time(self, backend: Backend, program: Program, inputs: tuple[Any, ...], each: bool) -> None:
-        self.time = timed(lambda: program(*inputs))
-        self.kernel_times = program.kernel_times(*inputs)
-        if self.kernel_times:
-            self.notes.append(
-                "Times are quartiles of kernels that ran one by one; a call of the whole also spends time between them."
-            )
-        elif each:
-            self._time_alone(backend)
-        else:
-            self.notes.append(
-                "Layers are not timed: the runtime tells no times, and a program for each takes long (times=True)."
-            )
-
-    def _time_alone(self, backend: Backend) -> None:
-        given = quantized_inputs(self._converted, self._batches[0])
-        values = self._known(FloatRuns(self._floats, self._batches[0]), given)
-        alone = LayersAlone(self._converted, values, backend.lower)
-        for layer in self._apart.layers:
-            self._time_layer(alone, layer)
-        self.notes.append(
-            "Times are of each layer as a program of its own, less that of one that only rounds its inputs; the bounds "
-            "hold what is not known of it."
-        )
-
-    def _time_layer(self, alone: LayersAlone, layer: str) -> None:
-        try:
-            self.times[layer] = alone.taken(layer)
-        except LoweringError as error:
-            self.notes.append(f"Layer '{layer}' is not timed: {error}")
-
-
-def _fresh(run: Any) -> Any:
-    restart: Callable[[], None] = getattr(run, "restart", lambda: None)
-    restart()
-    return run
-
-
-def _leaves(result: Any) -> list[Any]:
-    return list(pytree.tree_leaves(result))
-
-
-def _sum_outputs(found: _Noise, outputs: Sequence[Any], wanted: Sequence[Any]) -> None:
-    for value, expected in zip(outputs, wanted, strict=True):
-        if isinstance(expected, Tensor) and isinstance(value, Tensor) and value.is_floating_point():
-            found.output[0] += energy(expected)
-            found.output[1] += energy(value.double() - expected.double())
-
-
-def _inspection(backend: str, samples: int, measured: Measured, seen: _Seen) -> Inspection:
+def _inspection(backend: str, samples: int, measured: Measured, seen: Seen) -> Inspection:
     found = faults(measured)
     remedies = Remedies([layer.piece for layer in measured.layers], backend)
     layers = [layer for layer in measured.layers if not layer.piece.passes_on]
@@ -318,14 +157,14 @@ def _inspection(backend: str, samples: int, measured: Measured, seen: _Seen) -> 
 
 
 def _layer(
-    layer: LayerErrors, fault: Fault | None, measured: Measured, noise: float, seen: _Seen, remedies: Remedies
+    layer: LayerErrors, fault: Fault | None, measured: Measured, noise: float, seen: Seen, remedies: Remedies
 ) -> InspectedLayer:
     piece, name = layer.piece, layer.piece.root.name
     own = _forms(layer, seen, own=True)
     if fault is None and own.get("program") is not None:
         fault = of_kernel(layer, own["reference"] or 0.0, own["program"] or 0.0)
     output = None if layer.output is None else _share(measured.signal, layer.output)
-    gain = -10 * _log10(1 - (layer.output or 0.0) / noise) if noise else 0.0
+    gain = decibels(noise, noise - (layer.output or 0.0)) if noise else 0.0
     advice = remedies.of_fault(layer, fault) if fault is not None else remedies.of_noise(layer, gain)
     op = seen.ops.get(name)
     slow = remedies.of_time(layer, op)
@@ -359,11 +198,7 @@ def _operator(node: fx.Node) -> str:
     return "input" if node.op == "placeholder" else str(node.target).removeprefix("aten.").removesuffix(".default")
 
 
-def _log10(value: float) -> float:
-    return math.log10(max(value, 1e-12))
-
-
-def _forms(layer: LayerErrors, seen: _Seen, *, own: bool) -> dict[str, float | None]:
+def _forms(layer: LayerErrors, seen: Seen, *, own: bool) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for form, noise in seen.noise.items():
         sums = (noise.own if own else noise.accumulated).get(layer.piece.root.name)
@@ -375,10 +210,13 @@ def _forms(layer: LayerErrors, seen: _Seen, *, own: bool) -> dict[str, float | N
 
 
 def _share(signal: float, noise: float) -> float | None:
-    return noise / signal if signal > 0 else (0.0 if noise == 0 else None)
+    """Returns a noise over its signal; JSON has no infinity, so that the largest number stands for it."""
+    if signal <= 0:
+        return 0.0 if noise == 0 else None
+    return min(noise / signal, sys.float_info.max)
 
 
-def _kernels(layer: LayerErrors, seen: _Seen) -> tuple[list[str], Taken | None]:
+def _kernels(layer: LayerErrors, seen: Seen) -> tuple[list[str], Taken | None]:
     """Returns what runs a layer, and how long it takes."""
     names = {node.name for node in layer.piece.nodes}
     own = [time for time in seen.kernel_times if time.operators & names]

@@ -21,7 +21,7 @@ _TAIL = 0.01
 # What calibration found is not what stands in the graph: nothing but another conversion puts it back.
 _AGAIN = (
     faults.ZERO_POINT, faults.MISMATCH, faults.SWAPPED_RANGES, faults.SWAPPED_SCALES, faults.AXIS, faults.SCALES,
-    faults.DEAD, faults.WEIGHT, faults.BIAS, faults.OTHER,
+    faults.DEAD, faults.WEIGHT, faults.BIAS, faults.OTHER, faults.NOT_FINITE,
 )  # fmt: skip
 
 
