@@ -4,11 +4,14 @@ import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from quantplug.core.errors import ArtefactError, LoweringError, first_line, shown
+
+if TYPE_CHECKING:
+    from quantplug.lowering.timing import KernelTime
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,14 @@ class Program(ABC):
 
     def restart(self) -> None:  # noqa: B027  programs without a state have nothing to do
         """Puts the buffers that the program writes (a cache, a counter) back to what the model began with."""
+
+    def kernel_times(self, *inputs: Any) -> "tuple[KernelTime, ...]":
+        """Returns how long each call of a kernel takes on these inputs, in order; none where the runtime tells none.
+
+        Args:
+            inputs: as for a call, by position.
+        """
+        return ()
 
     @abstractmethod
     def save(self, path: str | Path) -> Path:

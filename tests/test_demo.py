@@ -36,6 +36,8 @@ def test_e14_the_demo_shows_float16_beside_the_other_configs(tmp_path, monkeypat
     monkeypatch.setattr(demo, "draw_layers", lambda *arguments: None)
     console = Console(record=True, width=160)
     demo.run(tmp_path / "out", console)
+    page = (tmp_path / "out" / "inspection_x86.html").read_text()
+    assert page.count('<section class="card') == 6  # three layers that cost decibels, and three that take time
     rows = [line.split() for line in console.export_text().splitlines()]
     half = next(row for row in rows if row[:2] == ["float16,", "x86"])
     assert half.count("%") == 2, "no accuracy or agreement"

@@ -258,10 +258,7 @@ class _Replay(Quantizer):
         return _OnlyFolded(self.plan.unfolded) if self.plan.unfolded else self.plan.folds_batch_norm
 
     def transform_for_annotation(self, model: fx.GraphModule) -> fx.GraphModule:
-        for asked in self.plan.transforms:
-            names = Names(model.graph)
-            outside = [node for name in asked.outside if (node := names.find_node(name)) is not None]
-            model = transform_without(model, outside, partial(_one_by_one, asked.functions))
+        model = transformed(model, self.plan.transforms)
         TRANSFORMS.put(model, self.plan.transforms)
         return model
 
@@ -287,6 +284,19 @@ class _Replay(Quantizer):
 
     def validate(self, model: fx.GraphModule) -> None:
         """Accepts the graph: the plan was checked when it was made."""
+
+
+def transformed(model: fx.GraphModule, transforms: Iterable[Transforms]) -> fx.GraphModule:
+    """Runs rewrites that ran before annotation on a copy of the graph that they ran on, in place.
+
+    Raises:
+        AnnotationError: one is not known, or fails.
+    """
+    for asked in transforms:
+        names = Names(model.graph)
+        outside = [node for name in asked.outside if (node := names.find_node(name)) is not None]
+        model = transform_without(model, outside, partial(_one_by_one, asked.functions))
+    return model
 
 
 def _one_by_one(functions: Iterable[str], model: fx.GraphModule) -> fx.GraphModule:

@@ -67,6 +67,8 @@ if TYPE_CHECKING:
     from quantplug.core.report.explain import explain as explain
     from quantplug.core.specs.levels import sqnr as sqnr
     from quantplug.core.specs.written import register_for_plans as register_for_plans
+    from quantplug.evaluation import Evaluation as Evaluation
+    from quantplug.evaluation import evaluate as evaluate
     from quantplug.flow import Artefact as Artefact
     from quantplug.flow import quantize as quantize
     from quantplug.language.artefact import LanguageArtefact as LanguageArtefact
@@ -101,6 +103,8 @@ if TYPE_CHECKING:
     from quantplug.trials import Job as Job
     from quantplug.trials import run_trial as run_trial
     from quantplug.tuning import tune as tune
+    from quantplug.xray.flow import inspect as inspect
+    from quantplug.xray.result import Inspection as Inspection
 
     OPENVINO_INTEGER_PRODUCTS: tuple[_Annotator, ...]
     XNNPACK_INTEGER_STATES: tuple[_Annotator, ...]
@@ -130,7 +134,9 @@ _HOME = {
     "CortexMQuantizer": "quantplug.quantizers.cortex_m",
     "EmbeddingQuantizer": "quantplug.quantizers.embedding",
     "Equalize": "quantplug.algorithms.equalize",
+    "Evaluation": "quantplug.evaluation",
     "GPTQ": "quantplug.algorithms.gptq",
+    "Inspection": "quantplug.xray.result",
     "Job": "quantplug.trials",
     "LanguageArtefact": "quantplug.language.artefact",
     "LoweringError": "quantplug.core.errors",
@@ -168,6 +174,7 @@ _HOME = {
     "coverage_table": "quantplug.core.calibration.coverage",
     "derive": "quantplug.quantizers.framework.derived",
     "emulate": "quantplug.lowering.emulation",
+    "evaluate": "quantplug.evaluation",
     "explain": "quantplug.core.report.explain",
     "from_backend_config": "quantplug.quantizers.importer",
     "from_qconfig_mapping": "quantplug.quantizers.importer",
@@ -179,6 +186,7 @@ _HOME = {
     "get_weight_qspec": "quantplug.annotators.qspecs",
     "get_x86_quantization_config": "quantplug.quantizers.x86_config",
     "import_backend_config": "quantplug.quantizers.importer",
+    "inspect": "quantplug.xray.flow",
     "is_reference_quantized": "quantplug.core.qdq.format",
     "load_checkpoint": "quantplug.language.checkpoint",
     "load_language_model": "quantplug.language.artefact",

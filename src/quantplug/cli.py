@@ -1,4 +1,4 @@
-"""The command line: `quantplug demo`, `backends`, `new-backend`, `quantize`, `llm`, `generate`, `explain` and others.
+"""The command line: `quantplug demo`, `backends`, `quantize`, `inspect`, `evaluate`, `llm`, `explain` and others.
 
 Errors on what the user passed are one sentence on the error stream and exit code 2; a disk that is full or an output
 that is gone ends with code 1, Ctrl-C with 130.
@@ -341,6 +341,73 @@ def sensitivity(
     screen = current()
     screen.console.print(escape(str(found)), soft_wrap=True)
     screen.document(json.loads(found.to_json()))
+
+
+ObserverOption = Annotated[
+    str | None, typer.Option("--observer", help="How ranges are found: histogram, minmax, percentile, mse, entropy.")
+]
+BatchOption = Annotated[
+    int | None, typer.Option("--batch-size", min=1, help="Samples of a batch; that of the export by default.")
+]
+RecipeOption = Annotated[str, typer.Option("--recipe", help="What keeps accuracy: fast, accurate.")]
+CalibrationOption = Annotated[
+    Path | None, typer.Option("--calibration", metavar="DATA.npz", help="Other data to calibrate with.")
+]
+JSONOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write what was found to this file.")]
+
+
+@app.command()
+def inspect(
+    model: ModelArgument,
+    data: Annotated[Path, typer.Option(metavar="DATA.npz", help=escape("Arrays [samples, ...] of the inputs."))],
+    backend: BackendOption = "xnnpack",
+    config: ConfigOption = None,
+    observer: ObserverOption = None,
+    recipe: RecipeOption = "",
+    calibration: CalibrationOption = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with pictures to this file.")] = None,
+    json: JSONOption = None,
+    compare: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What --json wrote before: shown beside it on the page.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="How many samples to look at.")] = 64,
+    times: Annotated[
+        bool, typer.Option("--times", help="Time each layer as a program of its own where the runtime tells no times.")
+    ] = False,
+    batch_size: BatchOption = None,
+    trust: TrustOption = False,
+) -> None:
+    """Look inside: what each layer loses and how long it takes, what is wrong with it, and what to do."""
+    from quantplug.xray.command import Order, look
+
+    order = Order(model, data, backend, config, observer, recipe, calibration, batch_size, trust)
+    look(order, html, json, compare, samples, times)
+
+
+@app.command()
+def evaluate(
+    model: ModelArgument,
+    data: Annotated[Path, typer.Option(metavar="LABELLED.npz", help="Arrays of the inputs, and one of labels.")],
+    metric: Annotated[
+        str, typer.Option(help="top1, top5, or my_metric.py:function of all outputs and labels (with --trust).")
+    ] = "top1",
+    labels: Annotated[str, typer.Option(help="The name of the array of labels.")] = "labels",
+    backend: BackendOption = "xnnpack",
+    config: ConfigOption = None,
+    observer: ObserverOption = None,
+    recipe: RecipeOption = "",
+    calibration: CalibrationOption = None,
+    json: JSONOption = None,
+    batch_size: BatchOption = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Run the file of the metric; read pickles in MODEL.pt2 too.")
+    ] = False,
+) -> None:
+    """Measure a metric of the float model, the q/dq graph and the artefact, with confidence intervals."""
+    from quantplug.xray.command import Order, score
+
+    order = Order(model, data, backend, config, observer, recipe, calibration, batch_size, trust)
+    score(order, metric, labels, json)
 
 
 @app.command()

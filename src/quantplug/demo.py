@@ -28,6 +28,7 @@ from quantplug.core.report.compare import compare_layers
 from quantplug.core.report.drawing import drawing, require_pictures
 from quantplug.core.specs.levels import sqnr
 from quantplug.flow import Artefact, export, quantize
+from quantplug.xray.flow import inspect
 
 BATCH = 64
 _SUFFIX = {"xnnpack": ".pte", "x86": ".pt2"}
@@ -174,7 +175,7 @@ def run(out: Path, console: Console) -> Shown:
     """Trains, quantizes for every backend, measures, prints and writes what a reader wants to look at.
 
     Args:
-        out: folder for the artefacts, the picture and the reports; made if it does not exist.
+        out: folder for the artefacts, the picture, the reports and the inspection; made if it does not exist.
         console: where to print.
 
     Returns:
@@ -211,6 +212,9 @@ def run(out: Path, console: Console) -> Shown:
     console.print(comparison(figures, len(digits.test)))
     console.print(artefacts["xnnpack"].report.table())
     console.print(artefacts["xnnpack"].report.summary())
+    with console.status("Looking inside of what runs on x86 ..."):
+        found = inspect(model, artefacts["x86"], [example])
+    write_content(out / "inspection_x86.html", found.html("Inside of digits on x86").encode())
     picture = out / "activations.png"
     draw_layers(exported, artefacts["xnnpack"].reference, example, picture)
     written = tuple(sorted(out.iterdir()))

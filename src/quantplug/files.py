@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.export.graph_signature import InputKind
 
-from quantplug.core.errors import ArtefactError, CalibrationError, first_line, shown
+from quantplug.core.errors import ArtefactError, CalibrationError, did_you_mean, first_line, shown
 from quantplug.core.files.exported import read_exported
 from quantplug.core.files.whole import kind_at
 from quantplug.core.graph.calling import by_position, in_order, input_names
@@ -136,13 +136,57 @@ def load_batches(path: Path, program: torch.export.ExportedProgram, batch_size: 
         ArtefactError: the file is missing or no `.npz` file, or the program carries no example inputs.
         CalibrationError: it has other arrays than the program has inputs, or fewer samples than one batch.
     """
+    return _batches(path, _arrays(path), program, batch_size)
+
+
+def load_labelled(
+    path: Path, program: torch.export.ExportedProgram, labels: str, batch_size: int | None
+) -> tuple[list[tuple[Any, Tensor]], ArrayBatches]:
+    """Returns batches of inputs with their labels from an `.npz` file, and whole batches of the inputs alone.
+
+    Args:
+        path: the file; each array is [samples, ...], those of inputs as for `load_batches`.
+        program: as for `load_batches`.
+        labels: the name of the array with a label for each sample.
+        batch_size: as for `load_batches`.
+
+    Returns:
+        All samples, of which the last batch may be smaller; and what there is of whole batches.
+
+    Raises:
+        ArtefactError: as for `load_batches`.
+        CalibrationError: as for `load_batches`, or there is no array of labels, or it has another length.
+    """
+    arrays = _arrays(path)
+    if labels not in arrays:
+        raise CalibrationError(
+            f"'{path}' holds no array '{shown(labels)}'{did_you_mean(labels, arrays)} but {shown(list(arrays))}; name "
+            "the array of labels (`--labels`)."
+        )
+    marks = arrays.pop(labels)
+    whole = _batches(path, arrays, program, batch_size)
+    count = len(marks) if marks.dim() else 0
+    if count != len(whole.arrays[0]):
+        raise CalibrationError(
+            f"'{path}' holds {len(whole.arrays[0])} samples and {count} labels in '{labels}'; every sample needs one."
+        )
+    parts = (slice(start, start + whole.size) for start in range(0, count, whole.size))
+    return [(whole.inputs(tuple(a[part] for a in whole.arrays)), marks[part]) for part in parts], whole
+
+
+def _arrays(path: Path) -> dict[str, Tensor]:
     if kind_at(path) != "file":
         raise ArtefactError(f"There is no calibration file '{path}'; check the path.")
     try:
         with np.load(path, allow_pickle=False) as stored:
-            arrays = {name: torch.from_numpy(stored[name]) for name in stored.files}
+            return {name: torch.from_numpy(stored[name]) for name in stored.files}
     except Exception as error:
         raise ArtefactError(f"'{path}' is no .npz file of arrays ({error}); write it with numpy.savez.") from error
+
+
+def _batches(
+    path: Path, arrays: dict[str, Tensor], program: torch.export.ExportedProgram, batch_size: int | None
+) -> ArrayBatches:
     inputs = _Inputs(program)
     if len(arrays) != len(inputs.names):
         raise CalibrationError(

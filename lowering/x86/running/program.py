@@ -19,12 +19,14 @@ from quantplug.core.files.blank import blank, forget_source, shrunk
 from quantplug.core.files.exported import read_exported
 from quantplug.core.files.typed import typed
 from quantplug.core.files.whole import exported_content, kind_at, require_writable, write_content
+from quantplug.core.graph.meta import origins
 from quantplug.core.peers.torch_names import FakeTensorMode, pytree
 from quantplug.core.specs.limits import ONEDNN_PAIRS
 from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.program import LoweredOp, Program
 from quantplug.lowering.signature import Signature
 from quantplug.lowering.starting import starting, state_of
+from quantplug.lowering.timing import KernelTime, node_times
 from quantplug.lowering.x86.running.compiled import compiled, package
 from quantplug.lowering.x86.running.inductor import for_compilers
 from quantplug.lowering.x86.running.packing import pack, register_fakes
@@ -88,6 +90,16 @@ class X86Program(Program):
             return self.module.graph.process_outputs(_of_nothing(self.portable, flat))
         with torch.inference_mode():
             return self.module.graph.process_outputs(self._run(*flat))
+
+    def kernel_times(self, *inputs: Any) -> tuple[KernelTime, ...]:
+        """Returns how long each kernel takes, run one by one; what stands between them in a call is left out.
+
+        Raises:
+            LoweringError: the inputs do not fit, as for a call.
+        """
+        times = node_times(self.module, self._signature.flatten(inputs))
+        self.restart()
+        return tuple(KernelTime(str(node.target), origins(node), taken) for node, taken in times.items())
 
     def restart(self) -> None:
         """Puts the buffers that the program writes (a cache, a counter) back to what the model began with."""
