@@ -12,6 +12,8 @@ import quantplug
 from quantplug.core.specs.levels import sqnr
 from quantplug.language.decoder import objection
 from quantplug.language.measure import perplexity, speed
+from quantplug.lowering.executorch_names import attention_operator
+from quantplug.lowering.xnnpack.runtime import quiet
 
 CONTEXT = 128
 # Decibels of float, of the q/dq graph, and of the program itself given the whole prefix at once. Random weights have no
@@ -123,6 +125,14 @@ def test_attention_of_executorch(family):
     assert b"llama::custom_sdpa" in operator.made.program.buffer
     assert "scaled_dot_product_attention" not in {op.node for op in operator.made.program.ops}
     _check("xnnpack", "float32", family, layers=1, parts=(20, 10), steps=20)
+
+
+def test_attention_of_executorch_is_quiet(capfd):
+    """Its operator for PyTorch tells of each call that it has no allocator, and programs are compared with its graph."""
+    rows = torch.randn(1, 4, 2, 8)
+    with quiet():
+        attention_operator()(rows, rows, rows, 0, None, 0.0, True, 0.5)
+    assert "executorch" not in capfd.readouterr().err
 
 
 def test_attention_that_is_another_one_stays():
