@@ -1,5 +1,7 @@
 """Faults planted into graphs of real models are named by layer and kind; sound models are not accused."""
 
+import inspect
+
 import pytest
 import torch
 from models import exported, observed
@@ -96,6 +98,33 @@ def test_what_is_advised_against_a_fault_is_code_that_runs_and_covers_the_layer(
     exec(code, {"quantplug": quantplug, "quantizer": quantizer, "prepared": prepared, "batches": [x]})
     # A scope that covers nothing is an error in the quantizer's strict mode.
     quantplug.prepare_pt2e(exported(model, x), quantizer)
+
+
+@pytest.mark.few(1)
+@pytest.mark.filterwarnings("ignore:.*quantizes none")
+@pytest.mark.parametrize("backend", TARGETS)
+@pytest.mark.parametrize("family", ["residual", "transformer"])
+def test_what_is_advised_for_sound_layers_calls_what_there_is(family, backend, monkeypatch):
+    floats, converted = clean(family, backend)
+    x = net(family)[1]
+    # XNNPACK's artefacts take seconds; x86's tell of layers that stay float, too.
+    layers = quantplug.inspect(
+        floats, converted, [x], backend=backend if backend == "x86" else None, times=False
+    ).layers
+    for name in ("quantize", "tune"):
+        monkeypatch.setattr(quantplug, name, inspect.signature(getattr(quantplug, name)).bind, raising=False)
+    quantizer = quantplug.get_quantizer(backend).set_global("int8")
+    given = {
+        "quantplug": quantplug,
+        "quantizer": quantizer,
+        "model": None,
+        "example_inputs": (x,),
+        "batches": [x],
+        "torch": torch,
+    }
+    for code in {code for layer in layers for code in (layer.remedy, layer.slow_remedy)}:
+        exec(code, given)
+    quantplug.prepare_pt2e(floats, quantizer)
 
 
 def test_leaving_the_costliest_layer_float_gains_what_was_said():

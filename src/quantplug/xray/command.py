@@ -124,8 +124,9 @@ def quantized(program: ExportedProgram, calibration: Any, order: Order, config: 
     graph = working_copy(program.module())
     apply(floats, graph, calibration, None, progress=False)
     args, kwargs = program.example_inputs or ((), {})
+    recipe = others if floats else order.recipe  # by name, it is not told which of its parts gain nothing
     artefact = quantize(
-        graph, args, order.backend, calibration, config, example_kwargs=kwargs, recipe=others, progress=False
+        graph, args, order.backend, calibration, config, example_kwargs=kwargs, recipe=recipe or (), progress=False
     )
     return graph, artefact
 

@@ -18,7 +18,7 @@ def overview(found: Inspection, before: Inspection | None = None) -> str:
     """Draws how near each layer is to float, in graph order, by itself and in the quantized model."""
     names = [layer.node for layer in found.layers]
     form = "program" if "program" in found.output else "reference"
-    with _figure(max(7.0, min(0.28 * len(names), 18)), 3.0) as (figure, panel):
+    with _Figure(max(7.0, min(0.28 * len(names), 18)), 3.0) as (figure, panel):
         if before is not None:
             _line(panel, names, before, form, own=False, color=_BEFORE, label="before, in the model")
         _line(panel, names, found, form, own=True, color=_FLOAT, label="by itself")
@@ -44,7 +44,7 @@ def _number(layer: InspectedLayer, form: str, own: bool) -> float | None:
 
 def layer_picture(layer: InspectedLayer) -> str:
     """Draws the range of a layer's float values with what the integers hold, and quantized against float values."""
-    with _figure(4.4, 1.7, columns=2) as (figure, (values, pairs)):
+    with _Figure(4.4, 1.7, columns=2) as (figure, (values, pairs)):
         if layer.ranges:
             _draw_range(values, layer.ranges[0])
         else:
@@ -72,7 +72,7 @@ def _draw_points(panel: Any, layer: InspectedLayer) -> None:
     panel.set_title("quantized against float", fontsize=7)
 
 
-class _figure:  # noqa: N801  used like matplotlib's own contexts
+class _Figure:
     """A figure with the style of all pictures, and its panels."""
 
     def __init__(self, width: float, height: float, columns: int = 1) -> None:
