@@ -24,6 +24,7 @@ _BUILT_IN = {
     "native": "quantplug.quantizers.native:NativeQuantizer",
     "tensorrt": "quantplug.quantizers.tensorrt:TensorRTQuantizer",
     "cortex_m": "quantplug.quantizers.cortex_m:CortexMQuantizer",
+    "arm": "quantplug.quantizers.arm:ArmQuantizer",
     "embedding": "quantplug.quantizers.embedding:EmbeddingQuantizer",
 }
 # How torch's older quantization (`torch.backends.quantized.engine`, `get_default_qconfig`) calls these kernels.

@@ -1,4 +1,4 @@
-"""Float biases as the int32 ones that CMSIS-NN adds to its sums: training leaves them float.
+"""Float biases as the int32 ones that integer kernels add to their sums: training leaves them float.
 
 Before: products of dequantized integers with a bias in float. After: the bias is a dequantized constant in the scale
 of the sums, input scale x weight scale.
