@@ -14,7 +14,7 @@ from torch import fx
 from quantplug.core.errors import ConfigError, LoweringError
 from quantplug.core.graph.editing import finish
 from quantplug.core.graph.facts import require_graph_module
-from quantplug.core.qdq.nodes import is_qdq
+from quantplug.core.qdq.nodes import is_dequantize
 from quantplug.lowering.agreement import agreement
 from quantplug.lowering.arm.forms import write_forms
 from quantplug.lowering.arm.program import ArmProgram, contiguous
@@ -92,13 +92,16 @@ def _through_passes(model: fx.GraphModule, inputs: tuple[Any, ...], target: Targ
 
 
 def _placed(recorded: tuple[LoweredOp, ...], program: ArmProgram, graph: fx.Graph) -> Iterator[LoweredOp]:
-    """Yields the operators with their placement: one that a TOSA graph carries out is there in integers."""
+    """Yields the operators with their placement: one that a TOSA graph carries out is there in integers.
+
+    Conversions at its border stand outside of it, so that one inside is a step of an operator, such as a clamp.
+    """
     names = {operator.node for operator in recorded}
     inside: set[str] = set()
     for delegate in delegates_of(program.exported).values():
         delegated = delegate.original_module.graph
         known = sources(delegated, graph, names)
-        computing = (node for node in delegated.nodes if node.op == "call_function" and not is_qdq(node))
+        computing = (node for node in delegated.nodes if node.op == "call_function" and not is_dequantize(node))
         inside.update(name for node in computing for name in known[node.name])
     for operator in recorded:
         if operator.node in inside:
