@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from quantplug.annotators.activation import clamps, own_range
-from quantplug.annotators.constraints import around_zero_if_wide, in_integers, one_group_or_scale
+from quantplug.annotators.constraints import around_zero_if_wide, in_integers, one_group_or_scale, plain_windows
 from quantplug.annotators.convolution import convolution, transposed_convolution
 from quantplug.annotators.elementwise import binary
 from quantplug.annotators.linear import linear
@@ -17,7 +17,7 @@ from quantplug.annotators.matmul import matmul
 from quantplug.annotators.pooling import pooling
 from quantplug.annotators.presets import config_for
 from quantplug.annotators.shape import concatenation, movement
-from quantplug.core.graph.operators import CLAMPS
+from quantplug.core.graph.operators import CLAMPS, IDENTITIES, MOVES, PADS, REPEATS
 from quantplug.core.named import named
 from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints
 from quantplug.core.specs.levels import Level
@@ -43,11 +43,13 @@ _ROWS = (
     *(binary(name, ()) for name in ("maximum", "minimum")),
     concatenation("cat").within(Level.EXACT),
     pooling("max_pool2d").within(Level.EXACT),
-    pooling("avg_pool2d"),
+    pooling("amax", "amin").within(Level.EXACT),
+    pooling("sum.dim_IntList", own_output=True),
+    pooling("avg_pool2d").where(plain_windows),
     own_range("sigmoid", "tanh", "silu", "gelu", "hardswish", "hardsigmoid", "leaky_relu", "elu"),
     own_range("exp", "log", "rsqrt", "reciprocal"),
     clamps(*CLAMPS).within(Level.EXACT),
-    movement().within(Level.EXACT),
+    movement((*MOVES, *REPEATS, *IDENTITIES, *PADS)).within(Level.EXACT),
 )
 
 ARM = Backend(
@@ -60,8 +62,11 @@ ARM = Backend(
         named(f"{_REWRITES}.attention:attention_is_products"),
         named(f"{_REWRITES}.norms:norms_are_rows"),
         named(f"{_REWRITES}.means:means_are_poolings"),
+        named(f"{_REWRITES}.softmax:softmax_is_steps"),
+        named(f"{_REWRITES}.products:products_are_batches"),
     ),
     lowering="quantplug.lowering.arm:lower",
+    kernels="tosa",
     weight_bits=8,
 )
 

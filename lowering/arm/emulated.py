@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from quantplug.core.graph.facts import operands
 from quantplug.core.graph.operators import CLAMPS
-from quantplug.core.graph.traits import clamp_bounds
+from quantplug.core.graph.traits import clamp_bounds, per_dimension
 from quantplug.core.patterns.language import Match
 from quantplug.core.patterns.rules import Rule
 from quantplug.core.qdq.qparams import QParams, qparams
@@ -30,9 +30,7 @@ def _of_both(rules: Callable[..., tuple[Rule, ...]]) -> tuple[Rule, ...]:
 
 
 def _products(*names: str) -> tuple[Rule, ...]:
-    return _of_both(
-        lambda dtypes: products(_NUMERICS[dtypes], *names, dtypes=dtypes, whole=kernels.whole)
-    )
+    return _of_both(lambda dtypes: products(_NUMERICS[dtypes], *names, dtypes=dtypes, whole=kernels.whole))
 
 
 def _pairs(make: Callable[..., Kernel], *names: str, second: str = "other", **given: Any) -> tuple[Rule, ...]:
@@ -58,9 +56,26 @@ def _averages(match: Match, out: QParams) -> Kernel | str:
     given, entered = operands(match["inner"]), qparams(match["x"])
     if (entered.scale, entered.zero_point) != (out.scale, out.zero_point):
         return "its integers are rescaled on the way"
-    if given["ceil_mode"] or given["divisor_override"] or (given["count_include_pad"] and any(given["padding"])):
-        return "only averages over what lies under the window are emulated"
-    return kernels.Averages((given["kernel_size"], given["stride"], given["padding"]), entered, out)
+    if given["ceil_mode"] or given["divisor_override"]:
+        return "only averages of whole windows over their number are emulated"
+    window = tuple(per_dimension(given[name], 2) for name in ("kernel_size", "stride", "padding"))
+    return kernels.Averages(window, given["count_include_pad"], entered, out)
+
+
+def _along(node: fx.Node) -> tuple[Any, bool]:
+    given = operands(node)
+    return given["dim"], given["keepdim"]
+
+
+def _total(match: Match, out: QParams) -> Kernel:
+    return kernels.Total(_along(match["inner"]), qparams(match["x"]), out)
+
+
+def _extreme(match: Match, out: QParams) -> Kernel | str:
+    entered, node = qparams(match["x"]), match["inner"]
+    if (entered.scale, entered.zero_point) != (out.scale, out.zero_point):
+        return "its integers are rescaled on the way"
+    return kernels.Extreme(node.target, _along(node), out)
 
 
 def _bounds(match: Match, out: QParams) -> Kernel | str:
@@ -94,9 +109,20 @@ TOSA = KernelSet(
         Row("convolution", _products("conv1d", "conv2d")),
         Row("transposed convolution", _products("conv_transpose2d.input")),
         Row("linear", _products("linear")),
-        Row("bmm, matmul", (*_pairs(kernels.MatrixProduct, "bmm", second="mat2"), *_pairs(kernels.MatrixProduct, "matmul"))),
+        Row(
+            "bmm, matmul",
+            (*_pairs(kernels.MatrixProduct, "bmm", second="mat2"), *_pairs(kernels.MatrixProduct, "matmul")),
+        ),
         *(
-            Row(name, _pairs(lambda one, other, out, o=o: kernels.sum_or_difference(o, (one, other), out), f"{name}.Tensor", f"{name}_.Tensor", alpha=1))
+            Row(
+                name,
+                _pairs(
+                    lambda one, other, out, o=o: kernels.sum_or_difference(o, (one, other), out),
+                    f"{name}.Tensor",
+                    f"{name}_.Tensor",
+                    alpha=1,
+                ),
+            )
             for name, o in _SUMS.items()
         ),
         Row("mul", _pairs(kernels.Multiplication, "mul.Tensor", "mul_.Tensor")),
@@ -105,6 +131,8 @@ TOSA = KernelSet(
             for name, o in (("maximum", torch.maximum), ("minimum", torch.minimum))
         ),
         Row("avg_pool2d", _of_both(lambda dtypes: functions(_averages, "avg_pool2d", dtypes=dtypes))),
+        Row("sum", _of_both(lambda dtypes: functions(_total, "sum.dim_IntList", dtypes=dtypes))),
+        Row("amax, amin", _of_both(lambda dtypes: functions(_extreme, "amax", "amin", dtypes=dtypes))),
         Row("clamp", _of_both(lambda dtypes: functions(_bounds, *CLAMPS, dtypes=dtypes))),
         Row("sigmoid, tanh, silu, gelu", _tables("sigmoid", "tanh", "silu", "gelu")),
         Row("hardswish, hardsigmoid, leaky_relu, elu", _tables("hardswish", "hardsigmoid", "leaky_relu", "elu")),

@@ -6,6 +6,7 @@ RESCALE stands and with which scales, ExecuTorch 1.4's `backends/arm/_passes` (t
 held against TOSA's reference model by the tests.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -120,27 +121,36 @@ class MatrixProduct(Kernel):
 
 
 class Averages(Kernel):
-    """AVG_POOL2D: a sum of what lies under a window, times a reciprocal of their number in fixed point."""
+    """AVG_POOL2D: a sum of what lies under a window, times a reciprocal of their number in fixed point.
 
-    def __init__(self, window: Sequence[Any], entered: QParams, out: QParams) -> None:
+    ExecuTorch 1.4 quantizes the two zero points as if they were numbers of the tensor (`rewrite_avg_pool2d_pass.py`
+    makes them before constants are quantized), mostly to the least or greatest integer. Both are equal, so that all that
+    depends on it is to which side ties go.
+    """
+
+    def __init__(self, window: Sequence[Any], counts_padding: bool, entered: QParams, out: QParams) -> None:
         """Keeps the window.
 
         Args:
-            window: size, stride and padding of both dimensions; padding is not counted.
+            window: size, stride and padding of both dimensions.
+            counts_padding: whether padding counts; it is zeros in front of the operator then.
             entered: the parameters of the input.
             out: those of the result, of the same scale.
         """
         super().__init__(whole(out))
-        self.window, self.zero_point = window, zero(entered)
+        self.window, self.counts_padding, self.zero_point = window, counts_padding, zero(entered)
+        self.stored = int(_quantized(torch.tensor(float(zero(entered))), entered))
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the averages of integers."""
         size, stride, padding = self.window
-        given = dict(kernel_size=size, stride=stride, padding=padding, count_include_pad=True, divisor_override=1)
+        given = {"kernel_size": size, "stride": stride, "padding": padding, "divisor_override": 1}
         ones = torch.ones((1, *x.shape[1:]), dtype=torch.float64)
-        counts = F.avg_pool2d(ones, **given).to(torch.int64)
+        windows = F.avg_pool2d(ones, **given).to(torch.int64)
+        counts = torch.full_like(windows, math.prod(size)) if self.counts_padding else windows
         sums = F.avg_pool2d(x.to(torch.float64) - self.zero_point, **given).to(torch.int64)
-        return self.finish(_over(sums, counts) + zero(self.out))
+        moved = self.zero_point - self.stored
+        return self.finish(_over(sums + counts * moved, counts) + self.stored)
 
 
 def _over(sums: Tensor, counts: Tensor) -> Tensor:
@@ -150,6 +160,38 @@ def _over(sums: Tensor, counts: Tensor) -> Tensor:
     shift = 30 + bits
     half = torch.bitwise_left_shift(torch.ones_like(shift), shift - 1)
     return torch.bitwise_right_shift(sums * multiplier + half, shift)
+
+
+class Total(Kernel):
+    """REDUCE_SUM of 32 bits, scaled once (`insert_rescales_pass.py`)."""
+
+    def __init__(self, along: tuple[Any, bool], entered: QParams, out: QParams) -> None:
+        """Keeps the dimensions.
+
+        Args:
+            along: the dimensions, and whether they stay.
+            entered: the parameters of the input.
+            out: those of the result.
+        """
+        super().__init__(whole(out))
+        self.along, self.zero_point, self.ratio = along, zero(entered), _scale(entered) / _scale(out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the sums of integers."""
+        sums = (x.to(torch.int64) - self.zero_point).sum(*self.along)
+        return self.finish(rescaled(sums, self.ratio) + zero(self.out))
+
+
+class Extreme(Kernel):
+    """REDUCE_MAX or REDUCE_MIN of integers in one scale."""
+
+    def __init__(self, operator: Callable[..., Tensor], along: tuple[Any, bool], out: QParams) -> None:
+        super().__init__(whole(out))
+        self.operator, self.along = operator, along
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the greatest or least integers."""
+        return self.operator(x, *self.along)
 
 
 class Table(Kernel):

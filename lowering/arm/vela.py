@@ -13,6 +13,7 @@ from typing import Any
 
 from quantplug.core.errors import LoweringError, first_line
 
+
 @dataclass(frozen=True)
 class Estimate:
     """What Vela expects of one inference on an NPU; it simulates no memory but its own model of one.
