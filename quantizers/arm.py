@@ -59,6 +59,7 @@ ARM = Backend(
     configs={config.name: partial(config_for, config) for config in (_INT8, _INT16)},
     aliases={"16a8w": "int16_activations"},
     transforms=(
+        named(f"{_REWRITES}.constants:numbers_are_constants"),
         named(f"{_REWRITES}.attention:attention_is_products"),
         named(f"{_REWRITES}.norms:norms_are_rows"),
         named(f"{_REWRITES}.means:means_are_poolings"),

@@ -5,7 +5,7 @@ passes and partitioner write the TOSA graphs, from the operators that our rules 
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from quantplug.lowering.arm.program import ArmProgram, contiguous
 from quantplug.lowering.arm.reference_model import delegates_of
 from quantplug.lowering.arm.target import Target, target_of
 from quantplug.lowering.arm_marks import mark_quantized, quiet
-from quantplug.lowering.executorch_names import unchecked
+from quantplug.lowering.executorch_names import telling_partitioner, unchecked
 from quantplug.lowering.placement import record
 from quantplug.lowering.program import LoweredOp, refusal
 from quantplug.lowering.scopes import require_no_autocast
@@ -66,7 +66,8 @@ def lower(
     finish(module)
     try:
         with quiet(), torch.no_grad():
-            program = ArmProgram(_through_passes(module, inputs, chosen), chosen)
+            exported, said = _through_passes(module, inputs, chosen)
+            program = ArmProgram(exported, chosen)
             program(*inputs)
             found = program(*inputs)  # the second call: what the first left behind shows
     except LoweringError:
@@ -77,21 +78,25 @@ def lower(
     program.restart()
     with torch.no_grad():
         agreement(found, twin(reference)(*inputs), reference, inputs)
-    program.ops = tuple(_placed(recorded, program, module.graph))
+    program.ops = tuple(_placed(recorded, program, module.graph, said))
     return program
 
 
-def _through_passes(model: fx.GraphModule, inputs: tuple[Any, ...], target: Target) -> torch.export.ExportedProgram:
-    from executorch.backends.arm.tosa.partitioner import TOSAPartitioner
+def _through_passes(
+    model: fx.GraphModule, inputs: tuple[Any, ...], target: Target
+) -> tuple[torch.export.ExportedProgram, dict[fx.Node, str]]:
+    """Returns an edge program with delegates, and for the nodes that are in none why not."""
     from executorch.exir import to_edge_transform_and_lower
 
-    exported = torch.export.export(model, inputs)
-    partitioner = TOSAPartitioner(target.tosa)
-    lowered = to_edge_transform_and_lower(exported, partitioner=[partitioner], compile_config=unchecked(()))
-    return lowered.exported_program()
+    exported, said = torch.export.export(model, inputs), dict[fx.Node, str]()
+    partitioner = [telling_partitioner(target.tosa, said)]
+    lowered = to_edge_transform_and_lower(exported, partitioner=partitioner, compile_config=unchecked(()))
+    return lowered.exported_program(), said
 
 
-def _placed(recorded: tuple[LoweredOp, ...], program: ArmProgram, graph: fx.Graph) -> Iterator[LoweredOp]:
+def _placed(
+    recorded: tuple[LoweredOp, ...], program: ArmProgram, graph: fx.Graph, said: Mapping[fx.Node, str]
+) -> Iterator[LoweredOp]:
     """Yields the operators with their placement: one that a TOSA graph carries out is there in integers.
 
     Conversions at its border stand outside of it, so that one inside is a step of an operator, such as a clamp.
@@ -99,12 +104,24 @@ def _placed(recorded: tuple[LoweredOp, ...], program: ArmProgram, graph: fx.Grap
     names = {operator.node for operator in recorded}
     inside: set[str] = set()
     for delegate in delegates_of(program.exported).values():
-        delegated = delegate.original_module.graph
-        known = sources(delegated, graph, names)
-        computing = (node for node in delegated.nodes if node.op == "call_function" and not is_dequantize(node))
+        nodes = delegate.original_module.graph.nodes
+        known = sources(nodes, graph, names)
+        computing = (node for node in nodes if node.op == "call_function" and not is_dequantize(node))
         inside.update(name for node in computing for name in known[node.name])
+    reasons = _reasons(said, graph, names)
     for operator in recorded:
         if operator.node in inside:
             yield dataclasses.replace(operator, placement="int8", reason="")
         else:
-            yield dataclasses.replace(operator, placement="portable", reason=operator.reason or _PORTABLE)
+            reason = operator.reason or reasons.get(operator.node, _PORTABLE)
+            yield dataclasses.replace(operator, placement="portable", reason=reason)
+
+
+def _reasons(said: Mapping[fx.Node, str], graph: fx.Graph, names: Set[str]) -> dict[str, str]:
+    """Returns why operators of the q/dq graph are in no TOSA graph, in the partitioner's words."""
+    known = sources(said, graph, names)
+    found: dict[str, str] = {}
+    for node, reason in said.items():
+        for name in known[node.name]:
+            found.setdefault(name, f"ExecuTorch's partitioner leaves it to the processor: {reason.rstrip('.')}")
+    return found
