@@ -142,6 +142,12 @@ def plain_windows(match: Match, config: QuantizationConfig) -> str | None:
     return whole_windows(match, config) or given
 
 
+def undilated(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds for windows whose elements lie side by side, for kernels that spread none."""
+    dilation = operands(match["op"])["dilation"]
+    return None if set(dilation) == {1} else f"it is dilated by {list(dilation)}, the kernel spreads no window"
+
+
 def even_sides(match: Match, config: QuantizationConfig) -> str | None:
     """Holds for convolutions that pad as much before as behind, for kernels that know one width of padding."""
     given, weight = operands(match["op"]), sizes_of(match["w"])

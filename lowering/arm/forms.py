@@ -26,7 +26,7 @@ def write_forms(graph: fx.Graph) -> None:
 
 
 def _take_no_step(node: fx.Node) -> None:
-    """Sets the stride of a window over a whole map to 1: Ethos-U55 has strides of up to 3, and a window takes its size."""
+    """Sets the stride of a window over a whole map to 1: by default it is the window, and Ethos-U55 knows up to 3."""
     given = operands(node)
     if list(given["kernel_size"]) == list(sizes_of(given["self"])[-2:]) and not any(given["padding"]):
         set_operand(node, "stride", [1, 1])

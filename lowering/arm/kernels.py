@@ -124,8 +124,8 @@ class Averages(Kernel):
     """AVG_POOL2D: a sum of what lies under a window, times a reciprocal of their number in fixed point.
 
     ExecuTorch 1.4 quantizes the two zero points as if they were numbers of the tensor (`rewrite_avg_pool2d_pass.py`
-    makes them before constants are quantized), mostly to the least or greatest integer. Both are equal, so that all that
-    depends on it is to which side ties go.
+    makes them before constants are quantized), mostly to the least or greatest integer. Both are equal, so that all
+    that depends on it is to which side ties go.
     """
 
     def __init__(self, window: Sequence[Any], counts_padding: bool, entered: QParams, out: QParams) -> None:

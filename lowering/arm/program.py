@@ -116,17 +116,17 @@ class ArmProgram(Program):
             return write_content(path, self._only_graph(path))
         if self.target == TOSA:
             raise ArtefactError(
-                f"A program for TOSA alone has no '{path.suffix}' file, found '{path}'; save it as '.tosa', or lower it "
-                "with target='ethos-u55-128' or another NPU."
+                f"A program for TOSA alone has no '{path.suffix}' file, found '{path}'; save it as '.tosa', or lower "
+                "it with target='ethos-u55-128' or another NPU."
             )
         return write_content(path, self._buffer)
 
     def _only_graph(self, path: Path) -> bytes:
         if len(self.tosa) != 1:
-            portable = [operator.node for operator in self.ops if operator.placement == "portable"]
+            portable = [each.node for each in self.ops if each.placement == "portable"]
             raise ArtefactError(
-                f"The program has {len(self.tosa)} TOSA graphs, and '{path}' holds one; save it as '.pte', or change what "
-                f"is portable: {portable}."
+                f"The program has {len(self.tosa)} TOSA graphs, and '{path}' holds one; save it as '.pte', or change "
+                f"what is portable: {portable}."
             )
         return self.tosa[0]
 

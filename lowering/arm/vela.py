@@ -57,8 +57,8 @@ def compiled(flatbuffer: bytes, spec: Any) -> tuple[bytes, Estimate]:
         except (Exception, SystemExit) as error:
             said = next((line for line in printed.getvalue().splitlines() if "rror" in line), first_line(error))
             raise LoweringError(
-                f"Vela does not compile the program for {spec.target} ({said.strip()}); keep the operator that it names "
-                "float, or choose another target."
+                f"Vela does not compile the program for {spec.target} ({said.strip()}); keep the operator that it "
+                "names float, or choose another target."
             ) from error
 
 

@@ -28,9 +28,9 @@ from quantplug.core.qdq.nodes import is_qdq
 from quantplug.lowering.agreement import agreement
 from quantplug.lowering.arm_marks import mark_quantized, quiet
 from quantplug.lowering.clamps import clamp_rules
-from quantplug.lowering.integer_biases import quantize_biases
 from quantplug.lowering.cortex_m.program import CortexMProgram, channels_last
 from quantplug.lowering.executorch_names import unchecked
+from quantplug.lowering.integer_biases import quantize_biases
 from quantplug.lowering.program import LoweredOp, refusal
 from quantplug.lowering.spelling import spell_plainly
 from quantplug.lowering.starting import starting, starting_from_state, twin

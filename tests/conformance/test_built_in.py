@@ -20,6 +20,8 @@ def test_b26_r05_a_built_in_backend_keeps_what_it_declares_of_a_few_rules():
 
 # "native" is the union of x86 and XNNPACK with the graph as artefact: each of its rules is tried here, on kernels.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["xnnpack", "x86", "cortex_m", "tensorrt", "embedding", "openvino", "onnxruntime"])
+@pytest.mark.parametrize(
+    "name", ["xnnpack", "x86", "cortex_m", "arm", "tensorrt", "embedding", "openvino", "onnxruntime"]
+)
 def test_b26_r05_a_built_in_backend_keeps_all_that_it_declares(name):
     assert broken(name) == []
