@@ -45,7 +45,7 @@ def telling_partitioner(spec: Any, said: dict[Any, str]) -> Any:
     """
     from executorch.backends.arm.tosa.partitioner import TOSAPartitioner
 
-    class Telling(TOSAPartitioner):  # type: ignore[misc]
+    class Telling(TOSAPartitioner):
         def _create_operator_support(self, containing_program: Any, reporter: Any) -> Any:
             report = reporter.report_reject
 

@@ -27,7 +27,7 @@ class TosaDelegate:
         self.flatbuffer = flatbuffer
         # Outputs lie in memory as the delegate's have to: channels last where the graph around it says so.
         (returned,) = program.graph.output_node().args
-        self._outputs: list[Tensor] = [node.meta["val"] for node in returned]  # type: ignore[union-attr]
+        self._outputs: list[Tensor] = [node.meta["val"] for node in returned]
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """Returns what the graph computes.

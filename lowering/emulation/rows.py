@@ -30,6 +30,7 @@ from quantplug.core.patterns.language import (
 )
 from quantplug.core.patterns.rules import Rewrite, Rule
 from quantplug.core.peers.torch_names import schema_of
+from quantplug.core.qdq.nodes import is_dequantize
 from quantplug.core.qdq.qparams import IntegerWeight, QParams, dequantize, folded, integer_weight, qparams, quantize
 from quantplug.core.specs.levels import Level
 from quantplug.lowering.emulation.kernels import (
@@ -201,9 +202,29 @@ def _columns(given: dict[str, Any], weight: IntegerWeight, transposed: bool) -> 
 def _bias(node: fx.Node | None, entered: QParams, weight: IntegerWeight) -> Tensor | str | None:
     if node is None:
         return None
+    stored = _stored(node, entered, weight)
+    if stored is not None:
+        return stored
     found = constant_value(node)
     found = folded(node) if found is None else found
     return "its bias is not a constant" if found is None else integer_bias(found, entered, weight)
+
+
+def _stored(node: fx.Node, entered: QParams, weight: IntegerWeight) -> Tensor | None:
+    """Returns the integers of a bias that is stored in the unit of the sums: floats hold no more than 24 bits of them."""
+    if not is_dequantize(node):
+        return None
+    given = operands(node)
+    values, scales = (_number(given.get(name)) for name in ("input", "scales" if "scales" in given else "scale"))
+    if values is None or scales is None or values.dtype != torch.int32:
+        return None
+    units = weight.scales * float(entered.scale)  # type: ignore[arg-type]
+    is_unit = torch.allclose(scales.to(units.dtype).expand_as(units), units, rtol=1e-5, atol=0)
+    return values.detach() if is_unit else None
+
+
+def _number(operand: Any) -> Tensor | None:
+    return constant_value(operand) if isinstance(operand, fx.Node) else torch.as_tensor(operand)
 
 
 # ---- one operand or two

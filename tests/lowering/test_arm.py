@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from models import Function, MobileNet, ResNet18, Transformer
 from torch import nn
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e as torchao_convert
+from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e as torchao_prepare
 
 import quantplug
 from quantplug import convert_pt2e, get_quantizer, prepare_pt2e, quantize
@@ -86,6 +88,28 @@ class SideBySide(nn.Module):
 
     def forward(self, inputs):
         return [case(*given) for case, given in zip(self.cases, inputs, strict=True)]
+
+
+def _arms_own():
+    from executorch.backends.arm.ethosu import EthosUCompileSpec
+    from executorch.backends.arm.quantizer import EthosUQuantizer, get_symmetric_quantization_config
+
+    quantizer = EthosUQuantizer(EthosUCompileSpec("ethos-u85-256"))
+    return quantizer.set_global(get_symmetric_quantization_config())
+
+
+def _xnnpacks():
+    from executorch.backends.xnnpack.quantizer import xnnpack_quantizer
+
+    quantizer = xnnpack_quantizer.XNNPACKQuantizer()
+    return quantizer.set_global(xnnpack_quantizer.get_symmetric_quantization_config(is_per_channel=True))
+
+
+QUANTIZERS = {
+    "ours for another target": lambda: get_quantizer("xnnpack"),
+    "Arm's": _arms_own,
+    "XNNPACK's of ExecuTorch": _xnnpacks,
+}
 
 
 def lowered(model, *inputs, **options):
@@ -250,6 +274,20 @@ def test_both_ways_to_export_give_one_program(strict):
     assert {op.placement for op in program.ops} == {"int8"}
     assert sqnr(program(MAP), converted(MAP)) > 60
     assert torch.equal(program(MAP), program(MAP))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantizer", ["ours for another target", "Arm's", "XNNPACK's of ExecuTorch"])
+def test_graphs_that_others_quantized_run_in_integers(quantizer):
+    """What leaves no decision of ours was marked as nothing: all of it was portable."""
+    model, x = nn.Sequential(nn.Conv2d(8, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(600, 3)).eval(), MAP
+    exported = torch.export.export(model, (x,)).module()
+    prepared = torchao_prepare(exported, QUANTIZERS[quantizer]())
+    prepared(x)
+    converted = torchao_convert(prepared)
+    program = lower(converted, (x,), target="tosa")
+    assert [op.placement for op in program.ops] == ["int8"] * 4
+    assert sqnr(program(x), converted(x)) > 40
 
 
 @pytest.mark.slow
