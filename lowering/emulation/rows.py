@@ -211,7 +211,7 @@ def _bias(node: fx.Node | None, entered: QParams, weight: IntegerWeight) -> Tens
 
 
 def _stored(node: fx.Node, entered: QParams, weight: IntegerWeight) -> Tensor | None:
-    """Returns the integers of a bias that is stored in the unit of the sums: floats hold no more than 24 bits of them."""
+    """Returns the integers of a bias that is stored in the unit of the sums; floats hold 24 bits of them."""
     if not is_dequantize(node):
         return None
     given = operands(node)
