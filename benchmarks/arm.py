@@ -7,7 +7,7 @@ Weights are random, with the statistics of four batches; images have `size` pixe
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -62,24 +62,28 @@ def build(name: str, size: int) -> tuple[nn.Module, Callable[[int], tuple[Tensor
     return with_statistics(model, sample), sample
 
 
-def row(name: str, config: str, target: str, size: int) -> tuple[Any, ...]:
-    """Returns the cells of one model on one target."""
+def rows(name: str, config: str, targets: list[str], size: int) -> Iterator[tuple[Any, ...]]:
+    """Yields the cells of one model on each target."""
     model, sample = build(name, size)
-    batches = [sample(seed) for seed in range(8)]
-    artefact = quantplug.quantize(model, batches[0], "arm", batches, config, progress=False, target=target)
-    program, fresh = artefact.program, sample(100)
-    assert isinstance(program, quantplug.ArmProgram)
-    found = artefact(*fresh)
-    differing = int((found != quantplug.emulate(artefact.reference, fresh, "tosa")(*fresh)).sum())
-    integers = sum(operator.placement == "int8" for operator in program.ops)
+    batches, fresh = [sample(seed) for seed in range(8)], sample(100)
+    artefact = quantplug.quantize(model, batches[0], "arm", batches, config, progress=False, target="tosa")
+    emulated = quantplug.emulate(artefact.reference, fresh, "tosa")(*fresh)
     with torch.no_grad():
-        decibels = quantplug.sqnr(found, model(*fresh))
-    expected = program.estimate
-    assert expected is not None  # an NPU has one
+        expected = model(*fresh)
+    backend = quantplug.get_quantizer("arm").backend
+    for target in targets:
+        program = backend.lower(artefact.reference, batches[0], target=target)
+        yield name, config, target, *cells(program, program(*fresh), emulated, expected)
+
+
+def cells(program: Any, found: Tensor, emulated: Tensor, expected: Tensor) -> tuple[str, ...]:
+    """Returns what a program runs in integers, how well it agrees, and Vela's estimate."""
+    integers = sum(operator.placement == "int8" for operator in program.ops)
+    estimate, differing = program.estimate, int((found != emulated).sum())
     return (
-        *(name, config, target, f"{integers}/{len(program.ops)}", len(program.tosa), f"{differing}/{found.numel()}"),
-        *(f"{decibels:.1f} dB", f"{expected.cycles:,}", f"{expected.seconds * 1e3:.3g}"),
-        f"{expected.sram_bytes / 1024:.0f} KiB",
+        *(f"{integers}/{len(program.ops)}", str(len(program.tosa)), f"{differing}/{found.numel()}"),
+        *(f"{quantplug.sqnr(found, expected):.1f} dB", f"{estimate.cycles:,}", f"{estimate.seconds * 1e3:.3g}"),
+        f"{estimate.sram_bytes / 1024:.0f} KiB",
     )
 
 
@@ -94,8 +98,8 @@ def main() -> None:
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|")
     for name in given.models:
         for config in given.configs:
-            for target in given.targets:
-                print("| " + " | ".join(map(str, row(name, config, target, given.size))) + " |", flush=True)
+            for row in rows(name, config, given.targets, given.size):
+                print(f"| {' | '.join(row)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,16 @@ def on_map(layer, after):
     return Function(lambda m, a: after(m.layer(a)), layer=layer)
 
 
+def with_large_biases():
+    """Returns a layer whose biases are sums of more than the 24 bits that floats hold."""
+    torch.manual_seed(0)
+    layer = nn.Conv2d(8, 32, 1)
+    layer.bias.data *= 40
+    return layer
+
+
 CASES = {
+    "conv_large_biases": (with_large_biases(), (MAP,)),
     "conv": (nn.Sequential(nn.Conv2d(8, 6, 3, padding=1), nn.ReLU()), (MAP,)),
     "conv_clamped": (nn.Sequential(nn.Conv2d(8, 6, 3, 2), nn.Hardtanh(-0.3, 0.4)), (MAP,)),
     "conv_groups": (nn.Sequential(nn.Conv2d(8, 6, 3, groups=2, bias=False), nn.ReLU6()), (MAP,)),
