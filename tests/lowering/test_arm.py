@@ -148,7 +148,8 @@ def portable(artefact):
 QUICK = ("conv", "products_then_sum", "avg_pool", "sigmoid")
 
 
-@pytest.mark.parametrize("config", ["int8", "16a8w"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("config", ["16a8w", "int8"])
 def test_no_element_differs_from_the_emulation(config):
     model = SideBySide(QUICK)
     artefact = lowered(model, model.inputs, config=config, target="tosa")
@@ -254,11 +255,14 @@ def test_a_tosa_file_is_what_the_program_runs(tmp_path):
     assert torch.allclose(artefact(ROWS), torch.from_numpy(expected).float())
     with pytest.raises(ArtefactError, match=r"TOSA alone has no '.pte' file, .*target='ethos-u55-128'"):
         artefact.save(tmp_path / "model.pte")
+    with pytest.raises(LoweringError, match=r"Input 0 of the program is torch.float32 \(3, 10\), found"):
+        artefact(ROWS[:2])
 
 
 LINEAR = CASES["linear"][0], ROWS
 
 
+@pytest.mark.slow
 def test_a_program_of_several_graphs_is_no_tosa_file(tmp_path):
     model = nn.Sequential(nn.Linear(10, 10), nn.Softplus(), nn.Linear(10, 10))
     artefact = lowered(model, ROWS)
@@ -336,11 +340,6 @@ def test_a_missing_package_is_one_sentence(missing, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(LoweringError, match=r"missing \(No module named '.*'\); pip install 'quantplug\[arm\]'"):
         lowered(*LINEAR)
-
-
-def test_another_size_is_one_sentence():
-    with pytest.raises(LoweringError, match=r"Input 0 of the program is torch.float32 \(3, 10\), found"):
-        lowered(*LINEAR, target="tosa")(ROWS[:2])
 
 
 def test_the_declaration_is_a_page():
