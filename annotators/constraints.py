@@ -47,6 +47,14 @@ def in_integers(
     return check
 
 
+def around_zero_if_wide(match: Match | None, config: QuantizationConfig) -> str | None:
+    """Holds for configs whose activations of 16 bits have zero point 0, for kernels that know no other there."""
+    for spec in (config.input_activation, config.output_activation):
+        if getattr(spec, "dtype", None) == torch.int16 and spec.qscheme != torch.per_tensor_symmetric:
+            return f"the config quantizes activations of 16 bits with {spec.qscheme}, the kernels around zero"
+    return None
+
+
 def enough_work(products: int) -> Callable[[Match, QuantizationConfig], str | None]:
     """Returns what holds for convolutions that multiply each input number often enough, if its scale is of run time.
 
@@ -134,6 +142,12 @@ def plain_windows(match: Match, config: QuantizationConfig) -> str | None:
     return whole_windows(match, config) or given
 
 
+def undilated(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds for windows whose elements lie side by side, for kernels that spread none."""
+    dilation = operands(match["op"])["dilation"]
+    return None if set(dilation) == {1} else f"it is dilated by {list(dilation)}, the kernel spreads no window"
+
+
 def even_sides(match: Match, config: QuantizationConfig) -> str | None:
     """Holds for convolutions that pad as much before as behind, for kernels that know one width of padding."""
     given, weight = operands(match["op"]), sizes_of(match["w"])
@@ -206,4 +220,4 @@ def one_group_or_scale(match: Match, config: QuantizationConfig) -> str | None:
 
 
 # Those that look at the config alone: they tell under which configs a rule can apply at all.
-OF_CONFIG = (static_only, not_dynamic, unsigned_if_dynamic, quantizes_weight, weights_alone)
+OF_CONFIG = (around_zero_if_wide, static_only, not_dynamic, unsigned_if_dynamic, quantizes_weight, weights_alone)

@@ -5,6 +5,8 @@ the integers end at the bounds anyway, as behind a relu. Quantization is monoton
 same integers.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, fx
 
@@ -18,21 +20,25 @@ from quantplug.core.qdq.qparams import QParams, is_static, qparams, quantize
 aten = torch.ops.aten
 
 
-def clamp_rules(source: Pattern) -> tuple[Rule, ...]:
+_BYTES = (torch.uint8, torch.int8)
+
+
+def clamp_rules(source: Pattern, dtypes: Collection[torch.dtype] = _BYTES) -> tuple[Rule, ...]:
     """Returns the rules that quantize before a clamp.
 
     Args:
         source: what the clamp reads.
+        dtypes: the integers that the target clamps.
     """
-    return tuple(_rule(name, source) for name in CLAMPS)
+    return tuple(_rule(name, source, dtypes) for name in CLAMPS)
 
 
-def _rule(name: str, source: Pattern) -> Rule:
+def _rule(name: str, source: Pattern, dtypes: Collection[torch.dtype]) -> Rule:
     def rewrite(match: Match) -> fx.Node | str:
         clamp, params = match["clamp"], qparams(match.root)
         bounds = clamp_bounds(clamp)
-        if params.dtype not in (torch.uint8, torch.int8) or bounds is None:
-            return "its bounds are tensors or its integers wider than a byte"
+        if params.dtype not in dtypes or bounds is None:
+            return "its bounds are tensors, or the target clamps no such integers"
         return _clamp_integers(match, params, bounds)
 
     pattern = quantize(input=single_use(op(name, self=source, name="clamp")))

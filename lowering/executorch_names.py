@@ -34,6 +34,31 @@ def folding_pass() -> Any:
     return FoldAndAnnotateQParamsPass
 
 
+def telling_partitioner(spec: Any, said: dict[Any, str]) -> Any:
+    """Returns Arm's partitioner for TOSA, which also says why it leaves a node out.
+
+    It tells a reporter of its own, that it logs as a table; a public way to read that would do.
+
+    Args:
+        spec: the compile spec.
+        said: gets the reason for each node that is left out.
+    """
+    from executorch.backends.arm.tosa.partitioner import TOSAPartitioner
+
+    class Telling(TOSAPartitioner):
+        def _create_operator_support(self, containing_program: Any, reporter: Any) -> Any:
+            report = reporter.report_reject
+
+            def noted(node: Any, reason: str) -> None:
+                said.setdefault(node, reason)
+                report(node, reason)
+
+            reporter.report_reject = noted
+            return super()._create_operator_support(containing_program, reporter)
+
+    return Telling(spec)
+
+
 def passes_of_delegates() -> tuple[Any, str]:
     """Returns where XNNPACK's serializer looks up the passes that it runs over a delegate, and their name there.
 

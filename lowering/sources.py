@@ -4,21 +4,21 @@ Before: a graph that a lowering rewrote, whose nodes know their operators, and w
 of operators for each node of the latter.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 
 from torch import fx
 
 from quantplug.core.graph.meta import origins
 
 
-def sources(graph: fx.Graph, lowered: fx.Graph, operators: Set[str]) -> dict[str, frozenset[str]]:
-    """Returns for each node of the decomposed graph the operators of the q/dq graph that it carries out.
+def sources(nodes: Iterable[fx.Node], lowered: fx.Graph, operators: Set[str]) -> dict[str, frozenset[str]]:
+    """Returns for each node of a decomposed graph the operators of the q/dq graph that it carries out.
 
     Export names nodes anew by their operators: what a name says counts from the lowered graph on. Histories go on to
     the export before, where what was inserted since has the name of the operator that it is like.
     """
     carried = {node.name: origins(node) for node in lowered.nodes}
-    return {node.name: _carried_out(node, id(lowered), carried, operators) for node in graph.nodes}
+    return {node.name: _carried_out(node, id(lowered), carried, operators) for node in nodes}
 
 
 def _carried_out(

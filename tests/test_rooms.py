@@ -39,7 +39,7 @@ FLOORS = (
     "report",
 )
 # Each target knows what belongs to none, and that knows no target.
-TARGETS = {"xnnpack", "x86", "openvino", "onnx", "cortex_m"}
+TARGETS = {"xnnpack", "x86", "openvino", "onnx", "cortex_m", "arm"}
 FILES = [(room, path) for room in MAY_IMPORT for path in sorted((ROOT / room).rglob("*.py"))]
 # The one file that has a peer's private names, each with the reason why there is no public way.
 NAMES = {
@@ -51,6 +51,8 @@ NAMES = {
     "onnx_ir": None,
     "onnxruntime": None,
     "onnxscript": None,
+    "ethosu": None,
+    "tosa_reference_model": None,
 }
 PACKAGE = ROOT / "src" / "quantplug"
 SOURCES = [path for _, path in FILES]
@@ -239,12 +241,12 @@ WITHOUT_LOWERINGS = """
 import sys
 import quantplug
 from quantplug.plugin import Backend, linear, named
-for name in ("xnnpack", "x86", "openvino", "onnxruntime", "tensorrt", "cortex_m", "native", "embedding"):
+for name in ("xnnpack", "x86", "openvino", "onnxruntime", "tensorrt", "cortex_m", "arm", "native", "embedding"):
     backend = quantplug.get_quantizer(name).backend
     assert quantplug.derive(backend, "mine").rows
 loaded = sorted(name for name in sys.modules if name.startswith("quantplug.lowering"))
 assert not loaded, loaded
-assert not {"executorch", "openvino", "onnx", "onnxruntime", "onnxscript"} & set(sys.modules)
+assert not {"executorch", "openvino", "onnx", "onnxruntime", "onnxscript", "ethosu"} & set(sys.modules)
 ours = [module for name, module in sys.modules.items() if name.startswith("quantplug.")]
 print(sum(len(open(module.__file__).readlines()) for module in ours))
 """
@@ -255,7 +257,7 @@ def test_to_declare_a_backend_imports_no_lowering():
     done = subprocess.run([sys.executable, "-c", WITHOUT_LOWERINGS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     # Lines of ours that are loaded: a file that is cut into several weighs what it weighed.
-    assert int(done.stdout.split()[-1]) < 11_750
+    assert int(done.stdout.split()[-1]) < 11_850
 
 
 def test_every_room_is_linked_into_the_package():

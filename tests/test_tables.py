@@ -179,6 +179,11 @@ def mlp():
     return nn.Sequential(*layers).eval(), lambda: (torch.randn(1, 1024),)
 
 
+def transformer_layer():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, activation="gelu", batch_first=True)
+    return nn.Sequential(layer, nn.Linear(32, 10)).eval(), lambda: (torch.randn(1, 16, 32),)
+
+
 IMAGES = ("resnet18", "mobilenet_v2", "mobilenet_v3_small")
 SPELLED = {
     "vit_b_16 of 4 layers": "vit",
@@ -209,6 +214,9 @@ CASES = {
         for spelling in [next((s for s, given in SPELLED.items() if given == name), name)]
     },
     **{(backend, name): build for backend in BACKENDS.values() for name, build in PEOPLE.items()},
+    ("arm", "mobilenet_v2"): partial(of_the_benchmark, "mobilenet_v2"),
+    ("arm", "kws_dscnn"): keyword_spotter,
+    ("arm", "transformer"): transformer_layer,
     **{(backend, name): build for backend in ("x86", "openvino") for name, build in X86.items()},
     **{
         ("xnnpack", f"{name}, {config}"): partial(of_the_benchmark, name)

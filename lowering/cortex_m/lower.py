@@ -6,9 +6,7 @@ this one leaves it on those that our rules took.
 """
 
 import copy
-import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ from quantplug.core.graph.constants import computed
 from quantplug.core.graph.editing import constant, replace
 from quantplug.core.graph.facts import (
     compute_nodes,
-    is_constant,
     is_float,
     is_written,
     module_path,
@@ -28,12 +25,12 @@ from quantplug.core.graph.facts import (
 from quantplug.core.patterns.language import op, single_use
 from quantplug.core.patterns.rules import apply
 from quantplug.core.qdq.nodes import is_qdq
-from quantplug.core.specs.decision import decision
 from quantplug.lowering.agreement import agreement
+from quantplug.lowering.arm_marks import mark_quantized, quiet
 from quantplug.lowering.clamps import clamp_rules
-from quantplug.lowering.cortex_m.biases import quantize_biases
 from quantplug.lowering.cortex_m.program import CortexMProgram, channels_last
 from quantplug.lowering.executorch_names import unchecked
+from quantplug.lowering.integer_biases import quantize_biases
 from quantplug.lowering.program import LoweredOp, refusal
 from quantplug.lowering.spelling import spell_plainly
 from quantplug.lowering.starting import starting, starting_from_state, twin
@@ -71,7 +68,7 @@ def lower(
     module = starting(graph_module)
     reference = twin(module)
     try:
-        with _quiet(), torch.no_grad():
+        with quiet(), torch.no_grad():
             exported, buffer = _through_passes(_marked(module), inputs, target)
             program = CortexMProgram(exported, buffer, tuple(_ops(graph_module.graph, exported.graph)))
             found = program(*example_inputs)
@@ -100,11 +97,7 @@ def _target(cpu: str) -> Any:
 
 
 def _marked(module: fx.GraphModule) -> fx.GraphModule:
-    from executorch.backends.arm.common.annotation_meta import ArmAnnotationInfo
-
-    for node in _quantized(module.graph):
-        custom = {**node.meta.get("custom", {}), ArmAnnotationInfo.CUSTOM_META_KEY: {"quantized": True}}
-        node.meta["custom"] = custom
+    mark_quantized(module.graph)
     for node in module.graph.find_nodes(op="call_function", target=_ATEN.view.default):
         node.target = _ATEN.reshape.default  # maps are channels-last there, of which not every view exists
     spell_plainly(module.graph)
@@ -127,24 +120,6 @@ def _of_its_shape(node: fx.Node) -> Tensor:
     return torch.zeros((), dtype=value.dtype).expand(tuple(value.shape))
 
 
-def _quantized(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yields the operators of our rules, without those that read a state which stays float while it is written."""
-    integers: set[fx.Node] = set()
-    for node in compute_nodes(graph):
-        decided = decision(node)
-        if is_qdq(node):
-            integers.add(node)
-        elif (
-            decided is not None
-            and decided.quantized
-            and all(
-                operand in integers or is_constant(operand) or not is_float(operand) for operand in node.all_input_nodes
-            )
-        ):
-            integers.add(node)
-            yield node
-
-
 def _through_passes(
     model: fx.GraphModule, inputs: tuple[Any, ...], target: Any
 ) -> tuple[torch.export.ExportedProgram, bytes]:
@@ -160,17 +135,6 @@ def _through_passes(
     # Emission plans the memory of the program that it is given, which then does not run in Python any more.
     emitted = EdgeProgramManager(copy.deepcopy(exported), compile_config=settings)
     return exported, emitted.to_executorch(starting_from_state(exported)).buffer
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The passes log a warning for every operator that they leave to others, and traces of what they raise."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _ops(graph: fx.Graph, lowered: fx.Graph) -> Iterator[LoweredOp]:

@@ -50,6 +50,7 @@ class Prepared:
 _BUILT_IN = {
     "xnnpack": "quantplug.lowering.xnnpack.emulated:XNNPACK",
     "x86": "quantplug.lowering.x86.emulated:ONEDNN",
+    "tosa": "quantplug.lowering.arm.emulated:TOSA",
 }
 
 Prepare = Callable[[fx.GraphModule, tuple[Any, ...]], Prepared]
@@ -166,7 +167,7 @@ def emulate(
     Args:
         converted: the graph module that `convert_pt2e` returned; it is not changed.
         example_inputs: positional inputs, as for `torch.export.export`.
-        kernels: "xnnpack", "x86", or a set of your own or its name.
+        kernels: "xnnpack", "x86", "tosa", or a set of your own or its name.
         dynamic_shapes: as for `torch.export.export`; needed to save a program of dynamic sizes.
 
     Raises:
@@ -189,7 +190,7 @@ def emulate(
 
 
 def kernel_set(kernels: str | KernelSet) -> KernelSet:
-    """Returns a kernel set by name ("xnnpack", "x86" or "package.module:SET"), or the set itself.
+    """Returns a kernel set by name ("xnnpack", "x86", "tosa" or "package.module:SET"), or the set itself.
 
     Raises:
         ConfigError: there is no set of that name.

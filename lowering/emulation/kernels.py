@@ -141,7 +141,7 @@ class Multiplication(Kernel):
     def __init__(self, one: QParams, other: QParams, out: QParams, numerics: Numerics) -> None:
         super().__init__(out)
         self.zeros, self.numerics = (zero(one), zero(other)), numerics
-        self.register_buffer("ratio", float32(one.scale) * float32(other.scale) / float32(out.scale))
+        self.register_buffer("ratio", numerics.ratio(one.scale, other.scale, out=out.scale))
 
     def forward(self, one: Tensor, other: Tensor) -> Tensor:
         """Returns the product of two integer tensors, broadcast."""

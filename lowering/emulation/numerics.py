@@ -4,9 +4,10 @@ Before: products of integers. After: integers of the output, one number for each
 hardware differs: the accumulator's type, wrapping or saturating, and the requantization.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from quantplug.core.errors import ConfigError
 # (accumulators, real value of one unit of them in steps of the output) -> integers before the zero point
 Requantize: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
-_INTEGERS = (torch.int16, torch.int32)
+_INTEGERS = (torch.int16, torch.int32, torch.int64)
 _ACCUMULATORS = (*_INTEGERS, torch.float16, torch.float32)
 
 
@@ -65,20 +66,27 @@ class Numerics:
     """How a kernel adds products up and scales the sum.
 
     Attributes:
-        accumulator: int32, int16, float16 or float32.
+        accumulator: int32, int16, int64 (which holds what accumulators of 48 bits do), float16 or float32.
         saturate: whether every single addition stops at the accumulator's limits; else integers wrap around
             (floats become infinite).
         requantize: from sums to integers of the output, before its zero point is added.
+        ratios: in what the ratio of the scales is computed.
     """
 
     accumulator: torch.dtype = torch.int32
     saturate: bool = False
     requantize: Requantize = float_round_even
+    ratios: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         if self.accumulator not in _ACCUMULATORS:
             choices = [str(dtype) for dtype in _ACCUMULATORS]
             raise ConfigError(f"An accumulator of {self.accumulator} is not emulated; choose one of {choices}.")
+
+    def ratio(self, *factors: Any, out: Any) -> Tensor:
+        """Returns the product of scales over that of an output: numbers, or tensors of one for each channel."""
+        numbers = [torch.as_tensor(factor).to(torch.float64).to(self.ratios) for factor in (*factors, out)]
+        return math.prod(numbers[1:-1], start=numbers[0]) / numbers[-1]
 
     @property
     def is_order_free(self) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantplug.core.graph.traits import per_dimension
 from quantplug.core.qdq.qparams import QD, IntegerWeight, QParams
-from quantplug.lowering.emulation.kernels import Kernel, float32, zero
+from quantplug.lowering.emulation.kernels import Kernel, zero
 from quantplug.lowering.emulation.numerics import Numerics
 
 Run = Callable[[Tensor, Tensor], Tensor]
@@ -59,7 +59,7 @@ class Product(Kernel):
         weight = layer.weight.values
         self.register_buffer("weight", weight.movedim(0, 1).contiguous() if layer.transposed else weight)
         self.register_buffer("bias", torch.zeros(len(weight), dtype=torch.int32) if layer.bias is None else layer.bias)
-        self.register_buffer("ratio", float32(entered.scale) * layer.weight.scales / float32(out.scale))
+        self.register_buffer("ratio", numerics.ratio(entered.scale, layer.weight.scales, out=out.scale))
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the layer's output integers."""

@@ -4,7 +4,7 @@ Before: `dequantize -> operator [-> clamp] -> quantize`. After: one module call 
 A backend puts its set together from these functions, giving each the numerics and the level of its target.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from quantplug.core.patterns.language import (
 )
 from quantplug.core.patterns.rules import Rewrite, Rule
 from quantplug.core.peers.torch_names import schema_of
+from quantplug.core.qdq.nodes import is_dequantize
 from quantplug.core.qdq.qparams import IntegerWeight, QParams, dequantize, folded, integer_weight, qparams, quantize
 from quantplug.core.specs.levels import Level
 from quantplug.lowering.emulation.kernels import (
@@ -78,30 +79,35 @@ def substitute(
 
 # ---- around an operator
 
+# The integers that kernels read and write; a target may have kernels for others.
+DTypes = Collection[torch.dtype]
+BYTES: DTypes = (torch.int8, torch.uint8)
 
-def _operand(name: str) -> Op:
-    return dequantize(input=value(f"{name}_integers"), name=name).where(lambda m: _static(m[name]))
+
+def _operand(name: str, dtypes: DTypes = BYTES) -> Op:
+    return dequantize(input=value(f"{name}_integers"), name=name).where(lambda m: _static(m[name], dtypes))
 
 
-def _static(node: fx.Node) -> str | None:
+def _static(node: fx.Node, dtypes: DTypes = BYTES) -> str | None:
     params = qparams(node)
     if not params.is_static:
         return "its quantization parameters are computed at run time"
-    return None if params.dtype in (torch.int8, torch.uint8) else f"its integers are {params.dtype}, not of 8 bits"
+    known = " or ".join(map(str, dtypes))
+    return None if params.dtype in dtypes else f"its integers are {params.dtype}, those of the kernel are {known}"
 
 
-def _sandwich(inner: Pattern) -> Op:
-    return quantize(input=single_use(inner)).where(lambda m: _static(m.root))
+def _sandwich(inner: Pattern, dtypes: DTypes = BYTES) -> Op:
+    return quantize(input=single_use(inner)).where(lambda m: _static(m.root, dtypes))
 
 
 def _clamped(inner: Op) -> Pattern:
     return either(op(*CLAMPS, name="clamp", self=single_use(inner)), inner)
 
 
-def _bounds(match: Match, out: QParams) -> tuple[int, int] | str:
-    """Returns the integers between which a fused clamp keeps the output."""
+def _bounds(match: Match, out: QParams) -> tuple[int, int] | str | None:
+    """Returns the integers between which a fused clamp keeps the output, None where there is none."""
     if "clamp" not in match:
-        return out.quant_min, out.quant_max
+        return None
     bounds = clamp_bounds(match["clamp"])
     if bounds is None:
         return "its bounds are tensors"
@@ -127,7 +133,8 @@ def _build(make: Callable[[Match, QParams], Kernel | str], *inputs: str) -> Rewr
         if reason:
             return reason
         assert isinstance(kernel, Kernel)
-        kernel.bound(*bounds)
+        if isinstance(bounds, tuple):
+            kernel.bound(*bounds)
         return substitute(match, kernel, [match[f"{name}_integers"] for name in inputs])
 
     return rewrite
@@ -136,12 +143,16 @@ def _build(make: Callable[[Match, QParams], Kernel | str], *inputs: str) -> Rewr
 # ---- convolutions and linears
 
 
-def products(numerics: Numerics, *operators: str) -> tuple[Rule, ...]:
+def products(
+    numerics: Numerics, *operators: str, dtypes: DTypes = BYTES, whole: Callable[[QParams], QParams] = lambda out: out
+) -> tuple[Rule, ...]:
     """Returns the rules of convolutions and linears, with a clamp behind them.
 
     Args:
         numerics: of their sums.
         operators: ATen names with operands input, weight and bias.
+        dtypes: integers of inputs and outputs.
+        whole: from the parameters of an output to those that the kernel ends at.
     """
 
     def make(match: Match, out: QParams) -> Kernel | str:
@@ -150,10 +161,11 @@ def products(numerics: Numerics, *operators: str) -> tuple[Rule, ...]:
             return layer
         if isinstance(layer.columns, str) and not numerics.is_order_free:
             return layer.columns
-        return Product(layer, qparams(match["x"]), out, numerics)
+        return Product(layer, qparams(match["x"]), whole(out), numerics)
 
-    layer = op(*operators, name="layer", input=_operand("x"), weight=value("weight"), bias=optional(value("bias")))
-    return (Rule(_sandwich(_clamped(layer)), _build(make, "x")),)
+    entered = _operand("x", dtypes)
+    layer = op(*operators, name="layer", input=entered, weight=value("weight"), bias=optional(value("bias")))
+    return (Rule(_sandwich(_clamped(layer), dtypes), _build(make, "x")),)
 
 
 def _layer(match: Match, entered: QParams) -> Layer | str:
@@ -190,12 +202,61 @@ def _columns(given: dict[str, Any], weight: IntegerWeight, transposed: bool) -> 
 def _bias(node: fx.Node | None, entered: QParams, weight: IntegerWeight) -> Tensor | str | None:
     if node is None:
         return None
+    stored = _stored(node, entered, weight)
+    if stored is not None:
+        return stored
     found = constant_value(node)
     found = folded(node) if found is None else found
     return "its bias is not a constant" if found is None else integer_bias(found, entered, weight)
 
 
-# ---- two operands
+def _stored(node: fx.Node, entered: QParams, weight: IntegerWeight) -> Tensor | None:
+    """Returns the integers of a bias that is stored in the unit of the sums; floats hold 24 bits of them."""
+    if not is_dequantize(node):
+        return None
+    given = operands(node)
+    values, scales = (_number(given.get(name)) for name in ("input", "scales" if "scales" in given else "scale"))
+    if values is None or scales is None or values.dtype != torch.int32:
+        return None
+    units = weight.scales * float(entered.scale)  # type: ignore[arg-type]
+    is_unit = torch.allclose(scales.to(units.dtype).expand_as(units), units, rtol=1e-5, atol=0)
+    return values.detach() if is_unit else None
+
+
+def _number(operand: Any) -> Tensor | None:
+    return constant_value(operand) if isinstance(operand, fx.Node) else torch.as_tensor(operand)
+
+
+# ---- one operand or two
+
+# From the match of an operator "inner", and the parameters of its output, to a kernel or the reason against it.
+Make = Callable[[Match, QParams], Kernel | str]
+
+
+def functions(make: Make, *operators: str, dtypes: DTypes = BYTES) -> tuple[Rule, ...]:
+    """Returns the rules of operators of one tensor: "x" is its dequantize node.
+
+    Args:
+        make: makes the kernel.
+        operators: ATen names with an operand self.
+        dtypes: integers of input and output.
+    """
+    inner = op(*operators, name="inner", self=_operand("x", dtypes))
+    return (Rule(_sandwich(inner, dtypes), _build(make, "x")),)
+
+
+def pairs(make: Make, *operators: str, dtypes: DTypes = BYTES, second: str = "other", **given: Any) -> tuple[Rule, ...]:
+    """Returns the rules of operators of two tensors, with a clamp behind them: "x" and "y" are their dequantize nodes.
+
+    Args:
+        make: makes the kernel.
+        operators: ATen names with operands self and another.
+        dtypes: integers of inputs and output.
+        second: how the other operand is called.
+        given: what further operands have to be.
+    """
+    read: dict[str, Any] = {"self": _operand("x", dtypes), second: _operand("y", dtypes), **given}
+    return (Rule(_sandwich(_clamped(op(*operators, name="inner", **read)), dtypes), _build(make, "x", "y")),)
 
 
 def sums(name: str, sign: int) -> tuple[Rule, ...]:
@@ -204,8 +265,7 @@ def sums(name: str, sign: int) -> tuple[Rule, ...]:
     def make(match: Match, out: QParams) -> Kernel | str:
         return Sum(qparams(match["x"]), qparams(match["y"]), out, sign)
 
-    inner = op(f"{name}.Tensor", f"{name}_.Tensor", self=_operand("x"), other=_operand("y"), alpha=1)
-    return (Rule(_sandwich(_clamped(inner)), _build(make, "x", "y")),)
+    return pairs(make, f"{name}.Tensor", f"{name}_.Tensor", alpha=1)
 
 
 def multiplications(numerics: Numerics) -> tuple[Rule, ...]:
@@ -214,8 +274,7 @@ def multiplications(numerics: Numerics) -> tuple[Rule, ...]:
     def make(match: Match, out: QParams) -> Kernel | str:
         return Multiplication(qparams(match["x"]), qparams(match["y"]), out, numerics)
 
-    inner = op("mul.Tensor", "mul_.Tensor", self=_operand("x"), other=_operand("y"))
-    return (Rule(_sandwich(_clamped(inner)), _build(make, "x", "y")),)
+    return pairs(make, "mul.Tensor", "mul_.Tensor")
 
 
 def through_float(*operators: str) -> tuple[Rule, ...]:
@@ -226,9 +285,6 @@ def through_float(*operators: str) -> tuple[Rule, ...]:
 
     inner = op(*operators, name="inner", self=_operand("x"), other=_operand("y"))
     return (Rule(_sandwich(inner), _build(make, "x", "y")),)
-
-
-# ---- one operand
 
 
 def tables(function: Callable[[fx.Node], Callable[[Tensor], Tensor]], *operators: str) -> tuple[Rule, ...]:
@@ -242,8 +298,7 @@ def tables(function: Callable[[fx.Node], Callable[[Tensor], Tensor]], *operators
     def make(match: Match, out: QParams) -> Kernel | str:
         return Lookup(function(match["inner"]), qparams(match["x"]), out)
 
-    inner = op(*operators, name="inner", self=_operand("x"))
-    return (Rule(_sandwich(inner), _build(make, "x")),)
+    return functions(make, *operators)
 
 
 def clamps() -> tuple[Rule, ...]:
@@ -255,7 +310,7 @@ def clamps() -> tuple[Rule, ...]:
             return "its bounds are tensors"
         return Lookup(lambda x: x.clamp(*bounds), qparams(match["x"]), out)
 
-    return (Rule(_sandwich(op(*CLAMPS, name="inner", self=_operand("x"))), _build(make, "x")),)
+    return functions(make, *CLAMPS)
 
 
 def slopes() -> tuple[Rule, ...]:
@@ -264,8 +319,7 @@ def slopes() -> tuple[Rule, ...]:
     def make(match: Match, out: QParams) -> Kernel | str:
         return Slopes(operands(match["inner"])["negative_slope"], qparams(match["x"]), out)
 
-    inner = op("leaky_relu", name="inner", self=_operand("x"))
-    return (Rule(_sandwich(inner), _build(make, "x")),)
+    return functions(make, "leaky_relu")
 
 
 def means() -> tuple[Rule, ...]:
@@ -277,30 +331,31 @@ def means() -> tuple[Rule, ...]:
             return "a mean over everything is not emulated; give its dimensions"
         return Mean(given["dim"], given["keepdim"], qparams(match["x"]), out)
 
-    inner = op("mean.dim", name="inner", self=_operand("x"))
-    return (Rule(_sandwich(inner), _build(make, "x")),)
+    return functions(make, "mean.dim")
 
 
 # ---- data movement
 
 
-def movements() -> tuple[Rule, ...]:
+def movements(dtypes: DTypes = BYTES) -> tuple[Rule, ...]:
     """Returns the rules of operators that move or compare integers: input and output share parameters."""
-    inner = op(*MOVES, *REPEATS, *ALIASES, *MAXIMA, name="inner", self=_operand("x"))
-    padded = op(*PADS, name="inner", self=_operand("x"), value=anything("number"))
+    moved = _operand("x", dtypes)
+    inner = op(*MOVES, *REPEATS, *ALIASES, *MAXIMA, name="inner", self=moved)
+    padded = op(*PADS, name="inner", self=moved, value=anything("number"))
     joined = op(*JOINS, name="inner", tensors=each(dequantize(), "sources"))
     return (
-        Rule(_sandwich(inner), _move),
-        *(Rule(_sandwich(dropped), _move) for dropped in dropouts(_operand("x"), "inner")),
-        Rule(_sandwich(padded), _pad),
-        Rule(_sandwich(joined), _join),
+        Rule(_sandwich(inner, dtypes), _move),
+        *(Rule(_sandwich(dropped, dtypes), _move) for dropped in dropouts(moved, "inner")),
+        Rule(_sandwich(padded, dtypes), _pad),
+        Rule(_sandwich(joined, dtypes), _join),
     )
 
 
 def _rescaling(match: Match, source: fx.Node) -> str | None:
     one, other = qparams(source), qparams(match.root)
     same = (one.scale, one.zero_point, one.dtype) == (other.scale, other.zero_point, other.dtype)
-    return None if same and other.is_full_range else "its integers are rescaled on the way"
+    whole = other.is_full_range or one == other
+    return None if same and whole else "its integers are rescaled on the way"
 
 
 def _move(match: Match) -> fx.Node | str:
@@ -342,3 +397,18 @@ def quantizations() -> tuple[Rule, ...]:
         return substitute(match, Quantize(qparams(match.root)), [match["x"]])
 
     return (Rule(quantize(input=value("x")).where(lambda m: _static(m.root)), rewrite),)
+
+
+def conversions(make: Callable[[QParams, QParams], Kernel], dtypes: DTypes = BYTES) -> tuple[Rule, ...]:
+    """Returns the rules of integers that get another scale: what is dequantized and quantized at once.
+
+    Args:
+        make: from the parameters before and behind to a kernel.
+        dtypes: integers before and behind.
+    """
+
+    def rewrite(match: Match) -> fx.Node | str:
+        before, behind = qparams(match["x"]), qparams(match.root)
+        return substitute(match, make(before, behind), [match["x_integers"]])
+
+    return (Rule(quantize(input=_operand("x", dtypes)).where(lambda m: _static(m.root, dtypes)), rewrite),)

@@ -93,7 +93,7 @@ def lower(
     except Exception as error:
         raise refusal("ONNX", error) from error
     agreement(found, twin(reference)(*example_inputs), reference, example_inputs)
-    names = sources(written.graph, module.graph, {operator.node for operator in recorded})
+    names = sources(written.graph.nodes, module.graph, {operator.node for operator in recorded})
     program.ops = _placed(recorded, _kernels(program, names), reference.graph, halves)
     return program
 

@@ -125,7 +125,7 @@ def lower(
     if float_dtype is torch.float32:
         agreement(found, twin(reference)(*example_inputs), reference, example_inputs)
     operators = {operator.node for operator in recorded}
-    program.place(recorded, sources(decoder.pt_module.graph, module.graph, operators))
+    program.place(recorded, sources(decoder.pt_module.graph.nodes, module.graph, operators))
     program.ops = tuple(
         dataclasses.replace(operator, reason=halves.get(operator.node, operator.reason)) for operator in program.ops
     )

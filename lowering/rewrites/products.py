@@ -37,6 +37,23 @@ def _adds_a_row(values: dict[str, Any], bias: Any, matrix: Tensor) -> bool:
     return row is not None and row.shape == matrix.shape[1:] and (values["beta"], values["alpha"]) == (1, 1)
 
 
+def products_are_batches(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes matmul of two tensors of as many dimensions, three or more, as a product of batches of matrices."""
+    for node, values in matching(model, "matmul"):
+        parts = [tensor_value(values[name]) for name in ("self", "other")]
+        first, second = (() if part is None else tuple(part.shape) for part in parts)
+        if len(first) < 3 or first[:-2] != second[:-2]:
+            continue
+        write = Writer(model, node)
+        if len(first) == 3:
+            write.replace(write.call(_ATEN.bmm.default, values["self"], values["other"]))
+            continue
+        flat = [write.reshape(values[name], -1, *shape[-2:]) for name, shape in (("self", first), ("other", second))]
+        product = write.call(_ATEN.bmm.default, *flat)
+        write.replace(write.reshape(product, *first[:-1], second[-1]))
+    return done(model)
+
+
 def turned_parts_are_products(model: fx.GraphModule) -> fx.GraphModule:
     """Writes parts of rows that are joined again in another order, some negated, as a product by a constant matrix.
 

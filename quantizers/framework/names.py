@@ -14,6 +14,7 @@ BUILT_IN = {
     "native": "quantplug.quantizers.native:NativeQuantizer",
     "tensorrt": "quantplug.quantizers.tensorrt:TensorRTQuantizer",
     "cortex_m": "quantplug.quantizers.cortex_m:CortexMQuantizer",
+    "arm": "quantplug.quantizers.arm:ArmQuantizer",
     "embedding": "quantplug.quantizers.embedding:EmbeddingQuantizer",
 }
 

@@ -76,10 +76,12 @@ if TYPE_CHECKING:
     from quantplug.language.checkpoint import load_checkpoint as load_checkpoint
     from quantplug.language.checkpoint import load_tokenizer as load_tokenizer
     from quantplug.language.flow import quantize_language_model as quantize_language_model
+    from quantplug.lowering.arm import ArmProgram as ArmProgram
     from quantplug.lowering.emulation import emulate as emulate
     from quantplug.lowering.onnx import ONNXProgram as ONNXProgram
     from quantplug.lowering.openvino import OpenVINOProgram as OpenVINOProgram
     from quantplug.lowering.x86 import X86Program as X86Program
+    from quantplug.quantizers.arm import ArmQuantizer as ArmQuantizer
     from quantplug.quantizers.composition.composable import ComposableQuantizer as ComposableQuantizer
     from quantplug.quantizers.composition.region import Region as Region
     from quantplug.quantizers.cortex_m import CortexMQuantizer as CortexMQuantizer
@@ -122,6 +124,8 @@ if not os.path.isdir(os.path.join(os.path.dirname(__file__), "core")):
 # Public name -> the module that has it, and its name there where that is another.
 _HOME = {
     "AnnotationError": "quantplug.core.errors",
+    "ArmProgram": "quantplug.lowering.arm",
+    "ArmQuantizer": "quantplug.quantizers.arm",
     "Artefact": "quantplug.flow",
     "ArtefactError": "quantplug.core.errors",
     "Backend": "quantplug.quantizers.framework.backend",

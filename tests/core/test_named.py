@@ -50,7 +50,7 @@ def test_a_wrong_name_is_one_sentence(name, said):
 
 
 def test_every_name_that_a_built_in_backend_declares_is_there():
-    for name in ("xnnpack", "x86", "openvino", "tensorrt", "cortex_m", "native", "embedding"):
+    for name in ("xnnpack", "x86", "openvino", "tensorrt", "cortex_m", "arm", "native", "embedding"):
         backend = quantplug.get_quantizer(name).backend
         declared = [*backend.transforms, backend.weight_bits, *(c for row in backend.rows for c in row.constraints)]
         for found in declared:

@@ -63,7 +63,7 @@ LIBRARY.impl("convolve", _convolve, "CPU")
 
 def npu(accumulator: torch.dtype, saturate: bool, bits: int) -> KernelSet:
     """The processor as a backend declares it."""
-    numerics = Numerics(accumulator, saturate, **({"requantize": FixedPoint(bits)} if bits else {}))
+    numerics = Numerics(accumulator, saturate, FixedPoint(bits)) if bits else Numerics(accumulator, saturate)
     return KernelSet(
         "fake_npu", (Row("convolution", rows.products(numerics, "conv2d")), Row("moves", rows.movements()))
     )

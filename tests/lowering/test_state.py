@@ -15,7 +15,7 @@ from quantplug.core.specs.levels import sqnr
 from quantplug.lowering.cortex_m import lower
 from quantplug.lowering.xnnpack.runtime import Method
 
-STATEFUL = ("xnnpack", "x86", "openvino", "cortex_m", "tensorrt")
+STATEFUL = ("xnnpack", "x86", "openvino", "cortex_m", "arm", "tensorrt")
 IDS = [kind.__name__ for kind in MODELS]
 
 

@@ -174,7 +174,7 @@ def test_r11_half_precision_is_in_the_capability_table_and_honoured(dtype):
     assert torch.equal(converted(x), nn.functional.linear(x, layer.weight.to(dtype).float(), layer.bias))
 
 
-@pytest.mark.parametrize("backend", ["x86", "openvino", "cortex_m"])
+@pytest.mark.parametrize("backend", ["x86", "openvino", "cortex_m", "arm"])
 def test_weights_of_fewer_bits_than_a_file_stores_are_told_before_calibration(backend):
     config = quantplug.get_symmetric_quantization_config(is_per_channel=True, weight_qmin=-8, weight_qmax=7)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)).eval()
@@ -207,6 +207,11 @@ def asked_for(activation, low, weight=torch.int8):
         ("x86", asked_for(torch.int16, -(2**15)), "activations to torch.int16"),
         ("openvino", asked_for(torch.int16, -(2**15)), "activations to torch.int16"),
         ("cortex_m", asked_for(torch.int16, -(2**15)), "activations to torch.int16"),
+        (
+            "arm",
+            asked_for(torch.int16, -(2**15)),
+            "activations of 16 bits with torch.per_tensor_affine, the kernels around",
+        ),
         ("cortex_m", asked_for(torch.uint8, 0), "activations to torch.uint8, and the kernels have torch.int8"),
         (
             "xnnpack",

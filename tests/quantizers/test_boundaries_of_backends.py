@@ -8,7 +8,7 @@ import quantplug
 from quantplug.core.errors import ConfigError, ConvertError
 from quantplug.core.qdq.integer_io import boundary_qparams, quantized_inputs
 
-DTYPES = {"xnnpack": torch.int8, "x86": torch.uint8, "openvino": torch.uint8, "cortex_m": torch.int8}
+DTYPES = {"xnnpack": torch.int8, "x86": torch.uint8, "openvino": torch.uint8, "cortex_m": torch.int8, "arm": torch.int8}
 
 
 def network(first):

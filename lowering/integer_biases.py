@@ -1,4 +1,4 @@
-"""Float biases as the int32 ones that CMSIS-NN adds to its sums: training leaves them float.
+"""Float biases as the int32 ones that integer kernels add to their sums: training leaves them float.
 
 Before: products of dequantized integers with a bias in float. After: the bias is a dequantized constant in the scale
 of the sums, input scale x weight scale.
@@ -13,7 +13,8 @@ from quantplug.core.patterns.language import op
 from quantplug.core.qdq.qparams import IntegerWeight, dequantize, integer_weight, qparams
 
 _QDQ = torch.ops.quantized_decomposed
-_PRODUCTS = op("conv1d", "conv2d", "linear").overloads
+_TRANSPOSED = op("conv_transpose2d.input").overloads
+_PRODUCTS = op("conv1d", "conv2d", "linear").overloads | _TRANSPOSED
 _LIMITS = torch.iinfo(torch.int32)
 
 
@@ -30,16 +31,19 @@ def _quantize_bias(node: fx.Node) -> None:
     values = constant_value(bias) if isinstance(bias, fx.Node) else None
     if values is None or into.target not in dequantize().targets:
         return
-    weight, scale = integer_weight(given["weight"]), qparams(into).scale
+    weight = integer_weight(given["weight"], 1 if node.target in _TRANSPOSED else 0)
+    scale = qparams(into).scale
     if isinstance(weight, IntegerWeight) and isinstance(scale, float):
         set_operand(node, "bias", _dequantized(node, values.detach(), weight.scales * scale))
 
 
 def _dequantized(node: fx.Node, bias: Tensor, scales: Tensor) -> fx.Node:
-    integers = (bias.double() / scales.double()).round().clamp(_LIMITS.min, _LIMITS.max).to(torch.int32)
+    is_whole = bool((scales == scales[0]).all())
+    steps = scales[:1] if is_whole else scales  # groups of a transposed convolution have more biases than scales
+    integers = (bias.double() / steps.double()).round().clamp(_LIMITS.min, _LIMITS.max).to(torch.int32)
     held = constant(node, "bias_integers", integers)
     numbers = (_LIMITS.min, _LIMITS.max, torch.int32)
-    if bool((scales == scales[0]).all()):
+    if is_whole:
         made = call(node, _QDQ.dequantize_per_tensor.default, (held, float(scales[0]), 0, *numbers), node)
     else:
         per_channel = (constant(node, "bias_scales", scales), constant(node, "bias_zeros", torch.zeros_like(integers)))
