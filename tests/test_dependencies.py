@@ -19,7 +19,7 @@ PROJECT = (ROOT / "pyproject.toml").read_text()
 PACKAGE = ROOT / "src" / "quantplug"
 ROOMS = ("algorithms", "annotators", "core", "lowering", "quantizers")
 # Module -> its distribution, where the names differ.
-DISTRIBUTIONS = {"sklearn": "scikit-learn"}
+DISTRIBUTIONS = {"sklearn": "scikit-learn", "ethosu": "ethos-u-vela", "tosa_reference_model": "tosa-tools"}
 # The kit is a plugin of pytest's, which pytest alone loads.
 OF_ITS_OWN = {"pytest"}
 
@@ -47,7 +47,10 @@ def _imported():
 
 
 def test_what_is_imported_is_asked_for_and_what_is_asked_for_is_imported():
-    always, sometimes = asked_for("dependencies"), set().union(*map(asked_for, ("demo", "llm", "onnx", "openvino")))
+    always, sometimes = (
+        asked_for("dependencies"),
+        set().union(*map(asked_for, ("arm", "demo", "llm", "onnx", "openvino"))),
+    )
     found = {(first, name) for first, name, _ in imported()} - {(True, name) for name in OF_ITS_OWN}
     assert {name for first, name in found if first} <= always
     assert {name for _, name in found} <= always | sometimes
@@ -89,6 +92,7 @@ def test_a_checkout_without_links_is_one_sentence(tmp_path):
 HIDDEN = (
     *("matplotlib", "sklearn", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "openvino", "torchvision"),
     *("transformers", "tokenizers", "safetensors", "gguf", "accelerate", "tosa", "serializer"),
+    *("tosa_reference_model", "ethosu"),
     *("pytest", "hypothesis", "build", "mypy"),
 )
 WITHOUT_EXTRAS = f"""

@@ -84,7 +84,12 @@ class Numerics:
             raise ConfigError(f"An accumulator of {self.accumulator} is not emulated; choose one of {choices}.")
 
     def ratio(self, *factors: Any, out: Any) -> Tensor:
-        """Returns the product of scales over that of an output: numbers, or tensors of one for each channel."""
+        """Returns the product of scales over that of an output, in the format of `ratios`.
+
+        Args:
+            factors: scales of what is multiplied: numbers, or tensors of one for each channel.
+            out: the scale of the result, likewise.
+        """
         numbers = [torch.as_tensor(factor).to(torch.float64).to(self.ratios) for factor in (*factors, out)]
         return math.prod(numbers[1:-1], start=numbers[0]) / numbers[-1]
 

@@ -18,7 +18,7 @@ from typing import Any
 from quantplug.core.errors import ConfigError, LoweringError, first_line
 from quantplug.lowering.executorch_names import reset_pool, threads_of_pool
 
-# The runtime logs as `[file.cpp:123] text`, its operators for PyTorch as `E 12:34:56.789012 executorch:file.h:91] text`;
+# The runtime logs as `[file.cpp:123] text`, its operators for PyTorch as `E 12:34:56.78 executorch:file.h:91] text`;
 # every other line on the stream is somebody else's.
 _RUNTIME_LINE = re.compile(rb"^(?:\[[\w.\-]+\.(?:cpp|c|h):\d+\] |[A-Z] [\d:.]+ executorch:)")
 

@@ -353,7 +353,9 @@ RecipeOption = Annotated[str, typer.Option("--recipe", help="What keeps accuracy
 CalibrationOption = Annotated[
     Path | None, typer.Option("--calibration", metavar="DATA.npz", help="Other data to calibrate with.")
 ]
-JSONOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write what was found to this file.")]
+SaveOption = Annotated[
+    Path | None, typer.Option("--save", metavar="FILE.json", help="Write all that was found to this file.")
+]
 
 
 @app.command()
@@ -366,9 +368,9 @@ def inspect(
     recipe: RecipeOption = "",
     calibration: CalibrationOption = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with pictures to this file.")] = None,
-    json: JSONOption = None,
+    save: SaveOption = None,
     compare: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What --json wrote before: shown beside it on the page.")
+        Path | None, typer.Option(metavar="FILE", help="What --save wrote before: shown beside it on the page.")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="How many samples to look at.")] = 64,
     times: Annotated[
@@ -381,7 +383,7 @@ def inspect(
     from quantplug.xray.command import Order, look
 
     order = Order(model, data, backend, config, observer, recipe, calibration, batch_size, trust)
-    look(order, html, json, compare, samples, times)
+    look(order, html, save, compare, samples, times)
 
 
 @app.command()
@@ -397,7 +399,7 @@ def evaluate(
     observer: ObserverOption = None,
     recipe: RecipeOption = "",
     calibration: CalibrationOption = None,
-    json: JSONOption = None,
+    save: SaveOption = None,
     batch_size: BatchOption = None,
     trust: Annotated[
         bool, typer.Option("--trust", help="Run the file of the metric; read pickles in MODEL.pt2 too.")
@@ -407,7 +409,7 @@ def evaluate(
     from quantplug.xray.command import Order, score
 
     order = Order(model, data, backend, config, observer, recipe, calibration, batch_size, trust)
-    score(order, metric, labels, json)
+    score(order, metric, labels, save)
 
 
 @app.command()

@@ -128,7 +128,7 @@ def test_attention_of_executorch(family):
 
 
 def test_attention_of_executorch_is_quiet(capfd):
-    """Its operator for PyTorch tells of each call that it has no allocator, and programs are compared with its graph."""
+    """Its operator for PyTorch tells of each call that it has no allocator, where programs are compared."""
     rows = torch.randn(1, 4, 2, 8)
     with quiet():
         attention_operator()(rows, rows, rows, 0, None, 0.0, True, 0.5)

@@ -43,7 +43,7 @@ def run(monkeypatch, capsys, files):
 
 
 def test_inspect_prints_the_layers_and_writes_a_page_and_json(run, files):
-    code, out, _ = run("inspect model.pt2 -b x86 --data data.npz --json now.json --html page.html")
+    code, out, _ = run("inspect model.pt2 -b x86 --data data.npz --save now.json --html page.html")
     assert code == 0
     assert "conv2d" in out
     assert "quantizer.set_module_name" in out or "recipe='accurate'" in out
@@ -61,9 +61,15 @@ def test_inspect_prints_the_layers_and_writes_a_page_and_json(run, files):
     assert "No layer is at fault" in page
 
 
+def test_programs_read_one_document(run):
+    code, out, _ = run("evaluate model.pt2 -b x86 --data labelled.npz --json")
+    assert code == 0
+    assert json.loads(out)["samples"] == 9
+
+
 @pytest.mark.slow
 def test_inspect_begins_behind_what_a_recipe_does_to_the_float_model(run, files):
-    code, _, _ = run("inspect model.pt2 -b x86 --data data.npz --json recipe.json --recipe accurate")
+    code, _, _ = run("inspect model.pt2 -b x86 --data data.npz --save recipe.json --recipe accurate")
     assert code == 0
     found = quantplug.Inspection.from_json((files / "recipe.json").read_text())
     assert found.faults == ()
@@ -71,7 +77,7 @@ def test_inspect_begins_behind_what_a_recipe_does_to_the_float_model(run, files)
 
 
 def test_evaluate_prints_forms_with_intervals_and_writes_json(run, files):
-    code, out, _ = run("evaluate model.pt2 -b x86 --data labelled.npz --json scores.json")
+    code, out, _ = run("evaluate model.pt2 -b x86 --data labelled.npz --save scores.json")
     assert code == 0
     assert "9 samples" in out
     assert "Wilson" in out
@@ -93,7 +99,7 @@ def test_evaluate_takes_other_labels_and_a_trusted_metric(run):
         ("inspect model.pt2 -b x68 --data data.npz", "x68"),
         ("inspect model.pt2 -b x86 --data none.npz", "no calibration file 'none.npz'"),
         ("inspect model.pt2 -b x86 --data data.npz --html no/page.html", "no folder"),
-        ("inspect model.pt2 -b x86 --data data.npz --json data.npz", "written over an input"),
+        ("inspect model.pt2 -b x86 --data data.npz --save data.npz", "written over an input"),
         ("inspect model.pt2 -b x86 --data data.npz --compare none.json", "no file 'none.json' to compare with"),
         ("inspect model.pt2 -b x86 --data data.npz --compare metric.py", "no inspection"),
         ("inspect model.pt2 -b x86 --data data.npz --compare data.npz", "cannot be read"),

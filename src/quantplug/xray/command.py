@@ -5,6 +5,7 @@ Before: paths and names from the command line. After: a report on the console, a
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from json import loads
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from quantplug.files import load_batches, load_exported, load_labelled, require_
 from quantplug.flow import Artefact, quantize
 from quantplug.metrics import metric_of
 from quantplug.quantizers.framework.registry import get_quantizer
+from quantplug.screen import current
 from quantplug.xray.flow import inspect
 from quantplug.xray.result import Inspection
 
@@ -64,58 +66,60 @@ class Order:
         return config
 
 
-def look(order: Order, html: Path | None, json: Path | None, compare: Path | None, samples: int, times: bool) -> None:
+def look(order: Order, html: Path | None, save: Path | None, compare: Path | None, samples: int, times: bool) -> None:
     """Inspects the model of a file, prints what was found and writes it.
 
     Args:
         order: which model, and how it is quantized.
         html: the page to write.
-        json: the file to write.
+        save: the file to write as JSON.
         compare: what an earlier inspection wrote as JSON.
         samples: how many to look at.
         times: whether to time layers where that takes a program for each.
     """
-    config = order.require((html, json), (compare,))
+    config = order.require((html, save), (compare,))
     before = None if compare is None else _earlier(compare)
     program = load_exported(order.model, trust=order.trust)
     data = load_batches(order.data, program, order.batch_size)
     calibration = data if order.calibration is None else load_batches(order.calibration, program, order.batch_size)
     floats, artefact = quantized(program, calibration, order, config)
     found = inspect(floats, artefact, data, samples=samples, times=times or None)
-    if json is not None:
-        write_content(json, found.to_json().encode())
+    if save is not None:
+        write_content(save, found.to_json().encode())
     if html is not None:
         write_content(html, found.html(f"{order.model.name} on {order.backend}", before).encode())
-    console = Console()
+    console = current().console
     console.print(found.table())
     console.print(escape(found.summary()), soft_wrap=True, highlight=False)
-    _tell_of(console, html, json)
+    _tell_of(console, html, save)
+    current().document(loads(found.to_json()))
 
 
-def score(order: Order, metric: str, labels: str, json: Path | None) -> None:
+def score(order: Order, metric: str, labels: str, save: Path | None) -> None:
     """Evaluates the model of a file, and prints the scores.
 
     Args:
         order: which model, and how it is quantized.
         metric: a name, or "file.py:function".
         labels: the name of the array of labels.
-        json: the file to write.
+        save: the file to write as JSON.
     """
-    config = order.require((json,))
+    config = order.require((save,))
     measure = metric_of(metric, trust=order.trust)
     program = load_exported(order.model, trust=order.trust)
     pairs, whole = load_labelled(order.data, program, labels, order.batch_size)
     calibration = whole if order.calibration is None else load_batches(order.calibration, program, order.batch_size)
     floats, artefact = quantized(program, calibration, order, config)
     found = evaluate(floats, artefact, pairs, measure)
-    if json is not None:
-        write_content(json, found.to_json().encode())
-    console = Console()
+    if save is not None:
+        write_content(save, found.to_json().encode())
+    console = current().console
     console.print(found.table())
     console.print(escape(found.summary()), soft_wrap=True, highlight=False)
     if order.calibration is None:
         console.print("Calibrated on the samples that are scored; pass --calibration for others.", soft_wrap=True)
-    _tell_of(console, json)
+    _tell_of(console, save)
+    current().document(loads(found.to_json()))
 
 
 def quantized(program: ExportedProgram, calibration: Any, order: Order, config: Any) -> tuple[fx.GraphModule, Artefact]:
@@ -133,11 +137,11 @@ def quantized(program: ExportedProgram, calibration: Any, order: Order, config: 
 
 def _earlier(path: Path) -> Inspection:
     if kind_at(path) != "file":
-        raise ArtefactError(f"There is no file '{path}' to compare with; write one with --json.")
+        raise ArtefactError(f"There is no file '{path}' to compare with; write one with --save.")
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ArtefactError(f"'{path}' cannot be read ({first_line(error)}); write it with --json.") from error
+        raise ArtefactError(f"'{path}' cannot be read ({first_line(error)}); write it with --save.") from error
     return Inspection.from_json(text)
 
 
