@@ -111,7 +111,9 @@ def test_a_cache_in_integers_gives_the_logits_of_the_whole_sequence(backend, ste
 @pytest.mark.slow
 def test_a_cache_in_integers_costs_no_delegate():
     """Scales of rows are found outside, and integers are read inside, between the delegates of a cache in float."""
-    counts = made(layers=1, cache="int8")[1].made.program.counts
+    integers = made(layers=1, cache="int8")[1]
+    assert placements_of_attention(integers) == ["float"]  # the model's own, which is a part of a delegate
+    counts = integers.made.program.counts
     assert counts.delegates == 3
     assert counts.converts == made(layers=1)[1].made.program.counts.converts + 2
 
@@ -167,8 +169,10 @@ def test_other_families(family):
 
 
 @pytest.mark.slow
-def test_another_family_on_xnnpack():
-    _check("xnnpack", "float32", "GPTNeoX", parts=(20, 10), steps=20)
+def test_a_window_on_xnnpack():
+    """Its mask is not the operator's, so that the model's own attention reads all rows."""
+    _check("xnnpack", "float32", "Mistral", parts=(20, 10), steps=20)
+    assert placements_of_attention(made("xnnpack", "float32", "Mistral")[1]) == ["float", "float"]
 
 
 def greedy(model, ids, count):
@@ -317,16 +321,19 @@ def test_what_the_file_says(xnnpack, tmp_path):
         "get_bos_id": 1,
         "get_eos_ids": 2,
         "use_kv_cache": True,
-        "use_sdpa_with_kv_cache": False,
+        "use_sdpa_with_kv_cache": True,
         "enable_dynamic_shape": True,
     }
 
 
+def placements_of_attention(artefact):
+    return [row.placement for row in artefact.made.program.ops if "attention" in row.target]
+
+
 def test_a_layer_is_one_delegate(xnnpack):
-    """Caches are written between: a delegate before the first, one for each layer, one for the last token's logits."""
+    """Caches are written and read between: a delegate before the first, one for each layer, one for the logits."""
     assert xnnpack[1].made.program.counts.delegates == 3
-    attention = [row for row in xnnpack[1].made.program.ops if "attention" in row.target]
-    assert [row.placement for row in attention] == ["float"]
+    assert placements_of_attention(xnnpack[1]) == ["portable"]
 
 
 @pytest.mark.slow
