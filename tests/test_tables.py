@@ -42,7 +42,7 @@ WITHOUT_MODELS = {
         "",  # test_generation.py has the language model and its program
         "architecture",  # test_architectures.py has those
     ),
-    *("what", "observer", "weights", "File", "id", "word", "our word"),
+    *("what", "observer", "weights", "fault", "File", "id", "word", "our word"),
     *("what you want", "you", "backend", "format", "observer in the config", "framework", "where", "kind"),
 }
 BACKENDS = {"XNNPACK": "xnnpack", "x86": "x86"}
