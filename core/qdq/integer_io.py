@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.errors import ConvertError
-from quantplug.core.graph.calling import by_position
 from quantplug.core.graph.editing import erase_dead_code
 from quantplug.core.graph.facts import describe, operands, tensor_value
 from quantplug.core.graph.meta import IO_DTYPES
-from quantplug.core.graph.working_copy import over_same_tensors
 from quantplug.core.peers.torch_names import pytree
 
 _OPS = torch.ops.quantized_decomposed
@@ -159,22 +157,3 @@ def dequantized_outputs(model: fx.GraphModule, result: Any) -> Any:
     pairs = zip(leaves, written, strict=True)
     floats = [leaf if qargs is None else _DEQUANTIZE(leaf, *qargs) for leaf, qargs in pairs]
     return pytree.tree_unflatten(floats, structure)
-
-
-def with_float_inputs(floats: Any, converted: fx.GraphModule) -> fx.GraphModule:
-    """Returns a graph whose inputs are those of the float model: data is held against it before anything is run.
-
-    Args:
-        floats: the float model; a module that is not exported yet has no graph to be asked.
-        converted: the q/dq graph of it, whose inputs may be integers.
-    """
-    if isinstance(floats, torch.export.ExportedProgram):
-        return by_position(floats.module())
-    if isinstance(floats, fx.GraphModule):
-        return by_position(floats)
-    model = over_same_tensors(converted)
-    for node, qargs in zip(model.graph.find_nodes(op="placeholder"), boundary_qparams(model)[0], strict=True):
-        value = tensor_value(node)
-        if qargs is not None and value is not None:
-            node.meta["val"] = value.to(torch.float32)
-    return model

@@ -14,9 +14,10 @@ from quantplug.core.annotation.plan import transformed
 from quantplug.core.batch_norms.inference import fold_batch_norms
 from quantplug.core.graph.calling import by_position
 from quantplug.core.graph.constants import written_buffers
-from quantplug.core.graph.facts import attribute, viewed_node, written_argument
+from quantplug.core.graph.facts import attribute, tensor_value, viewed_node, written_argument
 from quantplug.core.graph.meta import TRANSFORMS
-from quantplug.core.graph.working_copy import working_copy
+from quantplug.core.graph.working_copy import over_same_tensors, working_copy
+from quantplug.core.qdq.integer_io import boundary_qparams
 from quantplug.core.report.layers import Piece, Rounding, fixed_nodes, rounds_activations
 
 
@@ -177,3 +178,22 @@ def _memory(view: fx.Node) -> fx.Node:
     while (base := viewed_node(view)) is not None:
         view = base
     return view
+
+
+def with_float_inputs(floats: Any, converted: fx.GraphModule) -> fx.GraphModule:
+    """Returns a graph whose inputs are those of the float model: data is held against it before anything is run.
+
+    Args:
+        floats: the float model; a module that is not exported yet has no graph to be asked.
+        converted: the q/dq graph of it, whose inputs may be integers.
+    """
+    if isinstance(floats, torch.export.ExportedProgram):
+        return by_position(floats.module())
+    if isinstance(floats, fx.GraphModule):
+        return by_position(floats)
+    model = over_same_tensors(converted)
+    for node, qargs in zip(model.graph.find_nodes(op="placeholder"), boundary_qparams(model)[0], strict=True):
+        value = tensor_value(node)
+        if qargs is not None and value is not None:
+            node.meta["val"] = value.to(torch.float32)
+    return model

@@ -25,7 +25,8 @@ from quantplug.core.files.typed import typed
 from quantplug.core.graph.calling import by_position
 from quantplug.core.graph.facts import require_graph_module
 from quantplug.core.peers.torch_names import pytree
-from quantplug.core.qdq.integer_io import dequantized_outputs, quantized_inputs, with_float_inputs
+from quantplug.core.qdq.integer_io import dequantized_outputs, quantized_inputs
+from quantplug.core.report.runs import with_float_inputs
 from quantplug.flow import Artefact, export
 from quantplug.metrics import Score, chosen_metric, scores_of
 from quantplug.quantizers.framework.backend import Backend

@@ -14,10 +14,10 @@ from quantplug.core.calibration.batches import BatchReader, loader_iterator, non
 from quantplug.core.errors import CalibrationError, ConfigError, ModelError
 from quantplug.core.graph.calling import by_position
 from quantplug.core.graph.facts import module_path, require_graph_module
-from quantplug.core.qdq.integer_io import with_float_inputs
 from quantplug.core.qdq.nodes import is_qdq
 from quantplug.core.report.faults import Fault, faults, of_kernel
 from quantplug.core.report.layer_errors import LayerErrors, Measured, RangeFit, measure_layers
+from quantplug.core.report.runs import with_float_inputs
 from quantplug.core.specs.levels import decibels
 from quantplug.flow import Artefact, export
 from quantplug.lowering.timing import Taken, total
