@@ -157,19 +157,21 @@ def test_no_element_differs_from_the_emulation(config):
     assert differing(artefact, model.inputs) == 0
 
 
+def steps_apart(found, expected):
+    """The largest difference, in the least difference of two values that there are."""
+    return float((found - expected).abs().max() / expected.unique().diff().min())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["int8", "16a8w"])
 def test_no_element_of_any_declared_operator_differs_from_the_emulation(config):
     model = SideBySide(CASES)
     artefact = lowered(model, model.inputs, config=config)
-    assert set(portable(artefact).values()) <= {
-        reason
-        for reason in portable(artefact).values()
-        if "comes from" in reason  # moves of what is float yet
-    }
+    assert all("comes from" in reason for reason in portable(artefact).values())  # moves of what is float yet
     assert differing(artefact, model.inputs) == 0
     for one, expected in zip(artefact(model.inputs), artefact.reference(model.inputs), strict=True):
-        assert sqnr(one, expected) > 24  # averages of few steps, whose ties go elsewhere
+        # Averages of a few integers are ties, which go one step elsewhere.
+        assert sqnr(one, expected) > 28 or steps_apart(one, expected) < 1.01
 
 
 class KeywordNet(nn.Module):
