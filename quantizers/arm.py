@@ -1,7 +1,6 @@
 """What TOSA's integer profile expresses, and Arm's Ethos-U runs, as declarations.
 
-Activations are int8 with one scale, or int16 around zero; weights symmetric int8 with one scale for each output
-channel; biases int32. Functions of one tensor are tables.
+Activations are int8, or int16 around zero; weights symmetric int8 by output channel; biases int32; functions tables.
 """
 
 from functools import partial
@@ -38,6 +37,7 @@ _REWRITES = (
     *("means:means_are_poolings", "softmax:softmax_is_steps", "products:products_are_batches"),
 )
 _MOVES = (*(name for name in MOVES if name != "roll"), *REPEATS, *IDENTITIES, *PADS)
+_CURVES = ("sigmoid", "tanh", "silu", "gelu", "hardswish", "hardsigmoid", "leaky_relu", "elu")
 
 _ROWS = (
     convolution(dims=(1, 2)),
@@ -53,8 +53,8 @@ _ROWS = (
     pooling("amax", "amin").within(Level.EXACT),
     pooling("sum.dim_IntList", own_output=True),
     pooling("avg_pool2d").where(constraints.images_with_batch, constraints.plain_windows),
-    own_range("sigmoid", "tanh", "silu", "gelu", "hardswish", "hardsigmoid", "leaky_relu", "elu"),
-    own_range("exp", "log", "rsqrt", "reciprocal"),
+    own_range(*_CURVES).within(Level.APPROXIMATE),  # tables of 16 bits are interpolated
+    own_range("exp", "log", "rsqrt", "reciprocal").within(Level.APPROXIMATE),
     clamps(*CLAMPS).within(Level.EXACT),
     movement(_MOVES).within(Level.EXACT),
 )
