@@ -23,7 +23,7 @@ def installed(package, target):
     subprocess.run(["cp", "-r", str(package), str(source)], check=True)  # setuptools writes beside the sources
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*command, "--target", str(target), str(source)], check=True)
-    return {**os.environ, "PYTHONPATH": str(target), "COLUMNS": "200"}
+    return {**os.environ, "PYTHONPATH": str(target), "COLUMNS": "400"}  # a table of wide rows, and no list
 
 
 @pytest.fixture(scope="module")
