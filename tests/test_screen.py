@@ -88,6 +88,7 @@ def test_what_libraries_tell_their_developers_is_not_shown_and_what_we_tell_is_o
 
 
 def test_verbose_shows_everything(caplog):
+    caplog.set_level(logging.WARNING)
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         with_screen(noisy)(**CALL | {"verbose": True})

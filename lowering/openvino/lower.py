@@ -103,8 +103,10 @@ def lower(
     shapes = open_sizes(module.graph, example_inputs) or dynamic_shapes
     try:
         exported = torch.export.export(module, example_inputs, dynamic_shapes=shapes)
-        decoder, variables, places = _decoder(exported, is_dynamic=shapes is not None)
-        model, signature = openvino.convert_model(decoder), Signature.of_exported(exported)
+        with _logging_as_it_was():
+            decoder, variables, places = _decoder(exported, is_dynamic=shapes is not None)
+            model = openvino.convert_model(decoder)
+        signature = Signature.of_exported(exported)
         _drop_fixed(model, signature)
         fold_products(model)
         store_in_four_bits(model)
@@ -162,24 +164,27 @@ def _decoder(exported: torch.export.ExportedProgram, *, is_dynamic: bool) -> tup
     """Returns what OpenVINO's front end reads, the buffers that it carries, and where the outputs are beside them."""
     from openvino.frontend.pytorch.fx_decoder import TorchFXPythonDecoder
 
-    with _quiet():
-        decoder = TorchFXPythonDecoder.from_exported_program(exported, dynamic_shapes=is_dynamic)
-        variables, places = expose(decoder.pt_module)
-        if variables:
-            decoder = TorchFXPythonDecoder(decoder.pt_module, dynamic_shapes=is_dynamic)
-        return decoder, variables, places
+    decoder = TorchFXPythonDecoder.from_exported_program(exported, dynamic_shapes=is_dynamic)
+    variables, places = expose(decoder.pt_module)
+    if variables:
+        decoder = TorchFXPythonDecoder(decoder.pt_module, dynamic_shapes=is_dynamic)
+    return decoder, variables, places
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps back the front end's traces about decompositions that this torch does not have."""
+def _logging_as_it_was() -> Iterator[None]:
+    """Keeps back the front end's traces about decompositions that this torch does not have.
+
+    What OpenVINO refuses, it leaves with its own level, filter and handler in the root logger.
+    """
     root = logging.getLogger()
-    level = root.level
+    level, filters, handlers = root.level, root.filters[:], root.handlers[:]
     root.setLevel(logging.ERROR)
     try:
         yield
     finally:
         root.setLevel(level)
+        root.filters[:], root.handlers[:] = filters, handlers
 
 
 def _drop_fixed(model: Any, signature: Signature) -> None:

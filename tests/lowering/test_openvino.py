@@ -1,6 +1,7 @@
 """The same q/dq graph in OpenVINO's compiler: integer kernels, the q/dq graph's numbers, files, refusals."""
 
 import copy
+import logging
 import subprocess
 import sys
 import zipfile
@@ -263,8 +264,11 @@ def test_an_operator_that_openvino_does_not_convert_is_a_whole_sentence(refused)
     function, reason = refused
     inputs = (torch.randn(2, 3, 12, 12),)
     reference = quantized(Function(function, conv=nn.Conv2d(3, 8, 3)), inputs)
+    root = logging.getLogger()
+    logs = root.level, list(root.filters), list(root.handlers)
     with pytest.raises(LoweringError, match=rf"^OpenVINO does not take .* \({reason}[^.:]*\); keep the operator"):
         OPENVINO.lower(reference, inputs)
+    assert (root.level, root.filters, root.handlers) == logs
 
 
 @pytest.mark.slow
