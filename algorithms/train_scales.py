@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
+from torch.utils.checkpoint import checkpoint
 
 from quantplug.algorithms.kept import Kept, fingerprint
 from quantplug.algorithms.trainable import Trainable
@@ -40,6 +41,8 @@ _HELD_BACK = 8
 _WARM = 8
 # As in the paper's code: of noisy gradients, a mean over the last twenty squares.
 _BETAS = (0.9, 0.95)
+# Numbers of an output whose losses are computed at once.
+_PART = 2**20
 # What the loss has to fall by, and what the squared error may grow by: 0.2 and 0.1 decibels.
 _LEAST_GAIN, _MOST_LOSS = 10**-0.02, 10**0.01
 
@@ -150,12 +153,14 @@ class TrainScales:
             if not weights:
                 return TrainedScales(left=left)
             trainable = Trainable(model, weights)
+            del weights  # so that none is there any more when its successor is
             with Parking() as parking, torch.enable_grad():
                 data = _Data(model, batches, parking)
                 if not data.has_numbers:
-                    return TrainedScales(left=_without(weights, left, lambda _: "the model returns no floats")[1])
+                    reason = "the model returns no floats"
+                    return TrainedScales(left=_without(trainable.weights, left, lambda _: reason)[1])
                 with joined() as ranks, telling(ranks):
-                    kept = Kept(self.checkpoint, lambda: fingerprint(self, model, weights, batches), ranks)
+                    kept = Kept(self.checkpoint, lambda: fingerprint(self, model, trainable.weights, batches), ranks)
                     found = self._trained(model, trainable, data, kept, left)
                 kept.remove()
                 return found
@@ -171,12 +176,12 @@ class TrainScales:
             after = _Measured(trainable, data, advance)
         if not after.is_better_than(before):
             return TrainedScales({}, (), before.distance, before.distance, left)
-        for each in trainable.scaled:
-            keep(model, each.weight, each.rescaled(), each.scale)
+        scales = {layer.node.name: each.scale.numel() for each in trainable.scaled for layer in each.weight.layers}
         for vector in trainable.vectors:
             move_parameter(model, vector.paths, vector.value().detach())
+        for each in trainable.taken():
+            keep(model, each.weight, each.rescaled(), each.scale)
         model.recompile()
-        scales = {layer.node.name: each.scale.numel() for each in trainable.scaled for layer in each.weight.layers}
         vectors = tuple(vector.paths[0] for vector in trainable.vectors)
         return TrainedScales(scales, vectors, before.distance, after.distance, left)
 
@@ -293,19 +298,26 @@ def _losses(found: list[Tensor], wanted: list[Tensor]) -> Tensor:
 
 
 def _of_one(found: Tensor, wanted: Tensor, rows: int) -> Tensor:
-    squares = (wanted.square(), (found - wanted).square())
-    return torch.stack([*(each.reshape(rows, -1).sum(1) for each in squares), _divergence(found, wanted, rows)], 1)
+    """Returns the losses of one output, in parts, of which each is computed again on the way back."""
+    last = wanted.shape[-1] if wanted.dim() else 1
+    parts = (each.reshape(-1, last).split(max(1, _PART // max(1, last))) for each in (found, wanted))
+    losses = torch.cat([checkpoint(_of_part, *part, use_reentrant=False) for part in zip(*parts, strict=True)])
+    energy, error, divergence = losses.reshape(rows, -1, 3).unbind(2)
+    return torch.stack([energy.sum(1), error.sum(1), divergence.mean(1)], 1)
 
 
-def _divergence(found: Tensor, wanted: Tensor, rows: int) -> Tensor:
-    """Returns the Kullback-Leibler divergence of the softmax over the last dimension, in the mean over a sample."""
-    if not wanted.dim() or wanted.shape[-1] < 2:
-        return wanted.new_zeros(rows)
-    logs = torch.log_softmax(wanted, -1)
-    change = torch.log_softmax(found, -1) - logs
-    # Both distributions add up to 1, so that this is -p * change in the sum, whose terms would cancel.
-    each = (logs.exp() * (torch.expm1(change) - change)).sum(-1)
-    return each.reshape(rows, -1).mean(1)
+def _of_part(found: Tensor, wanted: Tensor) -> Tensor:
+    """Returns energy, squared error and divergence along the last dimension, [..., 3] of tensors [..., numbers].
+
+    The divergence is Kullback and Leibler's, of the softmax.
+    """
+    logs, found_logs = torch.log_softmax(wanted, -1), torch.log_softmax(found, -1)
+    likely, change = logs.exp(), found_logs - logs
+    # Both distributions add up to 1, so that q - p - p * change is -p * change in the sum, whose terms would cancel.
+    # Where they are near each other, q - p is p * expm1(change) without the rounding.
+    grown = torch.where(change < 1, likely * torch.expm1(change.clamp(max=1)), found_logs.exp() - likely)
+    divergence = (grown - likely * change).sum(-1)
+    return torch.stack([wanted.square().sum(-1), (found - wanted).square().sum(-1), divergence], -1)
 
 
 class _Measured:

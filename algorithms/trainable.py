@@ -6,17 +6,22 @@ Whatever else is rounded, is rounded as convert would have it, and gradients pas
 arXiv:1308.3432) but for values that a static range clips.
 """
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from quantplug.algorithms.operators import quantized_graph
+from quantplug.algorithms.stretches import Stretch, stretches_of
 from quantplug.algorithms.weights import Weight
 from quantplug.core.calibration.node_by_node import Batch, BatchRun
+from quantplug.core.graph.editing import drop_unread_attributes, erase_dead_code
 from quantplug.core.graph.facts import attribute, observer_of, operands
 from quantplug.core.observers.from_specs import is_derived
 from quantplug.core.observers.straight_through import straight_through
@@ -63,9 +68,7 @@ class Scaled:
 
     def rescaled(self) -> Tensor:
         """Returns what its integers stand for with these scales, rounded once."""
-        grid = self.weight.grid
-        integers = torch.round(self.start / grid.spread(grid.scale, self.start))
-        return self.weight.as_held(integers * grid.spread(self._scale, self.start))
+        return self.weight.as_held(self.weight.grid.rescaled(self.start, self._scale))
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,14 +113,11 @@ class Trainable:
     def __init__(self, prepared: fx.GraphModule, weights: list[Weight]) -> None:
         self.scaled = [Scaled.of(weight) for weight in weights]
         self.vectors = list(_vectors(prepared))
-        self._graph = quantized_graph(prepared)
+        graph = quantized_graph(prepared)
+        self._model, self._pairs = graph.model, dict(graph.pairs)
         self._trained = self._values()
-        self._unread = {
-            quantize
-            for quantize in set(self._graph.pairs.values())
-            if all(user in self._trained for user in quantize.users)
-        }
-        self._constants = self._graph.constants - self._behind()
+        self._constants = graph.constants - self._behind()
+        self._stretches = stretches_of(self._model.graph, set(self._pairs.values()).__contains__)
         self._computed: dict[fx.Node, Any] = {}
         self._alive: dict[int, tuple[weakref.ref[Tensor], Callable[[], Tensor]]] = {}
 
@@ -125,29 +125,45 @@ class Trainable:
         """Returns what an optimizer trains."""
         return [each.trained for each in self.scaled] + [each.trained for each in self.vectors]
 
+    @property
+    def weights(self) -> list[Weight]:
+        """The weights whose scales are trained."""
+        return [each.weight for each in self.scaled]
+
+    def taken(self) -> Iterator[Scaled]:
+        """Yields the weights and forgets them: what they were need not be there with what they become."""
+        self._trained.clear()
+        self._alive.clear()
+        while self.scaled:
+            yield self.scaled.pop()
+
     def result(self, batch: Batch) -> Any:
         """Returns what the quantized model makes of a batch, with gradients to what is trained."""
         with torch.autograd.graph.saved_tensors_hooks(self._packed, _unpacked):
             return _Run(self, _differentiable(batch)).result()
 
     def _values(self) -> dict[fx.Node, Callable[[], Tensor]]:
-        """Returns by node of the converted graph what computes it: vectors, and weights behind their pairs."""
+        """Lets the graph read what is trained in place of what is rounded, and returns by node what computes it."""
         weights = {path: each.value for each in self.scaled for path in each.weight.paths}
         vectors = {path: each.value for each in self.vectors for path in each.paths}
-        found: dict[fx.Node, Callable[[], Tensor]] = {}
-        for back, quantize in self._graph.pairs.items():
-            source = quantize.all_input_nodes[0]
-            if source.op == "get_attr" and str(source.target) in weights | vectors:
-                found[back] = (weights | vectors)[str(source.target)]
-        for node in self._graph.model.graph.find_nodes(op="get_attr"):
+        found, graph = dict[fx.Node, Callable[[], Tensor]](), self._model.graph
+        for node in graph.find_nodes(op="get_attr"):
             if str(node.target) in vectors:
                 found[node] = vectors[str(node.target)]
+        for back, quantize in self._pairs.items():
+            source = quantize.all_input_nodes[0]
+            if source.op == "get_attr" and str(source.target) in weights | vectors and back.users:
+                found[_read_late(back, source)] = (weights | vectors)[str(source.target)]
+        erase_dead_code(graph)
+        drop_unread_attributes(self._model)
+        left = set(graph.nodes)
+        self._pairs = {back: quantize for back, quantize in self._pairs.items() if back in left}
         return found
 
     def _behind(self) -> set[fx.Node]:
         """Returns the nodes that are computed of what is trained."""
         found = set(self._trained)
-        for node in self._graph.model.graph.nodes:
+        for node in self._model.graph.nodes:
             if not found.isdisjoint(node.all_input_nodes):
                 found.add(node)
         return found
@@ -164,6 +180,15 @@ class Trainable:
         value = self._trained[node]()
         self._alive[value.untyped_storage().data_ptr()] = weakref.ref(value), self._trained[node]
         return value
+
+
+def _read_late(back: fx.Node, source: fx.Node) -> fx.Node:
+    """Lets what reads a pair read what it rounds, in front of the first: so one weight at a time is computed."""
+    with back.graph.inserting_before(min(back.users)):
+        node = back.graph.get_attr(str(source.target))
+    node.meta = dict(source.meta)
+    back.replace_all_uses_with(node)
+    return node
 
 
 def _differentiable(values: T) -> T:
@@ -202,16 +227,33 @@ class _Run(BatchRun):
     """Runs the converted graph on what is trained."""
 
     def __init__(self, trainable: Trainable, batch: Batch) -> None:
-        super().__init__(trainable._graph.model, batch)
+        super().__init__(trainable._model, batch)
         self._trainable, self._rounded = trainable, dict[fx.Node, Tensor]()
+
+    def result(self) -> Any:
+        """Returns what the model does; all stretches but the last are run again for their gradients."""
+        if torch.is_grad_enabled():
+            for stretch in self._trainable._stretches[:-1]:
+                values = [self.env[node] for node in stretch.reads]
+                found = checkpoint(partial(self._through, stretch), *values, use_reentrant=False)
+                self.env |= zip(stretch.yields, found, strict=True)
+                for node in stretch.drops:
+                    del self.env[node]
+                self._next = stretch.stop
+        return super().result()
+
+    def _through(self, stretch: Stretch, *values: Any) -> list[Any]:
+        """Returns what a stretch yields, given what it reads."""
+        run = copy.copy(self)
+        run.env, run._rounded, run._next = dict(zip(stretch.reads, values, strict=True)), {}, stretch.start
+        run.advance(stretch.stop)
+        return [run.env[node] for node in stretch.yields]
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs a node; pairs of activations pass gradients."""
         of = self._trainable
         if n in of._trained:
             return of.trained(n)
-        if n in of._unread or n.op == "placeholder":
-            return self.env.get(n)
         if n in of._constants:
             if n not in of._computed:
                 of._computed[n] = self._alone(n)
@@ -219,7 +261,7 @@ class _Run(BatchRun):
         if not is_qdq(n):
             return super().run_node(n)
         found = self._alone(n)
-        quantize = of._graph.pairs.get(n)
+        quantize = of._pairs.get(n)
         if quantize is not None:
             return _passing(quantize, self._rounded[quantize], found)
         self._rounded[n] = self.env[n.all_input_nodes[0]]

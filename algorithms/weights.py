@@ -56,13 +56,15 @@ class Grid:
 
     def by_block(self, matrix: Tensor) -> Tensor:
         """Returns the sums of a matrix [groups, rows, columns] over what shares a scale, in the scale's shape."""
-        blocks = matrix.reshape(*matrix.shape[:2], self.scale.shape[2], -1)
-        return over_shared(blocks.sum(-1), self.scale)
+        return over_shared(self._blocks(matrix).sum(-1), self.scale)
 
     def multiplied(self, matrix: Tensor, factor: Tensor) -> Tensor:
         """Returns a matrix [groups, rows, columns] times a factor for each scale, in the scale's shape."""
-        blocks = matrix.reshape(*matrix.shape[:2], self.scale.shape[2], -1)
-        return (blocks * factor.unsqueeze(3)).reshape(matrix.shape)
+        return (self._blocks(matrix) * factor.unsqueeze(3)).reshape(matrix.shape)
+
+    def _blocks(self, matrix: Tensor) -> Tensor:
+        """Returns a matrix [groups, rows, columns] as [groups, rows, blocks, columns of a block]."""
+        return matrix.reshape(*matrix.shape[:2], self.scale.shape[2], -1)
 
     def rounded(self, matrix: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
         """Returns the nearest values, given a scale and zero point for each element."""
@@ -70,8 +72,19 @@ class Grid:
         return (integers - zero_point) * scale
 
     def nearest(self, matrix: Tensor) -> Tensor:
-        """Returns a matrix [groups, rows, columns] rounded to the nearest values."""
-        return self.rounded(matrix, *self.spread_over(matrix))
+        """Returns a matrix [groups, rows, columns] rounded to the nearest values, as the q/dq operators round.
+
+        What is halfway between two integers is decided by their product with the reciprocal. Nothing but the result
+        takes memory.
+        """
+        blocks, scale, zero_point = self._blocks(matrix), self.scale.unsqueeze(3), self.zero_point.unsqueeze(3)
+        integers = torch.mul(blocks, 1 / scale).round_().add_(zero_point).clamp_(self.low, self.high)
+        return integers.sub_(zero_point).mul_(scale).reshape(matrix.shape)
+
+    def rescaled(self, matrix: Tensor, scale: Tensor) -> Tensor:
+        """Returns values [groups, rows, columns] of the grid as their integers are with other scales."""
+        integers = torch.div(self._blocks(matrix), self.scale.unsqueeze(3)).round_()
+        return integers.mul_(scale.unsqueeze(3)).reshape(matrix.shape)
 
     def scaled(self, factor: Tensor) -> "Grid":
         """Returns the grid with its scales multiplied by a factor each."""

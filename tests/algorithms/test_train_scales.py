@@ -15,7 +15,7 @@ from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e as torchao_prep
 from torchao.quantization.pt2e.quantizer import FixedQParamsQuantizationSpec, QuantizationAnnotation, Quantizer
 
 import quantplug
-from quantplug.algorithms import kept, train_scales
+from quantplug.algorithms import kept, stretches, train_scales
 from quantplug.algorithms.train_scales import TrainScales
 from quantplug.algorithms.trainable import Trainable
 from quantplug.algorithms.weights import weights_of
@@ -126,6 +126,92 @@ def test_no_weight_is_kept_for_the_way_back(monkeypatch):
     assert not [each for each in tensors if each.numel() in sizes and each.untyped_storage().data_ptr() not in started]
     assert len(kept) - len(tensors) >= 5
     assert all(each.trained.grad.any() for each in trainable.scaled)
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, which the result depends on."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x)) + x
+            self.calls.add_(1)
+        return x * self.calls
+
+
+def gradients(prepared, batch):
+    """Returns gradients of what is trained, how many bytes wait for them, and in how many stretches the graph is."""
+    trainable, kept = Trainable(prepared, weights_of(prepared)[0]), {}
+    pack = trainable._packed
+
+    def packed(saved):
+        found = pack(saved)
+        if isinstance(found, torch.Tensor):
+            kept[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
+        return found
+
+    trainable._packed = packed
+    trainable.result((batch,))[0].square().sum().backward()
+    return [each.grad for each in trainable.parameters()], sum(kept.values()), len(trainable._stretches)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "tied", "static"])
+def test_what_is_computed_again_has_the_same_gradients_and_keeps_less(kind, monkeypatch):
+    batch = rows(1)[0] if kind == "static" else texts(1)[0]
+    prepared = prepared_perceptron()[1] if kind == "static" else prepared_language(tied=kind == "tied")[1]
+    whole, kept, count = gradients(prepared, batch)
+    monkeypatch.setattr(stretches, "BUDGET", 2**11)
+    again, less, more = gradients(prepared, batch)
+    assert count == 1
+    assert more > 2
+    assert all(torch.equal(one, other) for one, other in zip(whole, again, strict=True))
+    assert all(each.any() for each in again)
+    assert less < 0.7 * kept
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_what_is_trained_begins_as_convert_rounds(bits):
+    """The greatest weight of a channel may be halfway between two integers."""
+    _, prepared = prepared_perceptron(bits)
+    trainable = Trainable(prepared, weights_of(prepared)[0])
+    with torch.no_grad():
+        assert torch.equal(trainable.result((rows(1)[0],))[0], torchao_convert(prepared)(rows(1)[0]))
+
+
+def test_what_writes_its_buffers_is_computed_once(monkeypatch):
+    monkeypatch.setattr(stretches, "BUDGET", 2**8)
+    _, prepared = prepared_perceptron(4, Counting().eval())
+    calls = prepared.calls.clone()
+    found, _, count = gradients(prepared, rows(1)[0])
+    assert count == 1
+    assert all(each.any() for each in found)
+    assert torch.equal(prepared.calls, calls)
+    assert TRAINED.apply(prepared, rows()).before is not None
+
+
+def test_outputs_of_any_size_are_measured():
+    """Such as boxes in pixels: their softmax is 0 almost everywhere."""
+    model, prepared = prepared_perceptron(3, nn.Sequential(perceptron(), Scale(5000.0)).eval())
+    _, divergence = distances(torchao_convert(copy.deepcopy(prepared)), model, rows()[7:])
+    found = TRAINED.apply(prepared, rows())
+    assert divergence > 1
+    assert found.before.divergence == pytest.approx(divergence, rel=1e-4)
+
+
+class Scale(nn.Module):
+    """Multiplies by a number."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+
+    def forward(self, x):
+        return x * self.by
 
 
 def small(bits, per_channel=True):
