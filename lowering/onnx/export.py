@@ -17,19 +17,23 @@ import torch
 from torch import Tensor
 
 from quantplug.core.errors import LoweringError, first_line, shown
+from quantplug.lowering.onnx.engines import Engine
 from quantplug.lowering.onnx.translations import translations
 
 _NAMED = re.compile(r"@(\d+)@")
 _MISSING = re.compile(r"No (?:ONNX function|decompositions registered|Torchlib|dispatch)[^\n]*?(\w+[.:]+\w+[.\w]*)")
 
 
-def to_onnx(exported: torch.export.ExportedProgram, opset: int, narrow: frozenset[str]) -> tuple[Any, Any]:
+def to_onnx(
+    exported: torch.export.ExportedProgram, opset: int, narrow: frozenset[str], engine: Engine
+) -> tuple[Any, Any]:
     """Returns a model of ONNX, and the program of torch that its nodes name.
 
     Args:
         exported: the program.
         opset: of the model.
         narrow: names of integers that take four bits.
+        engine: what is to read it.
 
     Raises:
         LoweringError: an operator has no form in ONNX.
@@ -47,7 +51,7 @@ def to_onnx(exported: torch.export.ExportedProgram, opset: int, narrow: frozense
     except Exception as error:
         raise LoweringError(
             f"ONNX opset {opset} has no form of the q/dq graph ({_said(error)}); keep the operator that it names "
-            "outside of the model, choose a later opset, or use backend 'x86'."
+            f"outside of the model or choose a later opset{engine.remedy}."
         ) from error
     assert found is not None  # nothing is returned where the older exporter writes a file
     _tidy(found.model, narrow)
