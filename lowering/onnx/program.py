@@ -6,6 +6,7 @@ The file is a plain `.onnx` that any runtime reads; what a call of the model tak
 import hashlib
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -80,15 +81,20 @@ class ONNXProgram(Program):
         Raises:
             LoweringError: the inputs have another structure, dtype or size than the model was exported for.
         """
-        tensors = [leaf for leaf in self._signature.flatten(inputs, keywords) if isinstance(leaf, Tensor)]
+        tensors = self._named(inputs, keywords)
         try:
-            given = {name: t.detach().contiguous().numpy() for name, t in zip(self._names, tensors, strict=True)}
+            given = {name: tensor.detach().contiguous().numpy() for name, tensor in tensors.items()}
             found = self.session.run(None, given)
         except Exception as error:
             raise LoweringError(
                 f"ONNX Runtime fails on the inputs ({first_line(error)}); pass them as exported."
             ) from error
         return self._outputs.of([from_numpy(array) for array in found])
+
+    def _named(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Returns the tensors of a call by the names of the file's inputs."""
+        tensors = [leaf for leaf in self._signature.flatten(inputs, keywords) if isinstance(leaf, Tensor)]
+        return dict(zip(self._names, tensors, strict=True))
 
     def save(self, path: str | Path, *, largest: int = LARGEST) -> Path:
         """Writes an `.onnx` file, which any runtime of ONNX reads, and returns its path.

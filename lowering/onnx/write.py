@@ -5,7 +5,7 @@ to judge it by the graph. torch's exporter writes it; the weights are integers i
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from torch import fx
 
 from quantplug.core.errors import ConfigError, LoweringError
 from quantplug.core.graph.editing import finish
-from quantplug.core.graph.facts import describe, require_graph_module
+from quantplug.core.graph.facts import describe, operator_name, require_graph_module
+from quantplug.core.graph.operators import KEEPERS, schema_names
+from quantplug.core.qdq.nodes import is_qdq, is_quantize
 from quantplug.core.specs.limits import ONEDNN_PAIRS
 from quantplug.lowering.agreement import agreement
 from quantplug.lowering.halves import spell_out_halves
@@ -37,6 +39,7 @@ from quantplug.lowering.starting import starting, state_of, twin
 # The exporter writes no earlier one. From 21 on ONNX Runtime (1.32) refuses some graphs of int8 activations.
 _OPSETS = range(18, 24)
 _USUAL = 20
+_KEEPERS = schema_names(KEEPERS)
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,41 @@ class Written:
         except Exception as error:
             raise refusal("ONNX", error) from error
         agreement(found, twin(self.reference)(*self.inputs), self.reference, self.inputs)
+
+    def placed(self, kernels: Mapping[str, str], otherwise: str, how: str = "") -> tuple[LoweredOp, ...]:
+        """Returns the operators with their placement.
+
+        What moves or bounds integers, and has no kernel left, went into the kernel that yields or reads them.
+
+        Args:
+            kernels: the operators that run on integers, each with its kernel.
+            otherwise: why the others do not, where the plan gives no reason.
+            how: what is said of those that do.
+        """
+        kernels, nodes = dict(kernels), {node.name: node for node in self.reference.graph.nodes}
+        for operator in self.operators:
+            if operator.node not in kernels and not operator.reason:
+                before = _read_between(nodes[operator.node])
+                if before in kernels:
+                    kernels[operator.node] = kernels[before]
+        return tuple(self._told(operator, kernels, otherwise, how) for operator in self.operators)
+
+    def _told(self, operator: LoweredOp, kernels: Mapping[str, str], otherwise: str, how: str) -> LoweredOp:
+        if operator.node in kernels and not operator.reason:
+            return replace(operator, placement="int8", how=how)
+        reason = operator.reason or self.halves.get(operator.node) or otherwise
+        return replace(operator, placement="float", reason=reason)
+
+
+def _read_between(node: fx.Node) -> str | None:
+    """Returns the operator that yields what a move or clamp reads, of integers or on the way to them."""
+    name = operator_name(node).removesuffix("_")
+    if name not in _KEEPERS or not node.users or not node.all_input_nodes:
+        return None
+    source = node.all_input_nodes[0]
+    while is_qdq(source):
+        source = source.all_input_nodes[0]
+    return source.name if all(is_quantize(user) for user in node.users) else None
 
 
 def write(
