@@ -42,11 +42,11 @@ INT8 = DTypeConfig("int8", input=ACTIVATION, output=ACTIVATION, weight=WEIGHT)
 INT4 = DTypeConfig("int4_weight_only", weight=DTypeWithConstraints(torch.int8, *FOUR_BITS))
 _WEIGHT_ONLY = partial(get_symmetric_quantization_config, is_weight_only=True)
 
-_RELU = ("relu",)
+_FUSED = ("relu", "relu6", "hardtanh", "clamp")  # "Layer Fusion Catalog": relu and clip with any convolution
 _PRODUCTS = (
-    convolution(dims=(1, 2, 3), activations=_RELU).where(no_groups),
-    transposed_convolution(dims=(1, 2, 3), activations=_RELU).where(no_groups, one_group_or_scale),
-    linear(activations=_RELU).where(whole_groups, groups_of(64, 128)).accepting(INT8, INT4),
+    convolution(dims=(1, 2, 3), activations=_FUSED).where(no_groups),
+    transposed_convolution(dims=(1, 2, 3), activations=_FUSED).where(no_groups, one_group_or_scale),
+    linear(activations=_FUSED).where(whole_groups, groups_of(64, 128)).accepting(INT8, INT4),
 )
 
 
@@ -59,13 +59,13 @@ TENSORRT = Backend(
     name="tensorrt",
     summary="ONNX files for TensorRT's explicit quantization (needs the extra 'onnx')",
     annotators=(
-        *(residual(row, _RELU).accepting(INT8).writing_float() for row in _PRODUCTS),
+        *(residual(row, _FUSED).accepting(INT8).writing_float() for row in _PRODUCTS),
         *(row.writing_float() for row in _PRODUCTS),
-        matmul("matmul", "bmm", activations=_RELU).writing_float(),
-        binary("add", _RELU).needing_company(),
+        matmul("matmul", "bmm", activations=("relu",)).writing_float(),
+        binary("add").needing_company(),
         concatenation("cat").needing_company(),
         pooling("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d").needing_company(),
-        clamps(*_RELU),
+        clamps("relu"),
         movement().writing_float(),
     ),
     configs={

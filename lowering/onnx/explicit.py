@@ -23,15 +23,17 @@ from quantplug.lowering.onnx.export import number_of
 BLOCKS = (64, 128)
 _STEPS = ("QuantizeLinear", "DequantizeLinear")
 PRODUCTS = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))
-# What its kernels apply on the way out, so that nothing is rounded before.
-_EPILOGUES = frozenset(("Add", "Relu"))
+# What their kernels apply on the way out, so that nothing is rounded before.
+_CLAMPS = frozenset(("Relu", "Clip", "Min", "Max"))
+_EPILOGUES = _CLAMPS | {"Add"}
 _OF_SEVERAL = frozenset(("Add", "Concat"))
 # Layers without weights "with INT8 inputs also require INT8 outputs" (Q/DQ Layer-Placement Recommendations).
 _ROUNDED_ON_BOTH_SIDES = frozenset(("Add", "AveragePool", "GlobalAveragePool"))
 _COMMUTING = frozenset(
     (
         *("MaxPool", "Concat", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split", "Expand"),
-        *("Tile", "Gather", "Identity", "DepthToSpace", "SpaceToDepth", "Relu", "Pad"),
+        *("Tile", "Gather", "Identity", "DepthToSpace", "SpaceToDepth", "Pad"),
+        *_CLAMPS,
     )
 )
 _INTEGER_OPERATORS = frozenset(
@@ -101,9 +103,13 @@ def is_int8(node: Node) -> bool:
     """
     if node.op_type in PRODUCTS:
         return all(_dequantized(value) is not None for value in node.inputs[:2]) or _has_blocks(node)
-    if node.op_type in _EPILOGUES and any(_is_behind_product(value) for value in node.inputs):
+    if node.op_type in _EPILOGUES and any(map(_is_behind_product, _given(node))):
         return True
     return all(map(_dequantized, _data(node))) and all(map(_is_rounded, node.outputs))
+
+
+def _given(node: Node) -> list[Value]:
+    return [value for value in node.inputs if value is not None]
 
 
 def _data(node: Node) -> tuple[Value, ...]:
@@ -117,7 +123,7 @@ def _is_behind_product(value: Value) -> bool:
     while node is not None and len(value.uses()) == 1:
         if node.op_type in PRODUCTS:
             return is_int8(node)
-        value = next((v for v in node.inputs if v.producer() is not None and _dequantized(v) is None), None)
+        value = next((v for v in _given(node) if v.producer() is not None and _dequantized(v) is None), None)
         if node.op_type not in _EPILOGUES or value is None:
             return False
         node = value.producer()
@@ -133,9 +139,9 @@ def _dequantized(value: Value | None) -> Node | None:
 
 
 def _is_rounded(value: Value) -> bool:
-    """Tells whether all that reads a value rounds it, behind a relu at most."""
+    """Tells whether all that reads a value rounds it, behind clamps at most."""
     readers = value.consumers()
-    if len(readers) == 1 and readers[0].op_type == "Relu":
+    if len(readers) == 1 and readers[0].op_type in _CLAMPS:
         return _is_rounded(readers[0].outputs[0])
     return bool(readers) and all(reader.op_type == "QuantizeLinear" for reader in readers)
 
@@ -278,8 +284,7 @@ def _fusion(node: Node) -> str | None:
     """Nothing is rounded between a layer and the relu or the sum that its kernel takes in."""
     if node.op_type not in _EPILOGUES:
         return None
-    layers = [_rounded_layer(value) for value in node.inputs]
-    rounded = next(filter(None, layers), None)
+    rounded = next(filter(None, map(_rounded_layer, _given(node))), None)
     if rounded is None or (node.op_type == "Add" and not _is_sum_of_rounded(node)):
         return None
     return f"reads {rounded.op_type} '{_name(rounded)}' rounded, whose kernel would take it in"
@@ -310,7 +315,7 @@ def _rounded_layer(value: Value) -> Node | None:
 
 def _both_sides(node: Node) -> str | None:
     """A layer without weights that reads integers writes integers."""
-    if node.op_type not in _ROUNDED_ON_BOTH_SIDES or any(_is_behind_product(value) for value in node.inputs):
+    if node.op_type not in _ROUNDED_ON_BOTH_SIDES or any(map(_is_behind_product, _given(node))):
         return None
     missing = next((value for value in _data(node) if _dequantized(value) is None), None)
     if missing is not None:
