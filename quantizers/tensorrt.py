@@ -23,8 +23,10 @@ from quantplug.annotators.pooling import pooling
 from quantplug.annotators.presets import config_for, get_symmetric_quantization_config
 from quantplug.annotators.residual import residual
 from quantplug.annotators.shape import concatenation, movement
+from quantplug.core.annotation.annotator import Annotator
 from quantplug.core.named import named
 from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints, group_size
+from quantplug.core.specs.levels import Level
 from quantplug.quantizers.framework.backend import Backend
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 
@@ -50,6 +52,14 @@ _PRODUCTS = (
 )
 
 
+def _of_products(row: Annotator) -> Annotator:
+    """Returns a row at the level of its inputs: a tie there is one step, which can be several of a result.
+
+    ONNX divides by a scale, torch's graph multiplies by its reciprocal.
+    """
+    return row.writing_float().within(Level.APPROXIMATE)
+
+
 def stored_bits(weight: QuantizationSpec, activation: QuantizationSpec | None) -> int:
     """Returns how many bits a file takes for each number of a weight."""
     return 8 if group_size(weight) is None else 4
@@ -59,10 +69,10 @@ TENSORRT = Backend(
     name="tensorrt",
     summary="ONNX files for TensorRT's explicit quantization (needs the extra 'onnx')",
     annotators=(
-        *(residual(row, _FUSED).accepting(INT8).writing_float() for row in _PRODUCTS),
-        *(row.writing_float() for row in _PRODUCTS),
-        matmul("matmul", "bmm", activations=("relu",)).writing_float(),
-        binary("add").needing_company(),
+        *(_of_products(residual(row, _FUSED).accepting(INT8)) for row in _PRODUCTS),
+        *map(_of_products, _PRODUCTS),
+        _of_products(matmul("matmul", "bmm", activations=("relu",))),
+        binary("add").needing_company().within(Level.APPROXIMATE),
         concatenation("cat").needing_company(),
         pooling("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d").needing_company(),
         clamps("relu"),
