@@ -107,10 +107,9 @@ def groups_of(*sizes: int) -> Callable[[Match | None, QuantizationConfig], str |
 
     def check(match: Match | None, config: QuantizationConfig) -> str | None:
         size = group_size(config.weight)
-        choice = " or ".join(map(str, sizes))
-        return (
-            None if size in (None, *sizes) else f"the config has a scale for every {size} input channels, not {choice}"
-        )
+        if size in (None, *sizes):
+            return None
+        return f"the config has a scale for every {size} input channels, the kernel for {' or '.join(map(str, sizes))}"
 
     return check
 

@@ -42,6 +42,7 @@ WEIGHT = DTypeWithConstraints(
 )
 INT8 = DTypeConfig("int8", input=ACTIVATION, output=ACTIVATION, weight=WEIGHT)
 INT4 = DTypeConfig("int4_weight_only", weight=DTypeWithConstraints(torch.int8, *FOUR_BITS))
+_REWRITES = "quantplug.lowering.rewrites"
 _WEIGHT_ONLY = partial(get_symmetric_quantization_config, is_weight_only=True)
 
 _FUSED = ("relu", "relu6", "hardtanh", "clamp")  # "Layer Fusion Catalog": relu and clip with any convolution
@@ -85,7 +86,11 @@ TENSORRT = Backend(
     dtypes=(INT8,),
     weight_bits=stored_bits,
     lowering="quantplug.lowering.onnx.tensorrt:lower",
-    transforms=(named("quantplug.lowering.rewrites.attention:attention_is_products"),),
+    transforms=(
+        named(f"{_REWRITES}.attention:any_attention_is_products"),
+        named(f"{_REWRITES}.movement:split_is_slices"),  # the exporter writes sequences, which TensorRT does not read
+        named(f"{_REWRITES}.means:means_are_poolings"),  # the guide quantizes AveragePool, and is silent on reductions
+    ),
 )
 
 
