@@ -218,7 +218,7 @@ def _granularity(node: Node) -> str | None:
         return None
     if not _is_constant(node.inputs[0]):
         return None if scales.size == 1 else f"has {scales.size} scales for an activation, not one"
-    if _type(node.inputs[0]) == "INT4" or "block_size" in node.attributes:
+    if _type(node.inputs[0]) == "INT4" or _attribute(node, "block_size", 0):
         return _blocks(node)
     return None if scales.size == 1 else next(filter(None, (_axis(node, use) for use in node.outputs[0].uses())), None)
 

@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import quantplug
-from quantplug.conformance import verdicts
 from quantplug.core.errors import ArtefactError, ConfigError, LoweringError
 from quantplug.core.specs.levels import sqnr
 from quantplug.quantizers.tensorrt import TENSORRT
@@ -182,11 +181,16 @@ def test_a_saved_program_loads_and_is_a_plain_model_of_onnx(residual, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize(
-    ("model", "count"),
-    [(lambda: ResNet18(8, 10), {"Conv": 20}), (MobileNet, {"Conv": 13}), (Detector, {"Conv": 5, "ConvTranspose": 1})],
-    ids=["resnet18", "mobilenet", "detector"],
+    ("model", "count", "half"),
+    [
+        (lambda: ResNet18(8, 10), {"Conv": 20}, False),
+        (MobileNet, {"Conv": 13}, False),
+        (MobileNet, {"Conv": 13}, True),
+        (Detector, {"Conv": 5, "ConvTranspose": 1}, False),
+        (Detector, {"Conv": 5, "ConvTranspose": 1}, True),
+    ],
+    ids=["resnet18", "mobilenet", "mobilenet16", "detector", "detector16"],
 )
 def test_whole_nets_keep_every_rule(model, count, half, tmp_path):
     torch.manual_seed(0)
@@ -203,6 +207,7 @@ def test_whole_nets_keep_every_rule(model, count, half, tmp_path):
             assert sqnr(found, wanted) > 20
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("half", [False, True])
 def test_products_of_attention_are_quantized_and_functions_stay_float(half, tmp_path):
     torch.manual_seed(0)
@@ -321,6 +326,7 @@ FOREIGN = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_graph_that_tensorrt_does_not_read_is_one_sentence(name):
     function, sentence = FOREIGN[name]
@@ -493,6 +499,7 @@ class Counter(nn.Module):
         return self.layer(x) * self.seen
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "options", "kind", "sentence"),
     [
@@ -521,7 +528,7 @@ def test_an_opset_without_four_bits_is_one_sentence():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("opset", range(18, 24))
+@pytest.mark.parametrize("opset", [18, 21, 23])
 def test_every_opset_keeps_every_rule(residual, opset, tmp_path):
     reference, _ = residual
     x = torch.randn(2, 3, 16, 16)
@@ -562,8 +569,8 @@ except Exception as error:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ["onnx", "onnxruntime"])
-def test_without_a_package_the_backend_names_the_extra(package):
+def test_without_a_package_the_backend_names_the_extra():
+    package = "onnxscript"
     command = [sys.executable, "-c", WITHOUT.format(package=package)]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert found.startswith(f"LoweringError Backend 'tensorrt' needs the package {package}, which is not installed")
@@ -664,12 +671,3 @@ def test_the_command_line_writes_the_file(tmp_path, monkeypatch, capsys):
     x = torch.from_numpy(data[:2])
     with torch.no_grad():
         assert sqnr(program(x), model(x)) > 25
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", ["conv_bn_relu6", "conv_transpose_add", "linear", "matmul", "add", "cat", "flatten"])
-def test_tensorrt_keeps_what_it_declares_of_a_rule_of_each_kind(rule):
-    """All of its rules take six minutes: `pytest --quantplug-backend tensorrt`."""
-    found = list(verdicts(TENSORRT, rule))
-    assert [f"{test}-{check}: {v.reason}" for test, check, v in found if v.status == "failed"] == []
-    assert {check for _, check, v in found if v.status == "passed"} >= {"lowered", "delegated", "level"}
