@@ -3,8 +3,8 @@
 Activations are int8 with one scale and zero point 0, weights int8 with one scale for each output channel; beside float
 activations those of a linear may have four bits, with one scale for 64 or 128 input channels. Which operators are
 quantized follows NVIDIA's guide, "Q/DQ Layer-Placement Recommendations": all inputs of products, and their results only
-where an operator of integers reads them; the summand that a product's kernel adds; relu with what it follows; softmax,
-norms and other functions stay float.
+where an operator of integers reads them; the summand that a product's kernel adds. Clamps go into what they follow
+("Layer Fusion Catalog": relu and clip with any convolution); softmax, norms and other functions stay float.
 """
 
 from functools import partial
@@ -24,6 +24,7 @@ from quantplug.annotators.presets import config_for, get_symmetric_quantization_
 from quantplug.annotators.residual import residual
 from quantplug.annotators.shape import concatenation, movement
 from quantplug.core.annotation.annotator import Annotator
+from quantplug.core.graph.operators import CLAMPS
 from quantplug.core.named import named
 from quantplug.core.specs.dtypes import DTypeConfig, DTypeWithConstraints, group_size
 from quantplug.core.specs.levels import Level
@@ -45,11 +46,11 @@ INT4 = DTypeConfig("int4_weight_only", weight=DTypeWithConstraints(torch.int8, *
 _REWRITES = "quantplug.lowering.rewrites"
 _WEIGHT_ONLY = partial(get_symmetric_quantization_config, is_weight_only=True)
 
-_FUSED = ("relu", "relu6", "hardtanh", "clamp")  # "Layer Fusion Catalog": relu and clip with any convolution
+_FUSED = tuple(name for name in CLAMPS if name not in ("clamp_min", "clamp_max"))
 _PRODUCTS = (
-    convolution(dims=(1, 2, 3), activations=_FUSED).where(no_groups),
-    transposed_convolution(dims=(1, 2, 3), activations=_FUSED).where(no_groups, one_group_or_scale),
-    linear(activations=_FUSED).where(whole_groups, groups_of(64, 128)).accepting(INT8, INT4),
+    convolution((1, 2, 3), _FUSED).where(no_groups),
+    transposed_convolution((1, 2, 3), _FUSED).where(no_groups, one_group_or_scale),
+    linear(_FUSED).where(whole_groups, groups_of(64, 128)).accepting(INT8, INT4),
 )
 
 

@@ -7,6 +7,7 @@ import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -76,13 +77,12 @@ def build(
 
 def _tensorrt() -> Any:
     try:
-        import tensorrt
+        return import_module("tensorrt")
     except ImportError as error:
         raise LoweringError(
             f"An engine is built by TensorRT, which is not installed ({first_line(error)}); run pip install tensorrt "
             "on a machine with a GPU of NVIDIA, or give TensorRT the saved file there."
         ) from error
-    return tensorrt
 
 
 def _plan(

@@ -115,8 +115,8 @@ def _cast_constants(model: Any) -> None:
 
     for node in list(model.graph):
         like = node.inputs[1].dtype if node.op_type == "CastLike" else None
-        held = node.inputs[0].const_value if like is not None else None
-        if held is None:
+        held = node.inputs[0].const_value if node.op_type == "CastLike" else None
+        if held is None or like is None:
             continue
         name = node.outputs[0].name
         tensor = onnx_ir.tensor(held.numpy().astype(like.numpy()), dtype=like, name=name)

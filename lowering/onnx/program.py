@@ -81,7 +81,7 @@ class ONNXProgram(Program):
         Raises:
             LoweringError: the inputs have another structure, dtype or size than the model was exported for.
         """
-        tensors = self._named(inputs, keywords)
+        tensors = self.named_tensors(inputs, keywords)
         try:
             given = {name: tensor.detach().contiguous().numpy() for name, tensor in tensors.items()}
             found = self.session.run(None, given)
@@ -91,8 +91,16 @@ class ONNXProgram(Program):
             ) from error
         return self._outputs.of([from_numpy(array) for array in found])
 
-    def _named(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Returns the tensors of a call by the names of the file's inputs."""
+    def named_tensors(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Returns the tensors of a call by the names of the file's inputs.
+
+        Args:
+            inputs: by position.
+            keywords: by name.
+
+        Raises:
+            LoweringError: the inputs have another structure, dtype or size than the model was exported for.
+        """
         tensors = [leaf for leaf in self._signature.flatten(inputs, keywords) if isinstance(leaf, Tensor)]
         return dict(zip(self._names, tensors, strict=True))
 

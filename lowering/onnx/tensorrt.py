@@ -66,7 +66,7 @@ class TensorRTProgram(ONNXProgram):
         return build(self, path, *ends)
 
     def _sizes(self, inputs: tuple[Any, ...]) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self._named(inputs, {}).items()}
+        return {name: tuple(tensor.shape) for name, tensor in self.named_tensors(inputs, {}).items()}
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """What TensorRT reads: explicit quantization rule by rule, the q/dq graph's numbers, refusals, an engine."""
 
 import copy
+import importlib
 import json
 import re
 import subprocess
@@ -460,7 +461,7 @@ CASES = [(rule, *case) for rule, cases in BROKEN.items() for case in cases]
 def test_a_broken_file_names_the_node_and_the_rule(residual, rule, breaks, sentence):
     _, program = residual
     model = onnx_ir.from_proto(onnx_ir.to_proto(program.model))
-    declared = {number_of(node.name) for node in model.graph}
+    declared = {number for node in model.graph if (number := number_of(node.name)) is not None}
     assert list(objections(model, declared)) == []
     breaks(model.graph)
     told = [(node, why) for node, name, why in objections(model, declared) if name == rule]
@@ -546,7 +547,7 @@ def test_a_config_that_tensorrt_has_no_kernels_for_is_told():
 
 
 def test_a_program_that_computes_something_else_is_refused(monkeypatch):
-    import quantplug.lowering.onnx.program as program
+    program: Any = importlib.import_module("quantplug.lowering.onnx.program")
 
     inputs = (torch.randn(2, 8),)
     reference = quantized(nn.Linear(8, 4), inputs)
@@ -588,19 +589,20 @@ class FakeTensorRT(SimpleNamespace):
     def __init__(self, parses=True, builds=True, shape=(-1, 3, 16, 16)):
         ports = [{"Name": "a", "Format/Datatype": "Int8 NC/32HW32"}], [{"Name": "b", "Format/Datatype": "Half"}]
         layers = [{"Name": "conv2d@6@", "LayerType": "CaskConvolution", "Inputs": ports[0], "Outputs": ports[1]}]
-        self.parsed, self.profile, self.flags = b"", {}, None
+        given: dict[str, Any] = {"profile": {}}
+        self.given = given
         config = SimpleNamespace(profiling_verbosity=None, add_optimization_profile=lambda profile: None)
-        profile = SimpleNamespace(set_shape=lambda name, *ends: self.profile.update({name: ends}))
+        profile = SimpleNamespace(set_shape=lambda name, *ends: given["profile"].update({name: ends}))
         network = SimpleNamespace(num_inputs=1, get_input=lambda index: SimpleNamespace(name="x", shape=shape))
         self.Builder = lambda logger: SimpleNamespace(
-            create_network=lambda flags: setattr(self, "flags", flags) or network,
+            create_network=lambda flags: given.update(flags=flags) or network,
             create_builder_config=lambda: config,
             create_optimization_profile=lambda: profile,
             build_serialized_network=lambda network, config: memoryview(b"a plan") if builds else None,
         )
         error = SimpleNamespace(desc=lambda: "node 3: Assertion failed")
         self.OnnxParser = lambda network, logger: SimpleNamespace(
-            parse_from_file=lambda path: setattr(self, "parsed", Path(path).read_bytes()) or parses,
+            parse_from_file=lambda path: given.update(parsed=Path(path).read_bytes()) or parses,
             num_errors=1,
             get_error=lambda index: error,
         )
@@ -619,9 +621,9 @@ def test_an_engine_is_built_of_the_file_and_told_layer_by_layer(residual, monkey
     (layer,) = program.build(tmp_path / "model.engine", smallest=small, largest=large)
     assert (layer.name, layer.kind, layer.is_int8, layer.writes) == ("conv2d@6@", "CaskConvolution", True, ("Half",))
     assert (tmp_path / "model.engine").read_bytes() == b"a plan"
-    assert fake_trt.parsed == program.save(tmp_path / "model.onnx").read_bytes()
-    assert fake_trt.profile == {"x": ((1, 3, 16, 16), (8, 3, 16, 16), (8, 3, 16, 16))}
-    assert fake_trt.flags == 2
+    assert fake_trt.given["parsed"] == program.save(tmp_path / "model.onnx").read_bytes()
+    assert fake_trt.given["profile"] == {"x": ((1, 3, 16, 16), (8, 3, 16, 16), (8, 3, 16, 16))}
+    assert fake_trt.given["flags"] == 2
 
 
 def test_what_keeps_tensorrt_from_an_engine_is_one_sentence(residual, monkeypatch, tmp_path):
