@@ -25,6 +25,8 @@ def _pool(match: Match) -> fx.Node | str:
     if shape is None or shape.dim() != 4 or not _is_global(node):
         return "no mean over the whole map"
     height, width = shape.shape[2:]
+    if not (isinstance(height, int) and isinstance(width, int)):
+        return "the size of the map is open"
     pooled = call(node, _ATEN.avg_pool2d.default, (source, [height, width]), node)
     pooled.meta["val"] = shape.mean((2, 3), keepdim=True)
     return pooled if operands(node).get("keepdim", True) else call(node, _ATEN.flatten.using_ints, (pooled, 1), node)

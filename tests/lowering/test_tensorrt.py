@@ -164,6 +164,16 @@ def test_a_residual_net_keeps_every_rule_for_any_batch(residual, tmp_path):
         program(torch.randn(2, 3, 17, 16))
 
 
+def test_an_average_over_a_map_of_open_size_keeps_it_open():
+    torch.manual_seed(0)
+    sizes = {0: torch.export.Dim("n", min=1, max=8), 2: torch.export.Dim("h", min=8), 3: torch.export.Dim("w", min=8)}
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    inputs = (torch.randn(2, 3, 16, 16),)
+    artefact = quantplug.quantize(model.eval(), inputs, "tensorrt", [inputs], dynamic_shapes=(sizes,), progress=False)
+    for shape in ((2, 3, 16, 16), (3, 3, 20, 24)):
+        require_same(artefact, artefact.reference, torch.randn(*shape))
+
+
 def test_a_saved_program_loads_and_is_a_plain_model_of_onnx(residual, tmp_path):
     _, program = residual
     x = torch.randn(3, 3, 16, 16)
