@@ -98,6 +98,22 @@ def whole_groups(match: Match, config: QuantizationConfig) -> str | None:
     return f"its {channels} input channels are no multiple of the group of {size}"
 
 
+def groups_of(*sizes: int) -> Callable[[Match | None, QuantizationConfig], str | None]:
+    """Returns what holds for weights in groups of sizes that the kernel reads, and for those without groups.
+
+    Args:
+        sizes: numbers of input channels that share a scale.
+    """
+
+    def check(match: Match | None, config: QuantizationConfig) -> str | None:
+        size = group_size(config.weight)
+        if size in (None, *sizes):
+            return None
+        return f"the config has a scale for every {size} input channels, the kernel for {' or '.join(map(str, sizes))}"
+
+    return check
+
+
 def no_groups(match: Match | None, config: QuantizationConfig) -> str | None:
     """Holds unless the config has weights with several scales for an output channel.
 

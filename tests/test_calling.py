@@ -302,7 +302,7 @@ def test_open_sizes_that_do_not_fit_the_inputs_are_one_sentence(sizes, said):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [*BACKENDS, "tensorrt"])
+@pytest.mark.parametrize("backend", [*BACKENDS, "native"])
 @pytest.mark.parametrize("sizes", [((OPEN, OPEN),), {"xs": (OPEN, OPEN)}])
 def test_a_model_of_any_number_of_inputs_keeps_its_open_sizes(backend, sizes):
     inputs = torch.randn(4, 8), torch.randn(4, 8)

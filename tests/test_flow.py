@@ -442,7 +442,7 @@ def test_a_program_says_what_is_wrong_with_an_input_in_a_short_sentence(backend)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["x86", "xnnpack", "openvino", "tensorrt"])
+@pytest.mark.parametrize("backend", ["x86", "xnnpack", "openvino", "native"])
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC], ids=["denied", "read-only", "full"])
 def test_a_file_that_the_system_refuses_is_one_sentence_and_leaves_nothing(backend, code, tmp_path, monkeypatch):
     artefact = quantplug.quantize(small(), (X,), backend, [X], progress=False)

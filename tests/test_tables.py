@@ -28,6 +28,7 @@ WITHOUT_MODELS = {
         "what",
         "operator",
         "operators",
+        "rule",
         "kernel",
         "config",
         "rounding",

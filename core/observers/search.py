@@ -235,7 +235,8 @@ def entropy_range(histogram: GridHistogram, scheme: Scheme, stride: int) -> Rang
     which cost nothing to quantize but would outweigh all else (TensorRT's published calibrators do so
     too). A candidate whose last bin is empty although values lie beyond it has
     no finite divergence. Levels are the integers of one sign, or all of them where an affine scheme meets
-    data of one sign. Where levels are finer than bins the full range stays.
+    data of one sign. Where levels are finer than bins the full range stays, and where fewer numbers were seen
+    than bins are in use: their histogram is no distribution, and the least divergence a matter of chance.
     """
     folded = _coarser(magnitudes(histogram))
     folded.counts[:, 0] = folded.counts[:, 1]
@@ -273,9 +274,10 @@ def _kept_range(folded: GridHistogram, kept: Tensor, levels: int) -> Tensor:
     # The first candidate that keeps everything is the last one.
     stride = int(kept[1] - kept[0]) if len(kept) > 1 else 1
     divergence = divergence.masked_fill(kept - stride >= filled.amax(1, keepdim=True), math.inf)
-    best, index = divergence.min(1)
+    few = folded.counts.sum(1) < filled.amax(1)
+    best, index = divergence.masked_fill(few[:, None], math.inf).min(1)
     threshold = torch.minimum(((kept[index] + 0.5) * folded.width).float(), folded.high)
-    # No candidate at all where the data fills fewer bins than there are levels.
+    # No candidate at all where the data fills fewer bins than there are levels, or are too few.
     return torch.where(torch.isfinite(best), threshold, folded.high)
 
 

@@ -17,19 +17,23 @@ import torch
 from torch import Tensor
 
 from quantplug.core.errors import LoweringError, first_line, shown
+from quantplug.lowering.onnx.engines import Engine
 from quantplug.lowering.onnx.translations import translations
 
 _NAMED = re.compile(r"@(\d+)@")
 _MISSING = re.compile(r"No (?:ONNX function|decompositions registered|Torchlib|dispatch)[^\n]*?(\w+[.:]+\w+[.\w]*)")
 
 
-def to_onnx(exported: torch.export.ExportedProgram, opset: int, narrow: frozenset[str]) -> tuple[Any, Any]:
+def to_onnx(
+    exported: torch.export.ExportedProgram, opset: int, narrow: frozenset[str], engine: Engine
+) -> tuple[Any, Any]:
     """Returns a model of ONNX, and the program of torch that its nodes name.
 
     Args:
         exported: the program.
         opset: of the model.
         narrow: names of integers that take four bits.
+        engine: what is to read it.
 
     Raises:
         LoweringError: an operator has no form in ONNX.
@@ -47,7 +51,7 @@ def to_onnx(exported: torch.export.ExportedProgram, opset: int, narrow: frozense
     except Exception as error:
         raise LoweringError(
             f"ONNX opset {opset} has no form of the q/dq graph ({_said(error)}); keep the operator that it names "
-            "outside of the model, choose a later opset, or use backend 'x86'."
+            f"outside of the model or choose a later opset{engine.remedy}."
         ) from error
     assert found is not None  # nothing is returned where the older exporter writes a file
     _tidy(found.model, narrow)
@@ -89,11 +93,13 @@ def _tidy(model: Any, narrow: frozenset[str]) -> None:
     model.metadata_props.clear()
     for number, node in enumerate(model.graph):
         source = node.meta.get("node")
-        node.name = f"{'node' if source is None else source.name}@{number}@"
+        # What the exporter composes of several operators yields a value of its node's name.
+        node.name = f"{node.outputs[0].name if source is None else source.name}@{number}@"
         node.metadata_props.clear()
     for value in (*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()):
         value.metadata_props.clear()
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    _cast_constants(model)
     common.RemoveUnusedNodesPass()(model)
     for name in narrow & set(model.graph.initializers):
         value = model.graph.initializers[name]
@@ -101,6 +107,22 @@ def _tidy(model: Any, narrow: frozenset[str]) -> None:
         value.const_value = onnx_ir.tensor(value.const_value.numpy().astype(kind.numpy()), dtype=kind, name=name)
         value.dtype = kind
     _drop_fixed(model)
+
+
+def _cast_constants(model: Any) -> None:
+    """Casts constants here that a node casts like an activation, which would else have a reader more."""
+    import onnx_ir
+
+    for node in list(model.graph):
+        like = node.inputs[1].dtype if node.op_type == "CastLike" else None
+        held = node.inputs[0].const_value if node.op_type == "CastLike" else None
+        if held is None or like is None:
+            continue
+        name = node.outputs[0].name
+        tensor = onnx_ir.tensor(held.numpy().astype(like.numpy()), dtype=like, name=name)
+        value = onnx_ir.Value(name=f"{name}_cast", const_value=tensor, type=node.outputs[0].type, shape=tensor.shape)
+        model.graph.register_initializer(value)
+        node.outputs[0].replace_all_uses_with(value)
 
 
 def _drop_fixed(model: Any) -> None:

@@ -1,16 +1,19 @@
-"""A q/dq graph in the forms that ONNX Runtime has integer kernels for.
+"""A q/dq graph in the forms that an engine has integer kernels for.
 
 Before: a graph that is spelled plainly. After: the same numbers. Linear layers multiply by a matrix [in, out] of
-integers, biases of quantized layers are int32 in the scale of the sum, clamps in front of a rounding are clamps of
-integers, and scales and zero points are constants of the dtypes that ONNX wants.
+integers, and scales and zero points are constants of the dtypes that ONNX wants. For an engine that computes on
+integers biases of quantized layers are int32 in the scale of the sum, and clamps in front of a rounding are clamps of
+integers; for any other biases are float, and ranges narrower than their dtype are clamps in front of the rounding.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from quantplug.core.errors import LoweringError
+from quantplug.core.graph.constants import expression_value
 from quantplug.core.graph.editing import call, constant, set_operand
 from quantplug.core.graph.facts import (
     constant_value,
@@ -24,9 +27,11 @@ from quantplug.core.graph.facts import (
 from quantplug.core.patterns.language import Match, op, value
 from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.nodes import is_dequantize, is_qdq, is_quantize
-from quantplug.core.qdq.qparams import DEQUANTIZE_PER_TENSOR, QD, qparams, static_qparams
+from quantplug.core.qdq.qparams import DEQUANTIZE_PER_TENSOR, QD, StaticQParams, qparams, static_qparams
+from quantplug.core.specs.stored_dtypes import dtype_range
 from quantplug.lowering.clamps import clamp_rules
 from quantplug.lowering.onnx import operators  # noqa: F401  (registers what the forms call)
+from quantplug.lowering.onnx.engines import Engine
 from quantplug.lowering.run_time import chain_of
 
 _ATEN = torch.ops.aten
@@ -39,22 +44,48 @@ _CONVOLUTIONS = op(*_NAMES, bias=None)
 _PRODUCTS = op("linear.default", *_NAMES)
 
 
-def write_forms(graph: fx.Graph) -> frozenset[str]:
+def write_forms(graph: fx.Graph, engine: Engine) -> frozenset[str]:
     """Rewrites a graph, in place; returns the names of the weights that take four bits.
+
+    Args:
+        graph: the graph.
+        engine: what is to read it.
 
     Raises:
         LoweringError: a node quantizes in a way that ONNX has no operators for.
     """
     narrow: set[str] = set()
-    apply(graph, clamp_rules(value()))
-    apply(graph, [Rule(op("clamp.default", self=value("x")), _clipped)])
+    if engine.computes_on_integers:
+        apply(graph, clamp_rules(value()))
+        apply(graph, [Rule(op("clamp.default", self=value("x")), _clipped)])
     apply(graph, [Rule(_CONVOLUTIONS, _zero_bias)])
-    apply(graph, [Rule(_PRODUCTS, _integer_bias)])
-    apply(graph, [Rule(op("linear.default", input=value("x")), lambda match: _product(match, narrow))])
+    if engine.computes_on_integers:
+        apply(graph, [Rule(_PRODUCTS, _integer_bias)])
+    else:
+        _leave_floats(graph)
+    apply(graph, [Rule(op("linear.default", input=value("x")), lambda match: _product(match, narrow, engine))])
     for node in list(graph.nodes):
         if is_qdq(node):
-            _store_numbers(node)
+            _store_numbers(node, engine)
     return frozenset(narrow)
+
+
+def _leave_floats(graph: fx.Graph) -> None:
+    """Makes constants of int32 float, and clamps numbers before a rounding to a range narrower than its dtype."""
+    for node in list(graph.nodes):
+        params = static_qparams(node) if is_quantize(node) else None
+        if params is not None and (params.quant_min, params.quant_max) != dtype_range(params.dtype):
+            _clamp_before(node, params)
+        elif is_dequantize(node) and operands(node).get("dtype") == torch.int32:
+            found = expression_value(node)
+            if found is not None:
+                node.replace_all_uses_with(constant(node, f"{node.name}_float", found.detach()))
+
+
+def _clamp_before(node: fx.Node, params: StaticQParams) -> None:
+    source, (low, high) = node.all_input_nodes[0], dtype_range(params.dtype)
+    clamped = call(node, _ATEN.clamp.default, (source, *params.bounds), source)
+    node.args, node.kwargs = (clamped, *replace(params, quant_min=low, quant_max=high).args()), {}
 
 
 def shift_to_unsigned(graph: fx.Graph) -> None:
@@ -146,15 +177,16 @@ def _scales_of(node: Any) -> Tensor | None:
     return torch.tensor(qparams(node).static().scale) if node.target in DEQUANTIZE_PER_TENSOR else None
 
 
-def _product(match: Match, narrow: set[str]) -> fx.Node | str:
+def _product(match: Match, narrow: set[str], engine: Engine) -> fx.Node | str:
     """A linear layer over integers becomes a product with the matrix turned, which ONNX Runtime packs."""
     node, given = match.root, operands(match.root)
     weight = given["weight"]
     if not is_dequantize(weight) or not is_constant(weight.args[0]) or rank(weight.args[0]) != 2:
         return "its weight is no matrix of integers"
-    if (chain := chain_of(match["x"])) is not None:
+    chain = chain_of(match["x"]) if engine.computes_on_integers else None
+    if chain is not None:
         return _at_run_time(node, chain.source, chain.choose, given)
-    turned = _groups(node, weight, narrow) if "block_size" in operands(weight) else _channels(node, weight)
+    turned = _groups(node, weight, narrow, engine) if "block_size" in operands(weight) else _channels(node, weight)
     product = call(node, _ATEN.matmul.default, (match["x"], turned), node)
     return product if given["bias"] is None else call(node, _ATEN.add.Tensor, (product, given["bias"]), node)
 
@@ -187,14 +219,14 @@ def _seen_as(node: fx.Node, stored: Tensor) -> fx.Node:
     return node
 
 
-def _groups(node: fx.Node, weight: fx.Node, narrow: set[str]) -> fx.Node:
+def _groups(node: fx.Node, weight: fx.Node, narrow: set[str], engine: Engine) -> fx.Node:
     given = operands(weight)
     stored, scales = constant_value(given["input"]), constant_value(given["scale"])
     zeros = constant_value(given["zero_point"]) if isinstance(given["zero_point"], fx.Node) else None
     size = given["block_size"][-1]
     if stored is None or scales is None or given["block_size"][0] != 1 or (zeros is not None and bool(zeros.any())):
         raise LoweringError(
-            f"{describe(weight)} has zero points, or blocks of {given['block_size']}, which no kernel of ONNX Runtime "
+            f"{describe(weight)} has zero points, or blocks of {given['block_size']}, which no kernel of {engine.name} "
             "reads; quantize symmetrically, with a scale for a group of input channels."
         )
     turned = constant(node, f"{given['input'].target}_turned", stored.detach().t().contiguous())
@@ -206,13 +238,13 @@ def _groups(node: fx.Node, weight: fx.Node, narrow: set[str]) -> fx.Node:
     return _seen_as(new, stored.t())
 
 
-def _store_numbers(node: fx.Node) -> None:
+def _store_numbers(node: fx.Node, engine: Engine) -> None:
     """Writes scales and zero points of channels as ONNX stores them: float32, the dtype of the integers, none for 0."""
     given = operands(node)
     if "affine" in str(node.target) or "per_token" in str(node.target):
         raise LoweringError(
             f"{describe(node)} has a scale for each row or group of what is no weight of a linear layer, for which "
-            "ONNX Runtime has no kernel; quantize with one scale for the tensor, or use backend 'xnnpack'."
+            f"{engine.name} has no kernel; quantize with one scale for the tensor, or use backend 'xnnpack'."
         )
     if "axis" in given and "scales" in given:
         _store_channels(node, given)

@@ -6,16 +6,19 @@ The file is a plain `.onnx` that any runtime reads; what a call of the model tak
 import hashlib
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, from_numpy
+from typing_extensions import Self
 
 from quantplug.core.errors import ArtefactError, LoweringError, first_line
 from quantplug.core.files.typed import typed
 from quantplug.core.files.whole import kind_at, require_writable, write_content
 from quantplug.core.specs.limits import ONEDNN_PAIRS
+from quantplug.lowering.onnx.engines import ONNX_RUNTIME, Engine
 from quantplug.lowering.onnx.kernels import integer_kernels
 from quantplug.lowering.onnx.runtime import RUNNERS, require, session
 from quantplug.lowering.outputs import Outputs
@@ -46,7 +49,10 @@ class ONNXProgram(Program):
         kernels: for the numbers in the names of the model's nodes the integer kernel that carries each out; a program
             that was loaded has none.
         ops: every compute operator of the q/dq graph with its placement.
+        engine: what the file is for.
     """
+
+    engine: ClassVar[Engine] = ONNX_RUNTIME
 
     def __init__(self, model: Any, signature: Signature, outputs: Outputs, pair: int = 0) -> None:
         self.model, self.pair = model, pair
@@ -63,6 +69,8 @@ class ONNXProgram(Program):
         """Writes the model to a folder of its own, and reads from it what ONNX Runtime made of it."""
         path, optimized = folder / "model.onnx", folder / "optimized.onnx"
         self._write(path, LARGEST)
+        if not self.engine.computes_on_integers:
+            return session(str(path), as_written=True)
         found = session(str(path), str(optimized))
         self.kernels = integer_kernels(optimized)
         return found
@@ -73,15 +81,28 @@ class ONNXProgram(Program):
         Raises:
             LoweringError: the inputs have another structure, dtype or size than the model was exported for.
         """
-        tensors = [leaf for leaf in self._signature.flatten(inputs, keywords) if isinstance(leaf, Tensor)]
+        tensors = self.named_tensors(inputs, keywords)
         try:
-            given = {name: t.detach().contiguous().numpy() for name, t in zip(self._names, tensors, strict=True)}
+            given = {name: tensor.detach().contiguous().numpy() for name, tensor in tensors.items()}
             found = self.session.run(None, given)
         except Exception as error:
             raise LoweringError(
                 f"ONNX Runtime fails on the inputs ({first_line(error)}); pass them as exported."
             ) from error
         return self._outputs.of([from_numpy(array) for array in found])
+
+    def named_tensors(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Returns the tensors of a call by the names of the file's inputs.
+
+        Args:
+            inputs: by position.
+            keywords: by name.
+
+        Raises:
+            LoweringError: the inputs have another structure, dtype or size than the model was exported for.
+        """
+        tensors = [leaf for leaf in self._signature.flatten(inputs, keywords) if isinstance(leaf, Tensor)]
+        return dict(zip(self._names, tensors, strict=True))
 
     def save(self, path: str | Path, *, largest: int = LARGEST) -> Path:
         """Writes an `.onnx` file, which any runtime of ONNX reads, and returns its path.
@@ -141,7 +162,7 @@ class ONNXProgram(Program):
         return size
 
     @classmethod
-    def load(cls, path: str | Path) -> "ONNXProgram":
+    def load(cls, path: str | Path) -> Self:
         """Reads a program that `save` wrote and starts it on this machine.
 
         Raises:
@@ -149,12 +170,12 @@ class ONNXProgram(Program):
             LoweringError: a package is not installed.
         """
         path = Path(path)
-        require(RUNNERS)
+        require(RUNNERS, cls.engine)
         if kind_at(path) != "file":
-            raise ArtefactError(f"There is no file '{path}'; pass a program that `ONNXProgram.save` wrote.")
+            raise ArtefactError(f"There is no file '{path}'; pass a program that `{cls.__name__}.save` wrote.")
         try:
             model, settings = _read(path)
-            reason = ONEDNN_PAIRS.objection(settings.pair)
+            reason = ONEDNN_PAIRS.objection(settings.pair) if cls.engine.computes_on_integers else None
             if reason is not None:
                 raise ArtefactError(f"'{path}' would give wrong numbers here: {reason}.")
             signature, outputs = Signature.from_json(settings.signature), Outputs.from_json(settings.outputs)
@@ -165,7 +186,7 @@ class ONNXProgram(Program):
         except Exception as error:
             raise ArtefactError(
                 f"'{path}' is no program of the onnx lowering ({first_line(error)}); pass a file that "
-                "`ONNXProgram.save` wrote."
+                f"`{cls.__name__}.save` wrote."
             ) from error
         return program
 

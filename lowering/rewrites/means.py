@@ -4,7 +4,7 @@ import torch
 from torch import fx
 
 from quantplug.core.graph.editing import call
-from quantplug.core.graph.facts import operands, tensor_value
+from quantplug.core.graph.facts import operands, sizes_of, tensor_value
 from quantplug.core.patterns.language import Match, op, value
 from quantplug.core.patterns.rules import Rule, apply
 
@@ -24,7 +24,9 @@ def _pool(match: Match) -> fx.Node | str:
     shape = tensor_value(source)
     if shape is None or shape.dim() != 4 or not _is_global(node):
         return "no mean over the whole map"
-    height, width = shape.shape[2:]
+    height, width = sizes_of(source)[2:]
+    if not (isinstance(height, int) and isinstance(width, int)):
+        return "the size of the map is open"
     pooled = call(node, _ATEN.avg_pool2d.default, (source, [height, width]), node)
     pooled.meta["val"] = shape.mean((2, 3), keepdim=True)
     return pooled if operands(node).get("keepdim", True) else call(node, _ATEN.flatten.using_ints, (pooled, 1), node)

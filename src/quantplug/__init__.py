@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from quantplug.lowering.arm import ArmProgram as ArmProgram
     from quantplug.lowering.emulation import emulate as emulate
     from quantplug.lowering.onnx import ONNXProgram as ONNXProgram
+    from quantplug.lowering.onnx.tensorrt import TensorRTProgram as TensorRTProgram
     from quantplug.lowering.openvino import OpenVINOProgram as OpenVINOProgram
     from quantplug.lowering.x86 import X86Program as X86Program
     from quantplug.quantizers.arm import ArmQuantizer as ArmQuantizer
@@ -160,6 +161,7 @@ _HOME = {
     "Rotate": "quantplug.algorithms.rotate",
     "Smooth": "quantplug.algorithms.smooth",
     "TrainScales": "quantplug.algorithms.train_scales",
+    "TensorRTProgram": "quantplug.lowering.onnx.tensorrt",
     "TensorRTQuantizer": "quantplug.quantizers.tensorrt",
     "TrialError": "quantplug.core.errors",
     "X86Program": "quantplug.lowering.x86",

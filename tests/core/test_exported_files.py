@@ -367,7 +367,7 @@ def test_x86_keeps_nothing_of_the_example_inputs(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["x86", "tensorrt", "openvino", "xnnpack", "cortex_m"])
+@pytest.mark.parametrize("backend", ["x86", "native", "openvino", "xnnpack", "cortex_m"])
 def test_no_artefact_holds_the_data_of_example_inputs(tmp_path, backend):
     marked = torch.full((2, 3, 8, 8), 1.2345678)
     artefact = quantplug.quantize(net(), (marked,), backend, [X[:2]], progress=False)
@@ -439,7 +439,7 @@ class Commented(nn.Module):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("backend", ["x86", "tensorrt", "openvino", "xnnpack", "cortex_m"])
+@pytest.mark.parametrize("backend", ["x86", "native", "openvino", "xnnpack", "cortex_m"])
 def test_no_artefact_holds_lines_of_the_models_source(tmp_path, backend):
     """Export keeps a stack trace with each operator: paths of the author's machine and lines with their comments."""
     x = torch.randn(4, 8)
@@ -464,7 +464,7 @@ def nothing_fits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["x86", "tensorrt", "openvino", "xnnpack", "cortex_m"])
+@pytest.mark.parametrize("backend", ["x86", "native", "openvino", "xnnpack", "cortex_m"])
 def test_writing_where_nothing_can_be_written_is_one_sentence_and_leaves_nothing(tmp_path, backend):
     program = quantplug.quantize(net(), (X[:1],), backend, [X[:1]], progress=False).program
     with nothing_fits(), pytest.raises(ArtefactError, match=r"cannot be written .*File too large") as error:

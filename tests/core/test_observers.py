@@ -284,6 +284,15 @@ def test_e12_entropy_threshold_equals_a_literal_search(data):
     assert float(scale) == pytest.approx(expected / 15.5)
 
 
+def test_e12_entropy_of_few_numbers_keeps_them_all():
+    """A histogram of fewer numbers than bins is no distribution: its least divergence is a matter of chance."""
+    for seed in range(8):
+        data = torch.randn(400, generator=torch.Generator().manual_seed(seed))
+        seen = made("entropy", qscheme=SYMMETRIC)
+        seen(data)
+        assert sqnr(data, seen) > 38
+
+
 def sqnr(data: torch.Tensor, seen: DataObserver) -> float:
     scale, zero = seen.calculate_qparams()
     back = torch.fake_quantize_per_tensor_affine(data, float(scale), int(zero), seen.quant_min, seen.quant_max)

@@ -159,7 +159,7 @@ def test_other_sample_inputs_than_the_graph_takes_are_one_sentence(saved, tmp_pa
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("backend", ["x86", "openvino", "xnnpack", "cortex_m", "tensorrt"])
+@pytest.mark.parametrize("backend", ["x86", "openvino", "xnnpack", "cortex_m", "native"])
 def test_programs_are_neither_copied_nor_pickled(backend):
     if backend == "openvino":
         pytest.importorskip("openvino")

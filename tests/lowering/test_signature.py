@@ -12,7 +12,7 @@ from quantplug.core.errors import LoweringError
 from quantplug.lowering.openvino import OpenVINOProgram
 from quantplug.lowering.x86 import X86Program
 
-BACKENDS = ["x86", "xnnpack", "openvino", "tensorrt"]
+BACKENDS = ["x86", "xnnpack", "openvino", "native"]
 LOADED: dict[str, Any] = {"x86": X86Program, "openvino": OpenVINOProgram}
 
 

@@ -16,7 +16,7 @@ from quantplug.lowering.cortex_m import lower
 from quantplug.lowering.xnnpack.runtime import Method
 
 # Arm refuses models with a state: ExecuTorch's passes lose the order of outputs there.
-STATEFUL = ("xnnpack", "x86", "openvino", "cortex_m", "tensorrt")
+STATEFUL = ("xnnpack", "x86", "openvino", "cortex_m", "native")
 IDS = [kind.__name__ for kind in MODELS]
 
 

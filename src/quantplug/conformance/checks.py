@@ -220,13 +220,13 @@ def _lowered(trial: Trial, panel: Panel) -> str | None:
 
 
 def _delegated(trial: Trial, panel: Panel) -> str | None:
-    """What is claimed runs on integer kernels, and nothing else does."""
+    """What is claimed runs on integer kernels, or is told to in a file for an engine, and nothing else does."""
     if trial.claim.mode == "weight_only":
         raise NotClaimedError("with integer weights only, the arithmetic is that of floats")
     flow = panel.flow(trial)
-    if not flow.program.has_kernels:
-        raise NotClaimedError("the artefact is the q/dq graph; which kernels run is up to the engine that reads it")
     placed = {op.node: op for op in flow.program.ops}
+    if not flow.program.has_kernels and not any(op.placement == "int8" for op in placed.values()):
+        raise NotClaimedError("the artefact is the q/dq graph; which kernels run is up to the engine that reads it")
     own = (n for n in flow.operators(flow.converted, trial.placed) if not flow.is_before(n, trial.placed))
     for node in own:
         decided, op = decision(node), placed.get(node.name)
