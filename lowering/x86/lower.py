@@ -17,6 +17,8 @@ from quantplug.lowering.placement import place, record
 from quantplug.lowering.program import require_float_dtype
 from quantplug.lowering.starting import starting
 from quantplug.lowering.steps import run
+from quantplug.lowering.x86.running.compiled import require_compiler
+from quantplug.lowering.x86.running.packaged import X86Package
 from quantplug.lowering.x86.running.program import X86Program
 from quantplug.lowering.x86.steps import Told, steps
 
@@ -63,6 +65,29 @@ def lower(
         replace(o, reason=told.reasons[o.node]) if o.reason and o.node in told.reasons else o for o in ops
     )
     return program
+
+
+def lower_to_package(
+    converted: fx.GraphModule,
+    example_inputs: tuple[Any, ...],
+    *,
+    dynamic_shapes: Any = None,
+    float_dtype: torch.dtype = torch.float32,
+) -> X86Package:
+    """Lowers a q/dq graph to oneDNN quantized kernels and compiles what lies between them (AOTInductor).
+
+    Args:
+        converted: what `convert_pt2e` returned.
+        example_inputs: inputs as for `torch.export.export`.
+        dynamic_shapes: as for `lower`.
+        float_dtype: as for `lower`.
+
+    Raises:
+        ModelError: `converted` is no graph module.
+        LoweringError: as for `lower`, or there is no C++ compiler, or the model writes a buffer.
+    """
+    require_compiler()
+    return X86Package(lower(converted, example_inputs, dynamic_shapes=dynamic_shapes, float_dtype=float_dtype))
 
 
 def _require_inputs(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:
