@@ -1,8 +1,8 @@
 """Which engine was the fastest for a graph on this machine, kept in the user's cache folder.
 
 Before: a q/dq graph, example inputs and the engines. After: a key of all that times depend on, and under it the times
-of an earlier call. What a graph computes with (scales, weights) is not in the key, since it changes no time; what is read
-from the file is a name, and the program that it leads to is held against the q/dq graph like any other.
+of an earlier call. What a graph computes with (scales, weights) is not in the key, since it changes no time. The file
+leads to a candidate by name, whose program is held against the q/dq graph like any other.
 """
 
 import hashlib
@@ -161,11 +161,4 @@ def _arguments(node: fx.Node, places: Mapping[fx.Node, int]) -> str:
         zero = found.pop("zero_point", 0)
         given = {name: value for name, value in found.items() if name != "scale"}
         given["symmetric"] = zero if isinstance(zero, fx.Node) else zero == 0
-    return repr(fx.node.map_arg(given, lambda source: _Place(places[source])))
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a node stands, in the place of its name."""
-
-    place: int
+    return repr(fx.node.map_arg(given, lambda source: f"%{places[source]}"))

@@ -45,7 +45,7 @@ def in_turns(runs: Sequence[Run], prepare: Sequence[Run] | None = None) -> list[
         prepare: what to do before each call, such as to put a state back; it is not timed.
     """
     found, begun = [Timed() for _ in runs], time.perf_counter()
-    before = prepare or [None] * len(runs)
+    before: Sequence[Run | None] = prepare or [None] * len(runs)
     for done in range(_ROUNDS[1]):
         if done >= _ROUNDS[0] and (_is_decided(found) or time.perf_counter() - begun > _SECONDS):
             break

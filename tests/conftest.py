@@ -9,7 +9,7 @@ import pytest
 import torch
 
 # ONNX Runtime has no build for Python 3.10 any more.
-collect_ignore = ["lowering/test_onnx.py"] if sys.version_info < (3, 11) else []
+collect_ignore = ["lowering/test_engines.py", "lowering/test_onnx.py"] if sys.version_info < (3, 11) else []
 
 
 def pytest_collectstart():

@@ -21,7 +21,8 @@ class EngineTime:
         high: the upper quartile.
         ratio: how many times as long as the chosen one it takes, the median over the rounds.
         rounds: in how many it took part.
-        decibels: how far what it computes is from what the q/dq graph computes.
+        decibels: how near what it computes is to what the q/dq graph computes; None where it is the same, or where it
+            did not run.
         reason: why it could not be chosen, or was timed no further; else empty.
     """
 
@@ -83,6 +84,6 @@ class EngineTimes:
         taken = "" if found.microseconds is None else f", {found.microseconds:.0f} microseconds a call"
         told = "remembered from an earlier call" if self.is_remembered else "timed in turns"
         return (
-            f"Engine '{found.engine}'{floats} is chosen of {len(self.rows)}{taken} on {self.inputs or 'no tensors'} with "
-            f"{threads}, {told}."
+            f"Engine '{found.engine}'{floats} is chosen of {len(self.rows)}{taken} on {self.inputs or 'no tensors'} "
+            f"with {threads}, {told}."
         )

@@ -161,8 +161,8 @@ class Report:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for heading in HEADINGS:
             table.add_column(heading, overflow="fold")
-        for place, row in enumerate(self.engines.rows if self.engines else ()):
-            table.add_row(*map(escape, row.cells), style="bold" if place == self.engines.chosen else None)
+        for row in self.engines.rows if self.engines else ():
+            table.add_row(*map(escape, row.cells))
         return table
 
     def boundary_table(self) -> Table:

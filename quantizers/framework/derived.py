@@ -37,7 +37,7 @@ def derive(
         )
     kept = [_without(a, remove) for a in base.annotators if a.name not in remove]
     rows = (*add, *(a for a in kept if a.patterns))
-    own = {"kernels": None, "engines": {}} if "lowering" in changes else {}
+    own: dict[str, Any] = {"kernels": None, "engines": {}} if "lowering" in changes else {}
     return replace(base, name=name, annotators=rows, **{**own, **changes})
 
 

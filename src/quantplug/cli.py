@@ -155,9 +155,7 @@ def quantize(
     ] = None,
     engine: Annotated[
         str | None,
-        typer.Option(
-            help="Of x86: onednn, onednn_package, openvino, onnxruntime; auto for the fastest here, or a,b for that of some."
-        ),
+        typer.Option(help="Of x86: onednn, onednn_package, openvino, onnxruntime; auto for the fastest here."),
     ] = None,
     time_anew: Annotated[
         bool, typer.Option("--time-anew", help="Time engines though an earlier choice is remembered.")
@@ -184,7 +182,7 @@ def quantize(
     target = get_quantizer(backend).backend
     chosen = target.config(config, **options)
     engines = _engines(engine)
-    anew = {"time_anew": True} if time_anew else {}
+    anew: dict[str, Any] = {"time_anew": True} if time_anew else {}
     target.require_lowering_options(anew, engines)
     recipe_of(recipe or ())
     require_apart((model, calibration), (out, report))

@@ -125,8 +125,8 @@ def quantize(
         lowering: options of the backend's lowering, or of the engine (see `Backend.lower`).
 
     Raises:
-        ConfigError: unknown backend, config, engine or option of the lowering, `dynamic_shapes` that does not fit the inputs,
-            or calibration data is missing or cannot be read twice.
+        ConfigError: unknown backend, config, engine or option of the lowering, `dynamic_shapes` that does not fit the
+            inputs, or calibration data is missing or cannot be read twice.
         ModelError: the model cannot be exported, or no operator of it can be quantized.
         CalibrationError: the calibration data is empty, not finite or does not fit the model.
         LoweringError: the backend cannot run the result, or the engine is not installed.

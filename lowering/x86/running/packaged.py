@@ -1,7 +1,7 @@
 """A lowered model compiled ahead of time, as a program: AOTInductor's package with the checks that it lacks.
 
-Before: an `X86Program`. After: the same kernels with fused loops between them, bound to the instruction set and the number
-of threads of the machine and process that compiled it.
+Before: an `X86Program`. After: the same kernels with fused loops between them, bound to the instruction set of the
+machine and the number of threads that compiled it.
 """
 
 import tempfile
