@@ -5,7 +5,6 @@ graph computes, with the times of all. A candidate that refuses the graph, canno
 row with its reason. What was chosen is remembered, so that the next call lowers the chosen one alone.
 """
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,19 +12,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from quantplug.core.errors import LoweringError, QuantplugError, first_line
 from quantplug.core.graph.facts import require_graph_module
-from quantplug.core.graph.multiplications import multiplications
-from quantplug.core.peers.torch_names import pytree
 from quantplug.core.report.engines import EngineTime, EngineTimes
 from quantplug.lowering import remembered
-from quantplug.lowering.agreement import agreement
 from quantplug.lowering.program import Program
-from quantplug.lowering.signature import Signature, TensorInput
-from quantplug.lowering.starting import starting, state_of, twin
 from quantplug.lowering.turns import Timed, best, in_turns, ratio
+from quantplug.lowering.yardstick import Yardstick
 
 WHOLE, HALF = "float32", "bfloat16"
 _MICRO = 1e6
@@ -70,7 +65,7 @@ def fastest(
     Raises:
         LoweringError: no candidate runs the graph; the message has the reason of each.
     """
-    yardstick = _Yardstick(require_graph_module(converted, "lower"), inputs)
+    yardstick = Yardstick(require_graph_module(converted, "lower"), inputs)
     names = [f"{each.engine} {each.float_dtype}" for each in candidates]
     packages = {package for each in candidates for package in each.packages}
     key = remembered.key_of(converted, inputs, packages, {**asked, "candidates": names}) if remember else ""
@@ -83,52 +78,7 @@ def fastest(
     return program
 
 
-class _Yardstick:
-    """What the q/dq graph computes on the example inputs, in two calls where it has a state."""
-
-    def __init__(self, converted: fx.GraphModule, inputs: tuple[Any, ...]) -> None:
-        self.graph, self.inputs = starting(converted), inputs
-        self.has_state = bool(state_of(self.graph))
-        model, self.expected = twin(self.graph), []
-        with torch.no_grad():
-            for _ in range(2 if self.has_state else 1):
-                self.expected.append(_cloned(model(*inputs)))
-        self.products = {node.name for node in self.graph.graph.nodes if multiplications(node)}
-
-    def decibels(self, program: Program) -> float | None:
-        """Returns how near a program is to the graph; None where it computes the same.
-
-        Raises:
-            LoweringError: it computes something else.
-        """
-        program.restart()
-        program(*self.inputs)
-        program.restart()  # from here on what a kernel left behind in the first call shows
-        found = min(self._near(program, expected) for expected in self.expected)
-        program.restart()
-        return found if math.isfinite(found) else None
-
-    def _near(self, program: Program, expected: Any) -> float:
-        return agreement(program(*self.inputs), expected, self.graph, self.inputs)
-
-    def described(self) -> str:
-        """Returns dtypes and sizes of the inputs."""
-        leaves = pytree.tree_leaves(self.inputs)
-        given = zip(Signature.of_graph(self.graph, self.inputs).inputs, leaves, strict=True)
-        return ", ".join(_described(each, leaf) for each, leaf in given if isinstance(leaf, Tensor))
-
-
-def _cloned(outputs: Any) -> Any:
-    return pytree.tree_map_only(Tensor, torch.clone, outputs)
-
-
-def _described(given: Any, leaf: Tensor) -> str:
-    known = given.sizes if isinstance(given, TensorInput) else tuple(leaf.shape)
-    sizes = [f"{k}={v}" if isinstance(k, str) else f"{v}" for k, v in zip(known, leaf.shape, strict=True)]
-    return f"{str(leaf.dtype).removeprefix('torch.')} ({', '.join(sizes)})"
-
-
-def _again(kept: EngineTimes, candidates: Sequence[Candidate], yardstick: _Yardstick) -> Program | None:
+def _again(kept: EngineTimes, candidates: Sequence[Candidate], yardstick: Yardstick) -> Program | None:
     """Returns the program of a remembered choice; None where it is none any more."""
     chosen = (kept.winner.engine, kept.winner.float_dtype)
     candidate = next((each for each in candidates if (each.engine, each.float_dtype) == chosen), None)
@@ -138,7 +88,7 @@ def _again(kept: EngineTimes, candidates: Sequence[Candidate], yardstick: _Yards
     return program
 
 
-def _timed(candidates: Sequence[Candidate], yardstick: _Yardstick) -> Program:
+def _timed(candidates: Sequence[Candidate], yardstick: Yardstick) -> Program:
     """Lowers all candidates and returns the fastest."""
     made: list[tuple[EngineTime, Program | None]] = []
     for candidate in candidates:
@@ -160,9 +110,7 @@ def _timed(candidates: Sequence[Candidate], yardstick: _Yardstick) -> Program:
     return program
 
 
-def _is_worth_it(
-    candidate: Candidate, made: Sequence[tuple[EngineTime, Program | None]], yardstick: _Yardstick
-) -> bool:
+def _is_worth_it(candidate: Candidate, made: Sequence[tuple[EngineTime, Program | None]], yardstick: Yardstick) -> bool:
     """Tells whether a candidate may be another program than the engine's own in float32."""
     whole = [p for row, p in made if (row.engine, row.float_dtype) == (candidate.engine, WHOLE)]
     if candidate.float_dtype == WHOLE or not whole:
@@ -171,7 +119,7 @@ def _is_worth_it(
     return any(node in yardstick.products for node in floats)
 
 
-def _lowered(candidate: Candidate, yardstick: _Yardstick) -> tuple[EngineTime, Program | None]:
+def _lowered(candidate: Candidate, yardstick: Yardstick) -> tuple[EngineTime, Program | None]:
     """Returns a candidate's row, with its program where it computes what the graph computes."""
     row = EngineTime(candidate.engine, candidate.float_dtype)
     try:
@@ -183,7 +131,7 @@ def _lowered(candidate: Candidate, yardstick: _Yardstick) -> tuple[EngineTime, P
         return replace(row, reason=f"it fails: {first_line(error)}"), None
 
 
-def _turns(programs: Sequence[Program], yardstick: _Yardstick) -> list[Timed]:
+def _turns(programs: Sequence[Program], yardstick: Yardstick) -> list[Timed]:
     runs = [partial(program, *yardstick.inputs) for program in programs]
     found = in_turns(runs, [program.restart for program in programs] if yardstick.has_state else None)
     for program in programs:

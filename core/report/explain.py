@@ -178,8 +178,11 @@ class Report:
         return table
 
     def json(self) -> str:
-        """Returns the whole report as JSON."""
-        return json.dumps({**asdict(self), "quantized": self.quantized}, indent=1)
+        """Returns the whole report as JSON; engines are in it where they were timed."""
+        parts = asdict(self)
+        if self.engines is None:
+            del parts["engines"]
+        return json.dumps({**parts, "quantized": self.quantized}, indent=1)
 
     def html(self, title: str = "Quantization report") -> str:
         """Returns one HTML page that needs nothing else."""

@@ -137,7 +137,8 @@ class Backend:
             engine: one of `engines` by name, in the place of the backend's lowering; "auto" for the fastest of all, or
                 several names for the fastest of those: they are timed in turns on the example inputs, each that
                 computes what the q/dq graph computes, the choice is remembered for this machine and graph, and
-                `engines` of the program has the times.
+                `engines` of the program has the times. A dict has the names of modules' engines by their paths or
+                patterns of them, "" being the rest of the model: a `JoinedProgram`.
             options: passed to the lowering of this backend, or of each engine; an engine that has no such option is
                 out. Where the fastest is chosen, `float_dtype` is what products that stay float compute in (None:
                 bfloat16 is tried too where the processor has it), `remember=False` neither looks for an earlier choice

@@ -1,7 +1,7 @@
 """Engines: other lowerings that run a backend's q/dq graphs, chosen by name or by how fast they are here.
 
-Before: a declaration with engines, and what the user asked for: a name, "auto", or several names. After: the lowering
-of that name, or the program of the fastest.
+Before: a declaration with engines, and what the user asked for: a name, "auto", several names, or one for each module.
+After: the program of that engine, of the fastest, or of several that follow one another.
 """
 
 import importlib.util
@@ -15,14 +15,16 @@ import torch
 from torch import fx
 
 from quantplug.core.errors import ConfigError, LoweringError, did_you_mean
+from quantplug.core.graph.facts import describe
 from quantplug.core.named import resolved
+from quantplug.quantizers.framework.scopes import Scopes
 
 if TYPE_CHECKING:  # a lowering imports its runtime, so that none is imported before it is used
     from quantplug.lowering.fastest import Candidate
     from quantplug.lowering.program import Program
 
 AUTO = "auto"
-Asked: TypeAlias = str | Sequence[str]
+Asked: TypeAlias = str | Sequence[str] | Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,16 @@ def chosen_names(backend: str, engines: Mapping[str, Engine], asked: Asked) -> t
         raise ConfigError(f"Backend '{backend}' has one engine only; leave engine out.")
     if asked == AUTO:
         return tuple(engines)
-    names = (asked,) if isinstance(asked, str) else tuple(asked) if isinstance(asked, list | tuple) else (asked,)
-    known = [AUTO, *engines]
-    wrong = next((name for name in names if name not in engines), None) if names else "()"
+    several = asked.values() if isinstance(asked, Mapping) else asked if isinstance(asked, list | tuple) else (asked,)
+    known = list(engines) if isinstance(asked, Mapping) else [AUTO, *engines]
+    wrong = next((name for name in several if name not in engines), None) if several else "nothing"
     if wrong is not None:
         hint = did_you_mean(wrong, known) if isinstance(wrong, str) else ""
         raise ConfigError(
-            f"Backend '{backend}' has no engine '{wrong}'{hint}; choose one of {known}, or several in a list."
+            f"Backend '{backend}' has no engine '{wrong}'{hint}; choose one of {known}, several in a list, or one for "
+            "each module path in a dict."
         )
-    return tuple(dict.fromkeys(names))
+    return tuple(dict.fromkeys(several))
 
 
 def require_engine(backend: str, engines: Mapping[str, Engine], asked: Asked, options: Iterable[str]) -> None:
@@ -79,9 +82,10 @@ def require_engine(backend: str, engines: Mapping[str, Engine], asked: Asked, op
         LoweringError: the one that was asked for is not installed.
     """
     names = chosen_names(backend, engines, asked)
-    if isinstance(asked, str) and asked != AUTO:
-        _require_installed(asked, engines[asked])
-    known: list[str] = [] if isinstance(asked, str) and asked != AUTO else ["remember", "time_anew"]
+    is_named = isinstance(asked, Mapping) or (isinstance(asked, str) and asked != AUTO)
+    for name in names if is_named else ():
+        _require_installed(name, engines[name])
+    known: list[str] = [] if is_named else ["remember", "time_anew"]
     for name in names:
         if engines[name].objection(name) is None:
             known += (option for option in _options(engines[name]) if option not in known)
@@ -105,7 +109,7 @@ def lowered_by(
     Args:
         backend: whose engines they are.
         engines: those that it declares.
-        asked: a name, "auto" for all, or several names.
+        asked: a name, "auto" for all, several names, or the names of modules' engines by path.
         model: the q/dq graph.
         inputs: example inputs, by position.
         options: of the lowerings; `remember` and `time_anew` of the choice.
@@ -117,6 +121,8 @@ def lowered_by(
     require_engine(backend, engines, asked, options)
     if isinstance(asked, str) and asked != AUTO:
         return _lowered(engines[asked], asked, model, inputs, options)
+    if isinstance(asked, Mapping):
+        return _joined(engines, asked, model, inputs, options)
     from quantplug.lowering import remembered
     from quantplug.lowering.fastest import fastest
     from quantplug.lowering.processor import float_dtypes
@@ -132,6 +138,45 @@ def lowered_by(
     asked_for = {name: value for name, value in given.items() if name != "dynamic_shapes"}  # the graph has them
     is_on = remembered.is_on() if remember is None else remember
     return fastest(model, inputs, candidates, asked_for, remember=is_on, time_anew=anew)
+
+
+def _joined(
+    engines: Mapping[str, Engine],
+    asked: Mapping[str, str],
+    model: fx.GraphModule,
+    inputs: tuple[Any, ...],
+    options: Mapping[str, Any],
+) -> "Program":
+    """Returns the program in which each module runs on its engine."""
+    from quantplug.lowering.joined import lower_joined
+
+    scopes = {path: _below(path) for path in asked}
+    silent = [sentence for found in scopes.values() for sentence in found.unmatched(model)]
+    if silent:
+        raise ConfigError(f"An engine is asked for and {silent[0]}; correct the path.")
+
+    def engine_of(node: fx.Node) -> str:
+        path = max(scopes, key=lambda path: scopes[path].choose(node).precedence)
+        if path and not scopes[path].choose(node).precedence:
+            raise ConfigError(
+                f"No engine is asked for {describe(node)}; add one for '', which is the rest of the model."
+            )
+        return asked[path]
+
+    given = {name: value for name, value in options.items() if name != "dynamic_shapes"}  # the graph has them
+
+    def lower(engine: str, piece: fx.GraphModule, values: tuple[Any, ...]) -> "Program":
+        return _lowered(engines[engine], engine, piece, values, given)
+
+    return lower_joined(model, inputs, engine_of, lower)
+
+
+def _below(path: str) -> Scopes:
+    """Returns a scope that covers what lies below a module path or pattern; of the whole model none does."""
+    found = Scopes()
+    if path:
+        found.set_module_name(path, None)
+    return found
 
 
 def _lowered(

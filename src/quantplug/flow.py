@@ -94,7 +94,7 @@ def quantize(
     progress: bool = True,
     correct_bias: bool | int = False,
     recipe: str | Sequence[Algorithm] = (),
-    engine: str | Sequence[str] | None = None,
+    engine: str | Sequence[str] | Mapping[str, str] | None = None,
     **lowering: Any,
 ) -> Artefact:
     """Quantizes a model and lowers it to a backend's kernels.
@@ -121,7 +121,8 @@ def quantize(
         recipe: algorithms in this order, such as `[GPTQ()]`, or the name of some: "fast" or "accurate".
         engine: what runs the q/dq graph where the backend has several engines, such as x86: "onednn",
             "onednn_package", "openvino" or "onnxruntime", by default the backend's own; "auto" for the fastest on this
-            machine, timed on the example inputs, or several names for the fastest of those. The report has the times.
+            machine, timed on the example inputs, or several names for the fastest of those: the report has the times.
+            A dict has an engine for each module by its path or a pattern of paths, "" being the rest of the model.
         lowering: options of the backend's lowering, or of the engine (see `Backend.lower`).
 
     Raises:

@@ -3,6 +3,7 @@
 import time
 
 import torch
+from torch.utils import _pytree as pytree
 
 from quantplug.core.errors import LoweringError
 from quantplug.lowering.program import Program
@@ -47,7 +48,7 @@ class Wrong(Slow):
         if not hasattr(self, "kept"):
             self.kept = self.inner(*inputs, **keywords)
             return self.kept
-        return 1.1 * self.kept
+        return pytree.tree_map(lambda kept: 1.1 * kept, self.kept)
 
 
 def wrong(converted, example_inputs, *, dynamic_shapes=None):

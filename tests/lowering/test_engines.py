@@ -5,6 +5,7 @@ import os
 import sys
 import time
 import warnings
+from typing import Any
 
 import planted_engines
 import pytest
@@ -71,7 +72,7 @@ def test_all_engines_run_one_graph_and_the_fastest_is_kept(tmp_path):
     assert all(row.ratio > 0.8 for row in rows.values())
     for data in (X, 2 * X):
         assert sqnr(artefact(data), artefact.reference(data)) > 40
-    kind = {"X86Program": X86Program, "OpenVINOProgram": OpenVINOProgram, "ONNXProgram": ONNXProgram}
+    kind: Any = {"X86Program": X86Program, "OpenVINOProgram": OpenVINOProgram, "ONNXProgram": ONNXProgram}
     loaded = kind[type(program).__name__].load(artefact.save(tmp_path / "program"))
     assert torch.equal(loaded(X), artefact(X))
     text, page = artefact.report.text(), artefact.report.html()
@@ -196,9 +197,10 @@ def test_an_engine_by_name_and_names_that_are_none(graph, monkeypatch):
         assert type(program) is kind
         assert program.engines is None
     assert type(backend.lower(graph, (X,), engine=["onednn"])) is X86Program
-    for name in ("openvin", 7, (), ["onednn", "onnxrt"]):
+    wrong: list[Any] = ["openvin", 7, (), ["onednn", "onnxrt"]]
+    for each in wrong:
         with pytest.raises(ConfigError, match=r"has no engine .*choose one of \['auto', 'onednn'"):
-            quantplug.quantize(nn.Identity(), (X,), "x86", engine=name)  # told before the model is exported
+            quantplug.quantize(nn.Identity(), (X,), "x86", engine=each)  # told before the model is exported
     with pytest.raises(ConfigError, match="did you mean 'openvino'"):
         backend.lower(graph, (X,), engine="openvin")
     with pytest.raises(ConfigError, match=r"has no option 'autotun'.*did you mean 'autotune'"):
@@ -227,6 +229,7 @@ def test_what_is_not_installed_is_a_row_with_the_line_that_installs_it(graph, mo
 def test_an_option_leaves_out_engines_that_do_not_have_it(graph):
     backend = quantplug.get_quantizer("x86").backend
     program = backend.lower(graph, (X,), engine=["onednn", "openvino"], constants={"rate": 7})
+    assert isinstance(program, X86Program)
     assert program.constants == {"rate": 7}
     assert program.engines.rows[1].reason == "Engine 'openvino' has no option 'constants'."
 
