@@ -47,15 +47,19 @@ def cut(module: fx.GraphModule, engine_of: Callable[[fx.Node], str]) -> list[Pie
         engine_of: the engine of an operator.
 
     Raises:
-        LoweringError: two pieces share a buffer that the model writes.
+        LoweringError: two pieces share a buffer that the model writes, or there is nothing to cut.
     """
     nodes = list(module.graph.nodes)
     shared = _shared(nodes)
-    places = _places(nodes, shared, engine_of)
+    places, behind = _places(nodes, shared, engine_of)
     _require_own_buffers(nodes, places)
-    inside = {place: _with_shared(nodes, place, places, shared) for place in sorted(set(places.values()))}
-    returned = _returned(module.graph.output_node(), places, inside)
-    return [_piece(module, nodes, place, inside, returned) for place in inside]
+    order = sorted(set(places.values()))
+    if not order:
+        raise LoweringError("The graph computes nothing that an engine could run; leave engine out.")
+    returned = (node for node in module.graph.output_node().all_input_nodes if node.op != "placeholder")
+    homes = {node: max(behind[node], default=order[0]) for node in returned}
+    inside = {place: _with_shared(nodes, place, {**homes, **places}, shared) for place in order}
+    return [_piece(module, nodes, place, inside, homes) for place in order]
 
 
 def _shared(nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -88,10 +92,10 @@ def _is_shared(node: fx.Node, shared: set[fx.Node]) -> bool:
 
 def _places(
     nodes: Iterable[fx.Node], shared: set[fx.Node], engine_of: Callable[[fx.Node], str]
-) -> dict[fx.Node, Place]:
-    """Returns where each node belongs that is computed once."""
+) -> tuple[dict[fx.Node, Place], dict[fx.Node, set[Place]]]:
+    """Returns where each node belongs that is computed once, and the places that each node's value comes from."""
     found: dict[fx.Node, Place] = {}
-    behind: dict[fx.Node, set[Place]] = {}  # the places that a node's value comes from
+    behind: dict[fx.Node, set[Place]] = {}
     for node in nodes:
         before = set[Place]().union(*(behind[source] for source in node.all_input_nodes))
         behind[node] = before
@@ -103,7 +107,7 @@ def _places(
         engine = own[1] if own else engine_of(node)
         place = max((stage + (other != engine) for stage, other in before), default=0), engine
         found[node], behind[node] = place, {place}
-    return found
+    return found, behind
 
 
 def _require_own_buffers(nodes: Iterable[fx.Node], places: Mapping[fx.Node, Place]) -> None:
@@ -129,28 +133,12 @@ def _with_shared(
     return dict.fromkeys(node for node in nodes if node in wanted)
 
 
-def _returned(
-    output: fx.Node, places: Mapping[fx.Node, Place], inside: dict[Place, dict[fx.Node, None]]
-) -> set[fx.Node]:
-    """Returns the nodes whose values the graph returns; those that no piece has join that of their source."""
-    found = {node for node in output.all_input_nodes if node.op != "placeholder"}
-    for node in found:
-        if any(node in nodes for nodes in inside.values()):
-            continue
-        chain = [node]
-        while chain[-1] not in places and chain[-1].all_input_nodes:
-            chain.append(chain[-1].all_input_nodes[0])
-        home = inside[places.get(chain[-1], next(iter(inside)))]
-        home.update(dict.fromkeys(part for part in reversed(chain) if part.op != "placeholder"))
-    return found
-
-
 def _piece(
     module: fx.GraphModule,
     nodes: list[fx.Node],
     place: Place,
     inside: Mapping[Place, Mapping[fx.Node, None]],
-    returned: set[fx.Node],
+    homes: Mapping[fx.Node, Place],
 ) -> Piece:
     own = inside[place]
     ordered = [node for node in nodes if node in own]
@@ -158,7 +146,7 @@ def _piece(
     elsewhere = {
         s for other, held in inside.items() if other != place for n in held for s in n.all_input_nodes if s not in held
     }
-    gives = [node for node in ordered if node in elsewhere or node in returned]
+    gives = [node for node in ordered if node in elsewhere or homes.get(node) == place]
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in takes:
         copies[node] = graph.placeholder(node.name)

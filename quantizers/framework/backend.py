@@ -23,7 +23,7 @@ from quantplug.quantizers.framework.declared import (
     require_name,
     require_rows,
 )
-from quantplug.quantizers.framework.engines import Asked, Engine, require_engine
+from quantplug.quantizers.framework.engines import Asked, Engine, require_engine, require_engines
 
 if TYPE_CHECKING:  # declaring a backend imports no lowering
     from quantplug.lowering.emulation import EmulatedProgram, KernelSet
@@ -86,6 +86,7 @@ class Backend:
         object.__setattr__(self, "configs", MappingProxyType(configs))
         object.__setattr__(self, "aliases", MappingProxyType({a: n for a, n in self.aliases.items() if n in configs}))
         object.__setattr__(self, "engines", MappingProxyType(dict(self.engines)))
+        require_engines(self.name, self.engines)
         require_rows(self.name, self.annotators, self.dtypes, configs)
         require_functions(self.name, configs, self.transforms)
         require_lowering(self.name, self.lowering, self.kernels)

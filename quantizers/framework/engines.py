@@ -52,6 +52,16 @@ class Engine:
         )
 
 
+def require_engines(backend: str, engines: Mapping[str, Any]) -> None:
+    """Raises ConfigError where what a backend declares as its engines are none."""
+    wrong = next((name for name, engine in engines.items() if not isinstance(engine, Engine) or name == AUTO), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"Engine '{wrong}' of backend '{backend}' is a {type(engines[wrong]).__name__}; give another name than "
+            f"'{AUTO}' and an Engine('package.module:function')."
+        )
+
+
 def chosen_names(backend: str, engines: Mapping[str, Engine], asked: Asked) -> tuple[str, ...]:
     """Returns the names of the engines that were asked for.
 

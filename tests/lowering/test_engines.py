@@ -134,6 +134,7 @@ def test_a_wrong_engine_is_never_chosen_however_fast(graph, folder):
     assert sqnr(again(X), graph(X)) > 40
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("content", ["{", "[]", '{"version": 1}', '{"version": 1, "rows": [], "chosen": 7}', "\udcff"])
 def test_a_broken_choice_is_told_and_timed_anew(graph, folder, content):
     backend = planted("honest")
@@ -216,6 +217,12 @@ def test_an_engine_by_name_and_names_that_are_none(graph, monkeypatch):
         quantplug.quantize(nn.Identity(), (X,), "x86", engine="openvino")
 
 
+@pytest.mark.parametrize("engines", [{"mine": "package:function"}, {"auto": Engine("package:function")}])
+def test_a_declaration_of_what_is_no_engine_is_one_sentence(engines):
+    with pytest.raises(ConfigError, match=r"of backend 'mine' is a \w+; give another name than 'auto' and an Engine"):
+        quantplug.derive(X86, "mine", engines=engines)
+
+
 def test_what_is_not_installed_is_a_row_with_the_line_that_installs_it(graph, monkeypatch):
     monkeypatch.setitem(sys.modules, "openvino", None)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
@@ -248,12 +255,11 @@ def test_a_state_is_what_the_model_began_with(engine):
         assert sqnr(program(x), expected(x)) > 25
 
 
-def test_open_sizes_are_named_and_stay_open():
+@pytest.mark.parametrize("engine", ["onednn", pytest.param("openvino", marks=pytest.mark.slow)])
+def test_open_sizes_are_named_and_stay_open(engine):
     batch = {0: torch.export.Dim("batch", min=1, max=64)}
     data = torch.randn(6, 3, 8, 8)
-    artefact = quantplug.quantize(
-        net(), (X,), "x86", [X], dynamic_shapes=(batch,), engine=["onednn", "openvino"], progress=False
-    )
+    artefact = quantplug.quantize(net(), (X,), "x86", [X], dynamic_shapes=(batch,), engine=[engine], progress=False)
     assert "=2, 3, 8, 8)" in artefact.report.engines.inputs
     assert sqnr(artefact(data), artefact.reference(data)) > 40
 

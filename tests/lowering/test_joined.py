@@ -54,6 +54,7 @@ def test_backbone_on_one_engine_and_head_on_another_are_one_artefact(tmp_path):
     torch.manual_seed(0)
     model = settled(Net(), torch.randn(8, 3, 8, 8))
     artefact = quantplug.quantize(model, (X,), "x86", [X], engine={"": "openvino", "head": "onednn"}, progress=False)
+    assert isinstance(artefact.program, JoinedProgram)
     kinds = [type(part.program) for part in artefact.program.parts]
     assert kinds == [OpenVINOProgram, X86Program]
     for data in (X, -X):
@@ -66,7 +67,7 @@ def test_backbone_on_one_engine_and_head_on_another_are_one_artefact(tmp_path):
     assert all(
         op.placement == "int8" for op in artefact.program.ops if op.target.startswith(("aten.conv", "aten.linear"))
     )
-    head = artefact.program.parts[1].program
+    head: Any = artefact.program.parts[1].program
     assert [leaf.dtype for leaf in head.example_inputs] == [torch.uint8]  # integers pass, not floats
     loaded = JoinedProgram.load(artefact.save(tmp_path / "model.zip"))
     for data in (X, -X):
@@ -76,6 +77,7 @@ def test_backbone_on_one_engine_and_head_on_another_are_one_artefact(tmp_path):
         loaded(X[:1])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("asked", "engines"),
     [
@@ -91,7 +93,7 @@ def test_a_graph_is_cut_wherever_the_engine_changes(graph, asked, engines):
     with warnings.catch_warnings():
         warnings.simplefilter("error", quantplug.QuantplugWarning)
         program = BACKEND.lower(graph, (X,), engine=asked)
-    found = [part.engine for part in program.parts]
+    found = [part.engine for part in program.parts] if isinstance(program, JoinedProgram) else []
     assert found == engines if engines else len(found) > 3
     for data in (X, 2 * X):
         assert agrees(program, graph(data), data)
@@ -129,6 +131,7 @@ def test_quantizers_of_a_composition_with_an_engine_each():
     quantplug.calibrate(converted, [X], progress=False)
     converted = quantplug.convert_pt2e(converted)
     program = BACKEND.lower(converted, (X,), engine=engine)
+    assert isinstance(program, JoinedProgram)
     assert [part.engine for part in program.parts] == ["other", "honest"]
     assert sqnr(program(2 * X), converted(2 * X)) > 40
 
@@ -197,7 +200,7 @@ def test_files_that_are_none(graph, tmp_path):
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     settings: dict[str, Any] = json.loads(records["joined.json"])
-    changed = [
+    changed: list[dict[str, Any]] = [
         {"version": 2},
         {"parts": [{**settings["parts"][0], "kind": "Popen"}]},
         {"parts": [{**settings["parts"][0], "takes": [4]}]},
@@ -205,8 +208,9 @@ def test_files_that_are_none(graph, tmp_path):
     ]
     for change, said in zip(changed, ("version 2", "'Popen'", "value 4 of 1", "'more'"), strict=True):
         with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
-            for name, content in {**records, "joined.json": json.dumps({**settings, **change})}.items():
-                archive.writestr(name, content)
+            for name, content in records.items():
+                is_told = name == "joined.json"
+                archive.writestr(name, json.dumps({**settings, **change}) if is_told else content)
         with pytest.raises(ArtefactError, match=f"no program of several engines .*{said}"):
             JoinedProgram.load(tmp_path / "other.zip")
     (tmp_path / "text.zip").write_text("no archive")
