@@ -16,10 +16,11 @@ Run = Callable[[], Any]
 
 # Before a turn the threads of the runtime before it fall asleep; some spin for a while.
 _PAUSE = 0.005
-# Calls of a turn, which are so many and as many more as fit into so many seconds; one before them finds caches.
-_CALLS, _TURN = (1, 20), 0.01
+# Calls of a turn: as many as take so many seconds, at least three unless they take longer. One before them finds
+# caches, which hold what the program before it left there.
+_CALLS, _TURN, _LONG = (3, 20), 0.01, 0.3
 # So many rounds at least, at most, and none is begun after so many seconds.
-_ROUNDS, _SECONDS = (7, 41), 12.0
+_ROUNDS, _SECONDS = (7, 41), 15.0
 _FAR = 1.3
 _SURE = 0.025
 
@@ -73,13 +74,17 @@ def _turn(run: Run, first: Run | None) -> float:
     time.sleep(_PAUSE)
     taken: list[float] = []
     begun = time.perf_counter()
-    while len(taken) < _CALLS[0] + 1 or (len(taken) < _CALLS[1] and time.perf_counter() - begun < _TURN):
+    while len(taken) < 2 or _goes_on(len(taken) - 1, time.perf_counter() - begun):
         if first is not None:
             first()
         start = time.perf_counter()
         run()
         taken.append(time.perf_counter() - start)
     return statistics.median(taken[1:])
+
+
+def _goes_on(calls: int, seconds: float) -> bool:
+    return seconds < _LONG if calls < _CALLS[0] else calls < _CALLS[1] and seconds < _TURN
 
 
 def _fastest(found: Sequence[Timed]) -> int:

@@ -191,12 +191,24 @@ def test_engines_that_do_not_run_the_graph_are_rows_and_all_together_one_error(g
     assert "\n" not in str(error.value)
 
 
-def test_an_engine_by_name_and_names_that_are_none(graph, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("onednn", X86Program),
+        pytest.param("openvino", OpenVINOProgram, marks=pytest.mark.slow),
+        pytest.param("onnxruntime", ONNXProgram, marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_by_name_is_taken_untimed(graph, folder, name, kind):
+    program = quantplug.get_quantizer("x86").backend.lower(graph, (X,), engine=name)
+    assert type(program) is kind
+    assert program.engines is None
+    assert not folder.exists()
+    assert sqnr(program(X), graph(X)) > 40
+
+
+def test_names_that_are_none(graph, monkeypatch):
     backend = quantplug.get_quantizer("x86").backend
-    for name, kind in (("openvino", OpenVINOProgram), ("onnxruntime", ONNXProgram), ("onednn", X86Program)):
-        program = backend.lower(graph, (X,), engine=name)
-        assert type(program) is kind
-        assert program.engines is None
     assert type(backend.lower(graph, (X,), engine=["onednn"])) is X86Program
     wrong: list[Any] = ["openvin", 7, (), ["onednn", "onnxrt"]]
     for each in wrong:
