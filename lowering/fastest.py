@@ -57,7 +57,7 @@ def fastest(
     Args:
         converted: the q/dq graph.
         inputs: example inputs, by position.
-        candidates: the preferred one first: it is chosen where noise does not tell others from it.
+        candidates: the preferred one first, which is chosen where others are as good as equal.
         asked: options that the candidates were made of, which a remembered choice depends on.
         remember: whether to look for a choice of an earlier call, and to keep this one.
         time_anew: whether to time all even if a choice is remembered.

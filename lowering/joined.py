@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from quantplug.core.errors import ArtefactError, LoweringError, first_line
 from quantplug.core.files.typed import typed
@@ -80,7 +80,8 @@ class JoinedProgram(Program):
 
     Attributes:
         parts: the pieces in the order in which they run.
-        ops: every compute operator of the q/dq graph with its placement; `how` has its engine.
+        ops: every compute operator of the q/dq graph with its placement; `how` has its engine. A program that was
+            loaded has those that its parts keep.
     """
 
     def __init__(self, parts: Sequence[Part], signature: Signature, outputs: Outputs) -> None:
@@ -96,7 +97,7 @@ class JoinedProgram(Program):
         """
         values = self._signature.flatten(inputs, keywords)
         for part in self.parts:
-            values += part.program(*(values[place] for place in part.takes))
+            values += map(_plain, part.program(*(values[place] for place in part.takes)))
         return self._outputs.of(values)
 
     def restart(self) -> None:
@@ -200,7 +201,12 @@ def _part(piece: Piece, program: Program, names: list[str]) -> Part:
 def _run(piece: Piece, given: tuple[Any, ...]) -> dict[str, Any]:
     """Returns what a piece computes, by name."""
     with torch.no_grad():
-        return dict(zip(piece.gives, starting(piece.module)(*given), strict=True))
+        return dict(zip(piece.gives, map(_plain, starting(piece.module)(*given)), strict=True))
+
+
+def _plain(value: Any) -> Any:
+    """Returns a tensor in the order of its dimensions, whatever the engine likes: compiled pieces rely on it."""
+    return value.contiguous() if isinstance(value, Tensor) else value
 
 
 def _on(engine: str, operator: LoweredOp) -> LoweredOp:

@@ -20,8 +20,9 @@ _PAUSE = 0.005
 # caches, which hold what the program before it left there.
 _CALLS, _TURN, _LONG = (3, 20), 0.01, 0.3
 # So many rounds at least, at most, and none is begun after so many seconds.
-_ROUNDS, _SECONDS = (7, 41), 15.0
-_FAR = 1.3
+_ROUNDS, _SECONDS = (7, 41), 20.0
+# Times the fastest: up to here as good as equal, and surely beyond there far behind.
+_EQUAL, _FAR = 1.03, 1.3
 _SURE = 0.025
 
 
@@ -59,10 +60,10 @@ def in_turns(runs: Sequence[Run], prepare: Sequence[Run] | None = None) -> list[
 
 
 def best(found: Sequence[Timed]) -> int:
-    """Returns the place of the fastest; of several that noise does not tell apart that of the first."""
-    fastest = _fastest(found)
-    equal = (place for place, timed in enumerate(found) if not timed.is_far_behind)
-    return next(place for place in equal if _surely(found[place], found[fastest]) <= 1)
+    """Returns the place of the fastest; of several that are as good as equal that of the first."""
+    fastest = found[_fastest(found)]
+    left = (place for place, timed in enumerate(found) if not timed.is_far_behind)
+    return next(place for place in left if ratio(found[place], fastest) <= _EQUAL)
 
 
 def ratio(one: Timed, other: Timed) -> float:

@@ -94,7 +94,7 @@ _ROWS = (
     *half_weights(),
 )
 
-# What runs q/dq graphs on x86, whichever quantizer made them; the first is taken where noise does not tell them apart.
+# What runs q/dq graphs on x86, whichever quantizer made them, the preferred one first.
 ENGINES = {
     "onednn": Engine("quantplug.lowering.x86:lower"),
     "onednn_package": Engine("quantplug.lowering.x86:lower_to_package"),

@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from quantplug.core.errors import LoweringError
 from quantplug.core.graph.facts import require_graph_module
 from quantplug.core.graph.meta import PAIR
+from quantplug.core.peers.torch_names import pytree
 from quantplug.lowering.placement import place, record
 from quantplug.lowering.program import require_float_dtype
 from quantplug.lowering.starting import starting
@@ -87,7 +88,8 @@ def lower_to_package(
         LoweringError: as for `lower`, or there is no C++ compiler, or the model writes a buffer.
     """
     require_compiler()
-    return X86Package(lower(converted, example_inputs, dynamic_shapes=dynamic_shapes, float_dtype=float_dtype))
+    plain = pytree.tree_map_only(Tensor, Tensor.contiguous, example_inputs)  # as the package makes whatever it is given
+    return X86Package(lower(converted, plain, dynamic_shapes=dynamic_shapes, float_dtype=float_dtype))
 
 
 def _require_inputs(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quantplug.core.files.whole import require_writable, write_content
-from quantplug.core.peers.torch_names import inductor
+from quantplug.core.peers.torch_names import inductor, pytree
 from quantplug.lowering.program import Program
 from quantplug.lowering.signature import Signature
 from quantplug.lowering.x86.running.program import X86Program
@@ -43,8 +44,10 @@ class X86Package(Program):
             LoweringError: the inputs have another structure, dtype or size than the model was exported for.
         """
         given = self._signature.nested(inputs, keywords)
+        # It reads memory as that of the example inputs, which lay in the order of their dimensions.
+        plain = pytree.tree_map_only(Tensor, Tensor.contiguous, given)
         with torch.no_grad():
-            return self._run(*given)
+            return self._run(*plain)
 
     def save(self, path: str | Path) -> Path:
         """Writes the package, which `torch._inductor.aoti_load_package` loads without quantplug; returns the path.
