@@ -22,7 +22,7 @@ from quantplug.lowering.program import Program
 from quantplug.lowering.turns import Timed, best, in_turns, ratio
 from quantplug.lowering.yardstick import Yardstick
 
-WHOLE, HALF = "float32", "bfloat16"
+WHOLE = "float32"
 _MICRO = 1e6
 
 
@@ -35,12 +35,14 @@ class Candidate:
         lower: gives the program for the graph and the example inputs.
         float_dtype: what products that stay float compute in.
         packages: the distributions whose versions count.
+        is_for_products: whether it is the same program as the engine's own in float32 where no product stays float.
     """
 
     engine: str
     lower: Callable[[], Program]
     float_dtype: str = WHOLE
     packages: tuple[str, ...] = ()
+    is_for_products: bool = False
 
 
 def fastest(
@@ -111,10 +113,12 @@ def _timed(candidates: Sequence[Candidate], yardstick: Yardstick) -> Program:
 
 
 def _is_worth_it(candidate: Candidate, made: Sequence[tuple[EngineTime, Program | None]], yardstick: Yardstick) -> bool:
-    """Tells whether a candidate may be another program than the engine's own in float32."""
+    """Tells whether a candidate may run, and be another program than the engine's own in float32."""
     whole = [p for row, p in made if (row.engine, row.float_dtype) == (candidate.engine, WHOLE)]
     if candidate.float_dtype == WHOLE or not whole:
         return True
+    if not candidate.is_for_products:
+        return any(program is not None for program in whole)
     floats = (op.node for program in whole if program is not None for op in program.ops if op.placement == "float")
     return any(node in yardstick.products for node in floats)
 

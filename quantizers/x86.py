@@ -96,8 +96,8 @@ _ROWS = (
 
 # What runs q/dq graphs on x86, whichever quantizer made them, the preferred one first.
 ENGINES = {
-    "onednn": Engine("quantplug.lowering.x86:lower"),
-    "onednn_package": Engine("quantplug.lowering.x86:lower_to_package"),
+    "onednn": Engine("quantplug.lowering.x86:lower", halves_products_alone=True),
+    "onednn_package": Engine("quantplug.lowering.x86:lower_to_package", halves_products_alone=True),
     "openvino": Engine("quantplug.lowering.openvino:lower", ("openvino",), "quantplug[openvino]"),
     "onnxruntime": Engine(
         "quantplug.lowering.onnx:lower", ("onnx", "onnx_ir", "onnxscript", "onnxruntime"), "quantplug[onnx]"

@@ -35,11 +35,14 @@ class Engine:
         lowering: the name of its lowering, "package.module:function".
         needs: packages that it imports, which may not be installed.
         extra: what brings them, as `pip install` takes it.
+        halves_products_alone: whether its option `float_dtype` changes nothing but products that stay float, so that it
+            makes no other program where none does.
     """
 
     lowering: str
     needs: tuple[str, ...] = ()
     extra: str = ""
+    halves_products_alone: bool = False
 
     def objection(self, name: str) -> str | None:
         """Returns the sentence on a package that is not installed, or None."""
@@ -248,5 +251,8 @@ def _candidates(
                 continue
             option = {} if is_own else {"float_dtype": dtype}
             written = str(dtype).removeprefix("torch.")
-            found.append(Candidate(name, partial(lower, engine, name, **option), written, engine.needs))
+            is_for_products = engine.halves_products_alone and not is_own
+            found.append(
+                Candidate(name, partial(lower, engine, name, **option), written, engine.needs, is_for_products)
+            )
     return found

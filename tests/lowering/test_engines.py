@@ -50,7 +50,8 @@ def graph():
 
 def planted(*names):
     """Returns x86 with the planted engines of these names, in this order."""
-    return quantplug.derive(X86, "planted", engines={name: Engine(f"planted_engines:{name}") for name in names})
+    engines = {name: Engine(f"planted_engines:{name}", halves_products_alone=name == "honest") for name in names}
+    return quantplug.derive(X86, "planted", engines=engines)
 
 
 def kept(folder):
@@ -59,7 +60,7 @@ def kept(folder):
 
 
 def test_all_engines_run_one_graph_and_the_fastest_is_kept(tmp_path):
-    artefact = quantplug.quantize(net(), (X,), "x86", [X], engine="auto", progress=False)
+    artefact = quantplug.quantize(net(), (X,), "x86", [X], engine="auto", float_dtype=torch.float32, progress=False)
     times, program = artefact.report.engines, artefact.program
     rows = {row.engine: row for row in times.rows}
     assert list(rows) == ["onednn", "onednn_package", "openvino", "onnxruntime"]
@@ -335,6 +336,9 @@ def test_float_parts_are_tried_in_bfloat16_where_the_processor_has_it(monkeypatc
     converted = reference(net(), quantplug.get_quantizer("x86"), X)  # no product stays float
     program = backend.lower(converted, (X,), engine="auto", remember=False)
     assert [(row.engine, row.float_dtype) for row in program.engines.rows] == whole
+    whatever = quantplug.derive(X86, "whatever", engines={"honest": Engine("planted_engines:honest")})
+    program = whatever.lower(converted, (X,), engine="auto", remember=False)  # one that halves more than products
+    assert [(row.engine, row.float_dtype) for row in program.engines.rows] == [whole[0], half]
 
 
 @pytest.mark.slow
