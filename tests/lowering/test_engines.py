@@ -313,6 +313,7 @@ def test_a_graph_of_another_quantizer():
     assert sqnr(artefact(X), artefact.reference(X)) > 40
 
 
+@pytest.mark.slow
 def test_float_parts_are_tried_in_bfloat16_where_the_processor_has_it(monkeypatch):
     x = torch.randn(2, 6, 16)
     model = Function(lambda m, x: m.read(x) @ x.transpose(1, 2), read=nn.Linear(16, 16))
