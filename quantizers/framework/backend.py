@@ -23,7 +23,7 @@ from quantplug.quantizers.framework.declared import (
     require_name,
     require_rows,
 )
-from quantplug.quantizers.framework.engines import Asked, Engine, require_engine, require_engines
+from quantplug.quantizers.framework.engines import Asked, Engine, require_engines
 
 if TYPE_CHECKING:  # declaring a backend imports no lowering
     from quantplug.lowering.emulation import EmulatedProgram, KernelSet
@@ -165,6 +165,7 @@ class Backend:
             ConfigError: the lowering's name leads nowhere, it has no such option, or there is no such engine.
             LoweringError: the engine is not installed.
         """
+        from quantplug.quantizers.framework.engine_choice import require_engine
         from quantplug.quantizers.framework.lowered import lowering_with
 
         if engine is None:

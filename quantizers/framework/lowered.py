@@ -11,7 +11,8 @@ from quantplug.core.graph.calling import by_position, in_order, input_names
 from quantplug.core.graph.facts import require_graph_module
 from quantplug.core.named import resolved
 from quantplug.core.peers.torch_names import pytree
-from quantplug.quantizers.framework.engines import Asked, lowered_by
+from quantplug.quantizers.framework.engine_choice import lowered_by
+from quantplug.quantizers.framework.engines import Asked
 
 if TYPE_CHECKING:  # a lowering imports its runtime, so that none is imported before it is used
     from quantplug.lowering.emulation import EmulatedProgram
