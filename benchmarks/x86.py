@@ -1,4 +1,4 @@
-"""Latency of x86 engines beside each other: PyTorch in float, torchao, ours, ONNX Runtime, OpenVINO.
+"""Latency of x86 engines beside each other: PyTorch in float, torchao, ours, ONNX Runtime, OpenVINO, the fastest.
 
     python benchmarks/x86.py resnet18 mlp --batch 1 8 --threads 2 --folder /tmp/x86
     python benchmarks/x86.py resnet18 --engines float quantplug --build    # only build the artefacts

@@ -21,6 +21,7 @@ from vision import torchvision_models
 from x86_models import Bert, Case
 
 import quantplug
+from quantplug.lowering.onnx import ONNXProgram
 from quantplug.lowering.openvino import OpenVINOProgram
 from quantplug.lowering.processor import kernels_saturate
 from quantplug.lowering.x86 import X86Program, lower
@@ -215,6 +216,27 @@ def _load_through_openvino(inputs: Inputs, quantized: Path, folder: Path, compil
         yield shown, OpenVINOProgram.load(folder / f"{name}.zip"), folder / f"{name}.zip"
 
 
+def _build_through_onnx(case: Case, quantized: Path, folder: Path) -> None:
+    converted = _for_batch(quantized / "graph.pt2", case.inputs).module()
+    quantplug.get_quantizer("onnxruntime").backend.lower(converted, case.inputs).save(folder / "program.onnx")
+
+
+def _load_through_onnx(inputs: Inputs, quantized: Path, folder: Path, compiles: bool) -> Iterator[Way]:
+    path = folder / "program.onnx"
+    yield "quantplug through ONNX Runtime", ONNXProgram.load(path), path
+
+
+def _load_fastest(inputs: Inputs, quantized: Path, folder: Path, compiles: bool) -> Iterator[Way]:
+    """Chooses with the threads of this process, as a user's does; a choice that is remembered is taken."""
+    converted = _for_batch(quantized / "graph.pt2", inputs).module()
+    program = quantplug.get_quantizer("x86").backend.lower(converted, inputs, engine="auto")
+    assert program.engines is not None
+    print(f"  {program.engines.summary()}")
+    for row in program.engines.rows:
+        print("   ", *row.cells, sep="  ", flush=True)
+    yield f"quantplug auto ({program.engines.winner.engine})", program, program.save(folder / "program")
+
+
 # ---- OpenVINO with its own quantizer
 
 
@@ -334,6 +356,15 @@ ENGINES = (
         _load_through_openvino,
         "quantplug",
     ),
+    Engine(
+        "through_onnx",
+        ("onnx", "onnxscript", "onnxruntime"),
+        _quantize_quantplug,
+        _build_through_onnx,
+        _load_through_onnx,
+        "quantplug",
+    ),
+    Engine("auto", (), _quantize_quantplug, _nothing_more, _load_fastest, "quantplug"),
 )
 
 

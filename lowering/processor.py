@@ -14,6 +14,7 @@ from quantplug.core.graph.facts import constant_value, is_constant, operands
 from quantplug.core.qdq.limits import largest_pair
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
 from quantplug.core.qdq.qparams import FULL_RANGE, QD, QParams, qparams
+from quantplug.lowering.program import require_float_dtype
 
 
 @lru_cache(maxsize=1)
@@ -62,3 +63,21 @@ def largest_factors(graph: fx.Graph, otherwise: int = 0) -> tuple[int, int]:
 def has_amx() -> bool:
     """Tells whether this processor multiplies tiles."""
     return bool(torch.cpu.get_capabilities().get("amx_tile"))
+
+
+def has_bfloat16() -> bool:
+    """Tells whether this processor multiplies bfloat16."""
+    found = torch.cpu.get_capabilities()
+    return bool(found.get("amx_bf16") or found.get("avx512_bf16"))
+
+
+def float_dtypes(asked: torch.dtype | None) -> tuple[torch.dtype, ...]:
+    """Returns the dtypes in which products that stay float may compute: the one asked for, or those worth a try.
+
+    Raises:
+        LoweringError: neither float32 nor bfloat16 is asked for.
+    """
+    if asked is None:
+        return (torch.float32, torch.bfloat16) if has_bfloat16() else (torch.float32,)
+    require_float_dtype(asked)
+    return (asked,)

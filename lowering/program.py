@@ -11,6 +11,7 @@ import torch
 from quantplug.core.errors import ArtefactError, LoweringError, first_line, shown
 
 if TYPE_CHECKING:
+    from quantplug.core.report.engines import EngineTimes
     from quantplug.lowering.timing import KernelTime
 
 
@@ -69,10 +70,12 @@ class Program(ABC):
         ops: every compute operator with its placement.
         has_kernels: whether the artefact runs on kernels of its own; a q/dq graph is for an engine to read, which
             chooses them.
+        engines: the times of all engines where this one was chosen as the fastest (`engine="auto"`); else None.
     """
 
     ops: tuple[LoweredOp, ...]
     has_kernels: bool = True
+    engines: "EngineTimes | None" = None
 
     @abstractmethod
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:

@@ -37,7 +37,7 @@ from quantplug.core.specs.levels import Level
 from quantplug.core.specs.limits import ONEDNN_PAIRS
 from quantplug.quantizers.framework.backend import Backend
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
-from quantplug.quantizers.x86 import NO_INTEGERS
+from quantplug.quantizers.x86 import ENGINES, NO_INTEGERS
 from quantplug.quantizers.x86_config import get_x86_quantization_config
 
 _REWRITES = "quantplug.lowering.rewrites"
@@ -113,6 +113,7 @@ ONNXRUNTIME = Backend(
         named(f"{_REWRITES}.means:means_are_poolings"),
     ),
     without=NO_INTEGERS,
+    engines=ENGINES,
 )
 
 

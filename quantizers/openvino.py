@@ -22,7 +22,7 @@ from quantplug.core.patterns.language import Match
 from quantplug.core.specs.levels import Level
 from quantplug.quantizers.framework.derived import derive
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
-from quantplug.quantizers.x86 import NO_INTEGERS, X86, readable_groups
+from quantplug.quantizers.x86 import ENGINES, NO_INTEGERS, X86, readable_groups
 
 # OpenVINO's front end reads no quantization parameters of run time.
 STATIC = ("int8", "int8_per_tensor", "int8_weight_only", "int4_weight_only", "float16")
@@ -133,6 +133,7 @@ OPENVINO = derive(
     summary="x86 through OpenVINO's compiler (needs the extra 'openvino')",
     configs={name: X86.configs[name] for name in STATIC},
     lowering="quantplug.lowering.openvino:lower",
+    engines=ENGINES,
     weight_bits=named("quantplug.lowering.openvino.four_bits:stored_bits"),
     without={**dict.fromkeys(("bmm", "matmul", "scaled_dot_product_attention"), _PRODUCTS), **NO_INTEGERS},
 )

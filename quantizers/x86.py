@@ -35,6 +35,7 @@ from quantplug.core.named import named
 from quantplug.core.specs.levels import Level
 from quantplug.core.specs.limits import ONEDNN_PAIRS
 from quantplug.quantizers.framework.backend import Backend
+from quantplug.quantizers.framework.engines import Engine
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.x86_config import get_x86_quantization_config
 
@@ -93,6 +94,16 @@ _ROWS = (
     *half_weights(),
 )
 
+# What runs q/dq graphs on x86, whichever quantizer made them, the preferred one first.
+ENGINES = {
+    "onednn": Engine("quantplug.lowering.x86:lower", halves_products_alone=True),
+    "onednn_package": Engine("quantplug.lowering.x86:lower_to_package", halves_products_alone=True),
+    "openvino": Engine("quantplug.lowering.openvino:lower", ("openvino",), "quantplug[openvino]"),
+    "onnxruntime": Engine(
+        "quantplug.lowering.onnx:lower", ("onnx", "onnx_ir", "onnxscript", "onnxruntime"), "quantplug[onnx]"
+    ),
+}
+
 X86 = Backend(
     name="x86",
     summary="oneDNN kernels through torch, eager or compiled (VNNI, AMX)",
@@ -113,6 +124,7 @@ X86 = Backend(
     kernels="x86",
     weight_bits=named("quantplug.lowering.x86.kernels.four_bits:stored_bits"),
     without={**dict.fromkeys(("bmm", "matmul", "scaled_dot_product_attention"), _PRODUCTS), **NO_INTEGERS},
+    engines=ENGINES,
 )
 
 

@@ -59,6 +59,10 @@ def write(folder: Path) -> None:
     for backend, name in (("x86", "x86.pt2"), ("openvino", "openvino.zip"), ("onnxruntime", "onnxruntime.onnx")):
         config = quantplug.get_quantizer(backend).backend.config("int8", weight_bits=7)  # which any processor reads
         quantplug.quantize(model(), (X,), backend, [X, 2 * X], config, progress=False).save(folder / name)
+    engines = {"": "onednn", "2": "openvino"}
+    config = quantplug.get_quantizer("x86").backend.config("int8", weight_bits=7)
+    joined = quantplug.quantize(model(), (X,), "x86", [X, 2 * X], config, engine=engines, progress=False)
+    joined.save(folder / "joined.zip")
     searched(folder / "tune.jsonl")
 
 

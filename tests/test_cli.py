@@ -178,6 +178,27 @@ def test_quantize_for_x86_with_a_config_and_a_page(run, files):
     assert "<h1>model.pt2</h1>" in (files / "report.html").read_text()
 
 
+def test_the_fastest_engine_is_shown_and_remembered(run, files, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    line = "quantize model.pt2 --backend x86 --calibration data.npz --engine onednn,onednn_package --out fast.pt2"
+    code, out, errors = run(f"{line} --json")
+    assert (code, errors) == (0, "")
+    times = json.loads(out)["report"]["engines"]
+    assert [row["engine"] for row in times["rows"]] == ["onednn", "onednn_package"]
+    assert "no-such-compiler" in times["rows"][1]["reason"]
+    assert not times["is_remembered"]
+    code, out, _ = run(line)
+    assert f" {times['rows'][0]['microseconds']:.0f} " in out
+    assert "needs a C++ compiler" in out
+    assert "remembered from an earlier call" in out
+    assert "timed in turns" in run(f"{line} --time-anew")[1]
+    assert X86Program.load(files / "fast.pt2")(torch.zeros(2, 3, 8, 8)).shape == (2, 5)
+    code, _, errors = run(line.replace("onednn,", "onedn,"))
+    assert code == 2
+    assert "no engine 'onedn' (did you mean 'onednn'?)" in " ".join(errors.split())
+
+
 def test_explain_needs_no_data(run):
     code, out, _ = run("explain model.pt2 --backend x86")
     assert code == 0

@@ -38,6 +38,7 @@ from quantplug.core.qdq.nodes import (
     is_weight,
 )
 from quantplug.core.report.boundaries import Boundary, boundaries
+from quantplug.core.report.engines import HEADINGS, EngineTimes
 from quantplug.core.report.how import arrow, how_annotated, how_converted
 from quantplug.core.report.page import PAGE
 from quantplug.core.specs.decision import decision
@@ -95,6 +96,7 @@ class Report:
         violations: limits of the kernels that specs or calibrated numbers break; errors in strict mode.
         notes: what quantizers of a composition did to each other, and specs of one tensor that disagree.
         foldings: what prepare did with each batch norm.
+        engines: how fast each engine runs the graph, where the fastest was chosen; else None.
     """
 
     stage: str
@@ -104,6 +106,7 @@ class Report:
     violations: tuple[Violation, ...] = ()
     notes: tuple[str, ...] = ()
     foldings: tuple[Folding, ...] = ()
+    engines: EngineTimes | None = None
 
     @property
     def quantized(self) -> int:
@@ -136,6 +139,9 @@ class Report:
         for line in (*self.foldings, *self.violations, *self.notes):
             console.print(escape(f"{line}"))
         console.print(self.summary())
+        if self.engines is not None:
+            console.print(self.engine_table())
+            console.print(escape(self.engines.summary()))
         return out.getvalue()
 
     def table(self) -> Table:
@@ -148,6 +154,15 @@ class Report:
             cells = (row.node, row.operator, row.module_path, rule or "float", row.told)
             # Without it rich would read "[ab]" in a path or reason as markup and leave it out.
             table.add_row(*map(escape, cells))
+        return table
+
+    def engine_table(self) -> Table:
+        """Returns the times of engines as a rich table; without rows where none were timed."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading in HEADINGS:
+            table.add_column(heading, overflow="fold")
+        for row in self.engines.rows if self.engines else ():
+            table.add_row(*map(escape, row.cells))
         return table
 
     def boundary_table(self) -> Table:
@@ -163,13 +178,16 @@ class Report:
         return table
 
     def json(self) -> str:
-        """Returns the whole report as JSON."""
-        return json.dumps({**asdict(self), "quantized": self.quantized}, indent=1)
+        """Returns the whole report as JSON; engines are in it where they were timed."""
+        parts = asdict(self)
+        if self.engines is None:
+            del parts["engines"]
+        return json.dumps({**parts, "quantized": self.quantized}, indent=1)
 
     def html(self, title: str = "Quantization report") -> str:
         """Returns one HTML page that needs nothing else."""
         environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-        return environment.from_string(PAGE).render(report=self, title=title)
+        return environment.from_string(PAGE).render(report=self, title=title, headings=HEADINGS)
 
     def __str__(self) -> str:
         return self.text()

@@ -41,5 +41,11 @@ PAGE = """<!doctype html>
 <td>{{ b.elements if b.elements is not none else 'symbolic' }}</td>
 <td>{{ '%.3g' | format(b.error) if b.error is not none else 'not known' }}</td></tr>
 {% endfor %}</tbody></table>{% endif %}
+{% if report.engines %}<h2>Engines</h2>
+<p>{{ report.engines.summary() }}</p>
+<table><thead><tr>{% for heading in headings %}<th>{{ heading }}</th>{% endfor %}</tr></thead><tbody>
+{% for row in report.engines.rows %}<tr class="{{ 'float' if row.reason else 'int' }}">
+{% for cell in row.cells %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}</tbody></table>{% endif %}
 </body></html>
 """

@@ -8,15 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from quantplug.core.errors import LoweringError
 from quantplug.core.graph.facts import require_graph_module
 from quantplug.core.graph.meta import PAIR
+from quantplug.core.peers.torch_names import pytree
 from quantplug.lowering.placement import place, record
 from quantplug.lowering.program import require_float_dtype
 from quantplug.lowering.starting import starting
 from quantplug.lowering.steps import run
+from quantplug.lowering.x86.running.compiled import require_compiler
+from quantplug.lowering.x86.running.packaged import X86Package
 from quantplug.lowering.x86.running.program import X86Program
 from quantplug.lowering.x86.steps import Told, steps
 
@@ -63,6 +66,30 @@ def lower(
         replace(o, reason=told.reasons[o.node]) if o.reason and o.node in told.reasons else o for o in ops
     )
     return program
+
+
+def lower_to_package(
+    converted: fx.GraphModule,
+    example_inputs: tuple[Any, ...],
+    *,
+    dynamic_shapes: Any = None,
+    float_dtype: torch.dtype = torch.float32,
+) -> X86Package:
+    """Lowers a q/dq graph to oneDNN quantized kernels and compiles what lies between them (AOTInductor).
+
+    Args:
+        converted: what `convert_pt2e` returned.
+        example_inputs: inputs as for `torch.export.export`.
+        dynamic_shapes: as for `lower`.
+        float_dtype: as for `lower`.
+
+    Raises:
+        ModelError: `converted` is no graph module.
+        LoweringError: as for `lower`, or there is no C++ compiler, or the model writes a buffer.
+    """
+    require_compiler()
+    plain = pytree.tree_map_only(Tensor, Tensor.contiguous, example_inputs)  # as the package makes whatever it is given
+    return X86Package(lower(converted, plain, dynamic_shapes=dynamic_shapes, float_dtype=float_dtype))
 
 
 def _require_inputs(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:

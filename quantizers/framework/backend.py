@@ -23,6 +23,7 @@ from quantplug.quantizers.framework.declared import (
     require_name,
     require_rows,
 )
+from quantplug.quantizers.framework.engines import Asked, Engine, require_engines
 
 if TYPE_CHECKING:  # declaring a backend imports no lowering
     from quantplug.lowering.emulation import EmulatedProgram, KernelSet
@@ -59,6 +60,8 @@ class Backend:
             a function of the specs of weight and activation (None: float) that returns them. None where files are as
             narrow as configs.
         aliases: other names of configs, such as those that another library gives them, each with the name in `configs`.
+        engines: by name what runs its q/dq graphs, the preferred one first, for `lower(..., engine="auto")`; empty
+            where it is the lowering alone.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Backend:
     without: Mapping[str, str] = field(default_factory=dict)
     weight_bits: int | WeightBits | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
+    engines: Mapping[str, Engine] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_name(self.name)
@@ -81,6 +85,8 @@ class Backend:
         configs = dict(self.configs) or {dtypes.name: partial(config_for, dtypes) for dtypes in self.dtypes}
         object.__setattr__(self, "configs", MappingProxyType(configs))
         object.__setattr__(self, "aliases", MappingProxyType({a: n for a, n in self.aliases.items() if n in configs}))
+        object.__setattr__(self, "engines", MappingProxyType(dict(self.engines)))
+        require_engines(self.name, self.engines)
         require_rows(self.name, self.annotators, self.dtypes, configs)
         require_functions(self.name, configs, self.transforms)
         require_lowering(self.name, self.lowering, self.kernels)
@@ -120,6 +126,7 @@ class Backend:
         example_inputs: tuple[Any, ...],
         *,
         example_kwargs: Mapping[str, Any] | None = None,
+        engine: Asked | None = None,
         **options: Any,
     ) -> "Program":
         """Lowers a converted model to a program that runs.
@@ -128,25 +135,43 @@ class Backend:
             converted: the q/dq graph that convert returned.
             example_inputs: inputs of the shapes to lower for.
             example_kwargs: those that are given by name; the program takes them by name or position.
-            options: passed to the lowering of this backend.
+            engine: one of `engines` by name, in the place of the backend's lowering; "auto" for the fastest of all, or
+                several names for the fastest of those: they are timed in turns on the example inputs, each that
+                computes what the q/dq graph computes, the choice is remembered for this machine and graph, and
+                `engines` of the program has the times. A dict has the names of modules' engines by their paths or
+                patterns of them, "" being the rest of the model: a `JoinedProgram`.
+            options: passed to the lowering of this backend, or of each engine; an engine that has no such option is
+                out. Where the fastest is chosen, `float_dtype` is what products that stay float compute in (None:
+                bfloat16 is tried too where the processor has it), `remember=False` neither looks for an earlier choice
+                nor keeps this one (QUANTPLUG_REMEMBER=0 in the environment does the same), `time_anew=True` does not
+                look for one.
 
         Raises:
-            LoweringError: the graph cannot be lowered, or the inputs do not fit it.
-            ConfigError: the lowering's name leads nowhere, or it has no such option.
+            LoweringError: the graph cannot be lowered, the inputs do not fit it, or the engine is not installed.
+            ConfigError: the lowering's name leads nowhere, it has no such option, or there is no such engine.
         """
         from quantplug.quantizers.framework.lowered import lowered
 
-        return lowered(self, converted, example_inputs, example_kwargs, options)
+        return lowered(self, converted, example_inputs, example_kwargs, options, engine)
 
-    def require_lowering_options(self, names: Iterable[str]) -> None:
+    def require_lowering_options(self, names: Iterable[str], engine: Asked | None = None) -> None:
         """Checks options of the lowering by name, which is worth doing before a model is calibrated.
 
+        Args:
+            names: of the options.
+            engine: as for `lower`.
+
         Raises:
-            ConfigError: the lowering's name leads nowhere, or it has no such option.
+            ConfigError: the lowering's name leads nowhere, it has no such option, or there is no such engine.
+            LoweringError: the engine is not installed.
         """
+        from quantplug.quantizers.framework.engine_choice import require_engine
         from quantplug.quantizers.framework.lowered import lowering_with
 
-        lowering_with(self, names)
+        if engine is None:
+            lowering_with(self, names)
+        else:
+            require_engine(self.name, self.engines, engine, names)
 
     def emulate(
         self,

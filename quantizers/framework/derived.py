@@ -19,7 +19,7 @@ def derive(
         add: annotators that come before those of the base, so that they win where pieces are equally large.
         remove: names of annotators to leave out, or labels of single patterns such as "conv_relu".
         changes: other attributes of `Backend` to replace, such as `lowering` or `dtypes`. Another lowering has
-            other kernels: `kernels` are those of the base only if the lowering is.
+            other kernels: `kernels` and `engines` are those of the base only if the lowering is.
 
     Raises:
         ConfigError: `remove` names nothing of the base, `changes` no attribute, or the result is no backend.
@@ -37,8 +37,8 @@ def derive(
         )
     kept = [_without(a, remove) for a in base.annotators if a.name not in remove]
     rows = (*add, *(a for a in kept if a.patterns))
-    kernels = {"kernels": None} if "lowering" in changes else {}
-    return replace(base, name=name, annotators=rows, **{**kernels, **changes})
+    own: dict[str, Any] = {"kernels": None, "engines": {}} if "lowering" in changes else {}
+    return replace(base, name=name, annotators=rows, **{**own, **changes})
 
 
 def union(name: str, *bases: Backend, **changes: Any) -> Backend:

@@ -11,6 +11,8 @@ from quantplug.core.graph.calling import by_position, in_order, input_names
 from quantplug.core.graph.facts import require_graph_module
 from quantplug.core.named import resolved
 from quantplug.core.peers.torch_names import pytree
+from quantplug.quantizers.framework.engine_choice import lowered_by
+from quantplug.quantizers.framework.engines import Asked
 
 if TYPE_CHECKING:  # a lowering imports its runtime, so that none is imported before it is used
     from quantplug.lowering.emulation import EmulatedProgram
@@ -43,14 +45,21 @@ def lowering_with(backend: "Backend", options: Iterable[str]) -> "Lowering":
 
 
 def lowered(
-    backend: "Backend", converted: fx.GraphModule, inputs: tuple[Any, ...], keywords: Keywords, options: dict[str, Any]
+    backend: "Backend",
+    converted: fx.GraphModule,
+    inputs: tuple[Any, ...],
+    keywords: Keywords,
+    options: dict[str, Any],
+    engine: Asked | None = None,
 ) -> "Program":
-    """Returns the program that a backend's lowering makes of a q/dq graph and example inputs."""
-    lowering = lowering_with(backend, options)
+    """Returns the program that a backend's lowering, or an engine, makes of a q/dq graph and example inputs."""
+    backend.require_lowering_options(options, engine)
     model, positional = _positional(converted, inputs, keywords)
     # A slice of a data set would take the whole data set along into a saved program.
     own = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), positional)
-    program: Program = lowering(model, own, **options)
+    if engine is not None:
+        return lowered_by(backend.name, backend.engines, engine, model, own, options)
+    program: Program = lowering_with(backend, options)(model, own, **options)
     return program
 
 

@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from quantplug.language.flow import quantize_language_model as quantize_language_model
     from quantplug.lowering.arm import ArmProgram as ArmProgram
     from quantplug.lowering.emulation import emulate as emulate
+    from quantplug.lowering.joined import JoinedProgram as JoinedProgram
     from quantplug.lowering.onnx import ONNXProgram as ONNXProgram
     from quantplug.lowering.onnx.tensorrt import TensorRTProgram as TensorRTProgram
     from quantplug.lowering.openvino import OpenVINOProgram as OpenVINOProgram
@@ -143,6 +144,7 @@ _HOME = {
     "GPTQ": "quantplug.algorithms.gptq",
     "Inspection": "quantplug.xray.result",
     "Job": "quantplug.trials",
+    "JoinedProgram": "quantplug.lowering.joined",
     "LanguageArtefact": "quantplug.language.artefact",
     "LoweringError": "quantplug.core.errors",
     "ModelError": "quantplug.core.errors",

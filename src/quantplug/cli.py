@@ -153,6 +153,13 @@ def quantize(
     bias_samples: Annotated[
         int | None, typer.Option(min=1, help="Correct biases with so many calibration samples; 128 by default.")
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="Of x86: onednn, onednn_package, openvino, onnxruntime; auto for the fastest here."),
+    ] = None,
+    time_anew: Annotated[
+        bool, typer.Option("--time-anew", help="Time engines though an earlier choice is remembered.")
+    ] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many calibration batches.")] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Samples of a batch; that of the export by default.")
@@ -164,6 +171,7 @@ def quantize(
     """Quantize an exported model and lower it to a backend's kernels."""
     from quantplug.algorithms.recipe import recipe_of
     from quantplug.core.files.whole import require_writable
+    from quantplug.core.report.engines import HEADINGS as ENGINE_HEADINGS
     from quantplug.files import load_batches, load_exported, require_apart
     from quantplug.flow import quantize as quantize_model
     from quantplug.quantizers.framework.registry import get_quantizer
@@ -171,7 +179,11 @@ def quantize(
     # Names are checked before files are read.
     named = {"observer": observer, "weight_observer": weight_observer, "weight_bits": weight_bits}
     options = {name: value for name, value in named.items() if value is not None}
-    chosen = get_quantizer(backend).backend.config(config, **options)
+    target = get_quantizer(backend).backend
+    chosen = target.config(config, **options)
+    engines = _engines(engine)
+    anew: dict[str, Any] = {"time_anew": True} if time_anew else {}
+    target.require_lowering_options(anew, engines)
     recipe_of(recipe or ())
     require_apart((model, calibration), (out, report))
     for path in filter(None, (out, report)):
@@ -190,12 +202,18 @@ def quantize(
         progress=progress,
         correct_bias=biases,
         recipe=recipe or (),
+        engine=engines,
+        **anew,
     )
     artefact.save(out)
     _write_report(artefact.report, report, model.name)
     screen = current()
     screen.console.print(artefact.report.table())
     screen.console.print(artefact.report.summary())
+    if artefact.report.engines is not None:
+        headings, rows = ENGINE_HEADINGS, [row.cells for row in artefact.report.engines.rows]
+        screen.console.print(listed(screen.console, headings, rows))
+        screen.console.print(escape(artefact.report.engines.summary()), soft_wrap=True)
     for done in artefact.applied:
         screen.console.print(escape(str(done)), soft_wrap=True)
     size, before = out.stat().st_size, model.stat().st_size
@@ -203,6 +221,11 @@ def quantize(
     screen.console.print(escape(f"Wrote {out} ({sizes})."), soft_wrap=True)
     files = {"out": str(out), "bytes": size, "model_bytes": before}
     screen.document({**files, "applied": [str(done) for done in artefact.applied], "report": _parts(artefact.report)})
+
+
+def _engines(named: str | None) -> str | list[str] | None:
+    """Returns one engine or several that commas part."""
+    return named.split(",") if named is not None and "," in named else named
 
 
 @app.command()

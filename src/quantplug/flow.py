@@ -7,7 +7,7 @@ runs in the real runtime, with its reference q/dq graph and its report.
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,7 @@ def quantize(
     progress: bool = True,
     correct_bias: bool | int = False,
     recipe: str | Sequence[Algorithm] = (),
+    engine: str | Sequence[str] | Mapping[str, str] | None = None,
     **lowering: Any,
 ) -> Artefact:
     """Quantizes a model and lowers it to a backend's kernels.
@@ -118,17 +119,21 @@ def quantize(
         correct_bias: whether layers' biases undo the mean error of quantization (see `correct_biases`), or from how
             many samples; worth it below 8 bits and with per-tensor weights. A warning says where nothing is gained.
         recipe: algorithms in this order, such as `[GPTQ()]`, or the name of some: "fast" or "accurate".
-        lowering: options of the backend's lowering.
+        engine: what runs the q/dq graph where the backend has several engines, such as x86: "onednn",
+            "onednn_package", "openvino" or "onnxruntime", by default the backend's own; "auto" for the fastest on this
+            machine, timed on the example inputs, or several names for the fastest of those: the report has the times.
+            A dict has an engine for each module by its path or a pattern of paths, "" being the rest of the model.
+        lowering: options of the backend's lowering, or of the engine (see `Backend.lower`).
 
     Raises:
-        ConfigError: unknown backend, config or option of the lowering, `dynamic_shapes` that does not fit the inputs,
-            or calibration data is missing or cannot be read twice.
+        ConfigError: unknown backend, config, engine or option of the lowering, `dynamic_shapes` that does not fit the
+            inputs, or calibration data is missing or cannot be read twice.
         ModelError: the model cannot be exported, or no operator of it can be quantized.
         CalibrationError: the calibration data is empty, not finite or does not fit the model.
-        LoweringError: the backend cannot run the result.
+        LoweringError: the backend cannot run the result, or the engine is not installed.
     """
     target, chosen = _chosen(backend, config, quantizer)
-    target.require_lowering_options(lowering)
+    target.require_lowering_options(lowering, engine)
     _tell_of_another_backend(target, chosen)
     args, kwargs = _examples(model, example_inputs, example_kwargs)
     if calibration is None and isinstance(chosen, BackendQuantizer):
@@ -151,8 +156,9 @@ def quantize(
         _tell_of_nothing(applied)
     reference = convert_pt2e(prepared)
     values = quantized_inputs(reference, in_order(input_names(reference), args, kwargs))
-    program = target.lower(reference, values, dynamic_shapes=dynamic_shapes, **lowering)
-    return Artefact(program, reference, explain(reference), target.name, tuple(applied))
+    program = target.lower(reference, values, dynamic_shapes=dynamic_shapes, engine=engine, **lowering)
+    report = replace(explain(reference), engines=program.engines)
+    return Artefact(program, reference, report, target.name, tuple(applied))
 
 
 def _with_biases(algorithms: tuple[Algorithm, ...], correct: bool | int) -> tuple[Algorithm, ...]:

@@ -106,6 +106,7 @@ from quantplug.core.specs.limits import ONEDNN_PAIRS, Pairs
 from quantplug.quantizers.framework.backend import Backend
 from quantplug.quantizers.framework.capabilities import Capability, capability_table
 from quantplug.quantizers.framework.derived import derive, union
+from quantplug.quantizers.framework.engines import Engine
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ __all__ = [  # noqa: RUF022 - in the groups of the docstring
     "Backend",
     "BackendQuantizer",
     "Capability",
+    "Engine",
     "capability_table",
     "derive",
     "named",

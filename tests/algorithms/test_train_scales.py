@@ -144,7 +144,7 @@ class Counting(nn.Module):
         return x * self.calls
 
 
-def gradients(prepared, batch):
+def gradients(prepared, batch, monkeypatch):
     """Returns gradients of what is trained, how many bytes wait for them, and in how many stretches the graph is."""
     trainable, kept = Trainable(prepared, weights_of(prepared)[0]), {}
     pack = trainable._packed
@@ -155,7 +155,7 @@ def gradients(prepared, batch):
             kept[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
         return found
 
-    trainable._packed = packed
+    monkeypatch.setattr(trainable, "_packed", packed)
     trainable.result((batch,))[0].square().sum().backward()
     return [each.grad for each in trainable.parameters()], sum(kept.values()), len(trainable._stretches)
 
@@ -164,9 +164,9 @@ def gradients(prepared, batch):
 def test_what_is_computed_again_has_the_same_gradients_and_keeps_less(kind, monkeypatch):
     batch = rows(1)[0] if kind == "static" else texts(1)[0]
     prepared = prepared_perceptron()[1] if kind == "static" else prepared_language(tied=kind == "tied")[1]
-    whole, kept, count = gradients(prepared, batch)
+    whole, kept, count = gradients(prepared, batch, monkeypatch)
     monkeypatch.setattr(stretches, "BUDGET", 2**11)
-    again, less, more = gradients(prepared, batch)
+    again, less, more = gradients(prepared, batch, monkeypatch)
     assert count == 1
     assert more > 2
     assert all(torch.equal(one, other) for one, other in zip(whole, again, strict=True))
@@ -187,7 +187,7 @@ def test_what_writes_its_buffers_is_computed_once(monkeypatch):
     monkeypatch.setattr(stretches, "BUDGET", 2**8)
     _, prepared = prepared_perceptron(4, Counting().eval())
     calls = prepared.calls.clone()
-    found, _, count = gradients(prepared, rows(1)[0])
+    found, _, count = gradients(prepared, rows(1)[0], monkeypatch)
     assert count == 1
     assert all(each.any() for each in found)
     assert torch.equal(prepared.calls, calls)
