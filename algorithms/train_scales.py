@@ -300,7 +300,7 @@ def _losses(found: list[Tensor], wanted: list[Tensor]) -> Tensor:
 def _of_one(found: Tensor, wanted: Tensor, rows: int) -> Tensor:
     """Returns the losses of one output, in parts, of which each is computed again on the way back."""
     last = wanted.shape[-1] if wanted.dim() else 1
-    parts = (each.reshape(-1, last).split(max(1, _PART // max(1, last))) for each in (found, wanted))
+    parts = (torch.split(each.reshape(-1, last), max(1, _PART // max(1, last))) for each in (found, wanted))
     losses = torch.cat([checkpoint(_of_part, *part, use_reentrant=False) for part in zip(*parts, strict=True)])
     energy, error, divergence = losses.reshape(rows, -1, 3).unbind(2)
     return torch.stack([energy.sum(1), error.sum(1), divergence.mean(1)], 1)

@@ -55,10 +55,7 @@ _PRODUCTS = (
 
 
 def _of_products(row: Annotator) -> Annotator:
-    """Returns a row at the level of its inputs: a tie there is one step, which can be several of a result.
-
-    ONNX divides by a scale, torch's graph multiplies by its reciprocal.
-    """
+    """Returns a row at the level of its inputs: ONNX divides by a scale, so that a tie there differs by a step."""
     return row.writing_float().within(Level.APPROXIMATE)
 
 
