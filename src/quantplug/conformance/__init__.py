@@ -7,7 +7,8 @@ command line: `pytest --quantplug-backend NAME`.
 from collections.abc import Iterator
 from itertools import groupby
 
-from quantplug.conformance.checks import CHECKS, Verdict, judge
+from quantplug.conformance.checks import CHECKS, judge
+from quantplug.conformance.judging import Verdict
 from quantplug.conformance.trial import Trial, trials
 from quantplug.quantizers.framework.backend import Backend
 
