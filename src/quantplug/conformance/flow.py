@@ -8,7 +8,6 @@ import contextlib
 import io
 import tempfile
 from collections.abc import Callable, Mapping, Sequence, Set
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -91,7 +90,7 @@ class stage(Generic[Made]):  # noqa: N801, a decorator as `cached_property` is
 
 
 class Side:
-    """Pieces side by side in a model that is exported once.
+    """Pieces side by side in a model that is exported once in each way.
 
     Attributes:
         placed: the pieces.
@@ -106,17 +105,30 @@ class Side:
         self.placed = tuple(placed)
         self._batch = Batch(list(placed)).eval()
         self.inputs = tuple(x * loudness if x.is_floating_point() else x for x in self._batch.inputs)
+        self._programs: dict[tuple[bool, bool, bool], torch.export.ExportedProgram] = {}
         sizes = [one.results for one in placed]
         self.places = {one: i for i, one in enumerate(placed)}
         self.starts = {one: sum(sizes[:i]) for i, one in enumerate(placed)}
 
-    @cached_property
-    def _program(self) -> torch.export.ExportedProgram:
-        return torch.export.export(self._batch, self.inputs)
+    def exported(self, *, strict: bool = False, training: bool = False, dynamic: bool = False) -> fx.GraphModule:
+        """Returns a new graph of the model.
 
-    def exported(self) -> fx.GraphModule:
-        """Returns a new graph of the model."""
-        module = self._program.module()
+        Args:
+            strict: whether export reads bytecode.
+            training: whether the model is in training mode.
+            dynamic: whether first dimensions are open, as far as the pieces allow.
+        """
+        key = (strict, training, dynamic)
+        if key not in self._programs:
+            shapes = {"inputs": tuple({0: torch.export.Dim.AUTO} if x.dim() else None for x in self.inputs)}
+            self._batch.train(training)
+            try:
+                self._programs[key] = torch.export.export(
+                    self._batch, self.inputs, strict=strict, dynamic_shapes=shapes if dynamic else None
+                )
+            finally:
+                self._batch.eval()
+        module = self._programs[key].module()
         assert isinstance(module, fx.GraphModule)
         return module
 
@@ -169,9 +181,10 @@ class Stages:
         return [node for node in _upstream(self.root(model, placed), constants) if _computes(node)]
 
     def is_before(self, node: fx.Node, placed: Placed) -> bool:
-        """Tells whether a node belongs to the producer that was put before a piece."""
-        before = f"branches.{self.side.places[placed]}.before"
-        return f"{module_path(node)}.".startswith(f"{before}.")
+        """Tells whether a node belongs to the producer that was put before a piece, or before what it holds."""
+        around = f"branches.{self.side.places[placed]}."
+        path = module_path(node)
+        return path.startswith(around) and "before" in path.removeprefix(around).split(".")[:2]
 
 
 class Flow(Stages):
