@@ -30,6 +30,10 @@ class Candidate:
     lowering: Callable[[fx.GraphModule, tuple[Any, ...]], Callable[..., Any]] | None = None
     steps: int = 1
 
+    def __post_init__(self) -> None:
+        if self.steps < 0:
+            raise ConfigError(f"steps is {self.steps}; a program may be off by 0 steps or more.")
+
     @classmethod
     def named(
         cls, quantizer: str, partitioners: Sequence[str] = (), lowering: str | None = None, steps: int = 1

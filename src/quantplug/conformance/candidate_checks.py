@@ -28,13 +28,22 @@ _SAME_FUNCTION = 80.0
 # What rounding to so many bits leaves of a signal that fills the range, less what ranges of calibration do not fill.
 _DECIBELS_OF_A_BIT, _SPARE = 6.02, 28.0
 _WORSE_THAN_OURS = 6.0
+_OF_PROGRAMS = ("lowered", "delegated", "level")
+# The operand that holds the weight, and its axis of output channels.
+_OUTPUT_CHANNELS = {
+    **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), (1, 0)),
+    **{f"conv_transpose{dims}d": (1, 1) for dims in (1, 2, 3)},
+    "addmm": (2, 1),
+    "mm": (1, 1),
+}
 _KEEPERS = {name.partition(".")[0] for name in (*MOVES, *JOINS, *MAXIMA)}
 
 
 def judge_candidate(trial: CandidateTrial, check: str) -> Verdict:
     """Returns whether a form keeps a promise."""
     if check not in trial.verdicts:
-        trial.verdicts[check] = judged(trial, check, CANDIDATE_CHECKS, judge_candidate)
+        panel = trial.panel.lowered_with(trial) if check in _OF_PROGRAMS else trial.panel
+        trial.verdicts[check] = judged(trial, check, CANDIDATE_CHECKS, judge_candidate, panel)
     verdict: Verdict = trial.verdicts[check]
     return verdict
 
@@ -249,6 +258,18 @@ def _producer(node: fx.Node) -> fx.Node:
     return node
 
 
+def _channels(trial: CandidateTrial, panel: CandidatePanel) -> str | None:
+    """Weights have their scales along the channels of the output: others cannot be taken out of the sum."""
+    for one in panel.flow.own(trial.placed):
+        place, axis = _OUTPUT_CHANNELS.get(one.kind, (0, None))
+        asked = one.inputs.get(place)
+        if axis is not None and asked is not None and asked.numbers is not None:
+            found = asked.numbers.axis
+            if found not in (None, axis):
+                return f"the weight of '{one.name}' has a scale for each index of axis {found}; its outputs are axis {axis}"
+    return None
+
+
 def _numbers(trial: CandidateTrial, panel: CandidatePanel) -> str | None:
     """Scales are finite and positive, zero points in range, and pairs have the same numbers."""
     flow = panel.flow
@@ -311,6 +332,8 @@ def _lowered(trial: CandidateTrial, panel: CandidatePanel) -> str | None:
     """The lowering gives a program that runs, twice with the same result."""
     if trial.candidate.lowering is None:
         raise NotClaimedError("there is no lowering")
+    if trial.lowered_as is not trial:
+        raise NotClaimedError(f"it is lowered as {trial.lowered_as.form.name}")
     flow = panel.flow
     found, expected = flow.result("program", trial.placed), flow.result("converted", trial.placed)
     if found.shape != expected.shape or found.dtype != expected.dtype:
@@ -363,6 +386,7 @@ CANDIDATE_CHECKS: Mapping[str, Check[CandidateTrial, CandidatePanel]] = {
     "deterministic": Check(_deterministic, ("converted",)),
     "carried_out": Check(_carried_out, ("converted",)),
     "unasked": Check(_unasked, ("converted",)),
+    "channels": Check(_channels, ("annotated",)),
     "numbers": Check(_numbers, ("converted",)),
     "shared": Check(_shared, ("converted",)),
     "close": Check(_close, ("converted",)),

@@ -43,7 +43,7 @@ class CandidateFlow(Stages):
     @stage
     def exported(self) -> fx.GraphModule:
         """The float graph."""
-        return self.side.exported()
+        return self.side.exported(guarded=False)
 
     @stage
     def _first(self) -> tuple[Notes, fx.GraphModule | None, Exception | None]:
@@ -79,7 +79,7 @@ class CandidateFlow(Stages):
     def _prepared(self, quantizer: Quantizer, **how: bool) -> tuple[Notes, fx.GraphModule | None, Exception | None]:
         """Returns the notes, and either the calibrated graph or why there is none."""
         try:
-            model = self.side.exported(**how)
+            model = self.side.exported(guarded=False, **how)
         except Exception as error:  # export may refuse in any way
             raise NotExportedError(first_line(error)) from error
         noting = Noting(quantizer, self.side.inputs, self._pieces)
@@ -150,7 +150,7 @@ class CandidateFlow(Stages):
         """The q/dq graph of the same quantizer by quantplug's own core."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", QuantplugWarning)
-            prepared = prepare_by_ours(self.side.exported(), self.candidate.make())
+            prepared = prepare_by_ours(self.side.exported(guarded=False), self.candidate.make())
             with torch.no_grad():
                 prepared(*(x.clone() for x in self.side.inputs))
             return convert_by_ours(prepared)

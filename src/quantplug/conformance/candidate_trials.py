@@ -19,6 +19,8 @@ from quantplug.conformance.pieces import Placed
 from quantplug.core.errors import ConfigError, did_you_mean
 
 _PANEL = 32
+# Lowering takes as long by the piece in a large model; where it fails for one, the others are lowered again.
+_LOWERED = 8
 
 
 @dataclass(eq=False)
@@ -54,6 +56,13 @@ class CandidateTrial:
         return self._panel
 
     @property
+    def lowered_as(self) -> "CandidateTrial":
+        """The first form with the same operands and annotations: written in another way it is the same q/dq graph."""
+        form = self.form
+        alike = (o for o in self.kin if (o.form.sample, o.form.context) == (form.sample, form.context))
+        return next(other for other in alike if other.signature == self.signature)
+
+    @property
     def is_annotated(self) -> bool:
         """Whether anything is quantized at it."""
         return any(
@@ -66,12 +75,22 @@ class CandidateTrial:
 class CandidatePanel(SharedModel[CandidateTrial]):
     """Trials of one candidate that share a model."""
 
-    made = ("flow",)
+    made = ("flow", "_parts")
 
     @cached_property
     def flow(self) -> CandidateFlow:
         """Its stages."""
         return CandidateFlow(self.trials[0].candidate, self.side)
+
+    def lowered_with(self, trial: CandidateTrial) -> "CandidatePanel":
+        """Returns the part of the trials that are lowered together with one; itself where it is lowered as another."""
+        return self._parts.get(trial, self)
+
+    @cached_property
+    def _parts(self) -> "dict[CandidateTrial, CandidatePanel]":
+        tried = [trial for trial in self.trials if trial.is_annotated and trial.lowered_as is trial]
+        parts = [self.of(tried[start : start + _LOWERED]) for start in range(0, len(tried), _LOWERED)]
+        return {trial: part for part in parts for trial in part.trials}
 
 
 def all_forms(candidate: Candidate, *wanted: str) -> list[CandidateTrial]:

@@ -46,7 +46,7 @@ def _judge(trial: Trial, check: str) -> Verdict:
     reached = all(judge(trial, needed).status == "passed" for needed in CHECKS[check].needs)
     if reached and isinstance(trial.form.placed, Following) and _fails_alone(trial, check):
         return Verdict("skipped", f"not reached: {check} of the row by itself")
-    return judged(trial, check, CHECKS, judge)
+    return judged(trial, check, CHECKS, judge, trial.panel)
 
 
 def _fails_alone(trial: Trial, check: str) -> bool:

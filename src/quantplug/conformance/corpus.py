@@ -4,14 +4,14 @@ Before: the declarations of the backends that are built in. After: for each oper
 fused with it, forms of it: as people write it, in several sizes, and behind an operator that quantizers take.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quantplug.conformance.pieces import Input, Led, Piece, PieceError, Placed, neighbours
+from quantplug.conformance.pieces import Input, Piece, PieceError, Placed, neighbours
 from quantplug.conformance.recipes import SAMPLES
 from quantplug.conformance.spelling import Call, spellings
 from quantplug.conformance.writings import FUNCTION, IN_PLACE, METHOD, MODULE, OPERATOR, OVERLOAD, packets, written
@@ -66,6 +66,23 @@ class Twice(nn.Module):
         """Returns both results along the last dimension."""
         half = len(inputs) // 2
         return torch.cat([self.piece(*inputs[:half]), self.piece(*inputs[half:])], -1)
+
+
+class Behind(nn.Module):
+    """A piece whose inputs come from layers, each from one of its own.
+
+    Attributes:
+        before: the layers.
+    """
+
+    def __init__(self, piece: Piece, layers: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        self.piece, self.before, self._places = piece, nn.ModuleList(layers.values()), list(layers)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Runs the layers and the piece."""
+        made = dict(zip(self._places, self.before, strict=True))
+        return self.piece(*(made[i](x) if i in made else x for i, x in enumerate(inputs)))
 
 
 def rows(*wanted: str) -> dict[str, Call]:
@@ -142,13 +159,11 @@ def _placed(piece: Piece, way: str, context: str) -> Placed | None:
     if context == ALONE:
         changed = way == IN_PLACE and isinstance(piece.root.args[0] if piece.root.args else None, Input)
         return None if changed else Placed(piece, inputs, frozenset())
-    floats = frozenset(i for i, x in enumerate(inputs) if x.is_floating_point() and x.dim() > 1)
-    before = next((m for m in _layers(inputs, floats)), None)
-    return None if before is None else Placed(Led(piece, inputs, floats, before), inputs, frozenset())
+    floats = [i for i, x in enumerate(inputs) if x.is_floating_point() and x.dim() > 1]
+    layers = {i: _layer(tuple(inputs[i].shape)) for i in floats}
+    return Placed(Behind(piece, layers), inputs, frozenset()) if layers else None
 
 
-def _layers(inputs: tuple[Tensor, ...], floats: frozenset[int]) -> Iterator[nn.Module]:
-    """Yields layers that keep the shape of the inputs; inputs of several shapes have none."""
-    if floats and len({inputs[i].shape for i in floats}) == 1:
-        around: Any = neighbours(tuple(inputs[min(floats)].shape))
-        yield from (module for module in around if isinstance(module, nn.Conv2d | nn.Linear))
+def _layer(shape: tuple[int, ...]) -> nn.Module:
+    """Returns a layer that keeps a shape."""
+    return next(module for module in neighbours(shape) if isinstance(module, nn.Conv2d | nn.Linear))

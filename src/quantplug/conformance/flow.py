@@ -110,10 +110,13 @@ class Side:
         self.places = {one: i for i, one in enumerate(placed)}
         self.starts = {one: sum(sizes[:i]) for i, one in enumerate(placed)}
 
-    def exported(self, *, strict: bool = False, training: bool = False, dynamic: bool = False) -> fx.GraphModule:
+    def exported(
+        self, *, guarded: bool = True, strict: bool = False, training: bool = False, dynamic: bool = False
+    ) -> fx.GraphModule:
         """Returns a new graph of the model.
 
         Args:
+            guarded: whether the graph checks its inputs, by a call of a module.
             strict: whether export reads bytecode.
             training: whether the model is in training mode.
             dynamic: whether first dimensions are open, as far as the pieces allow.
@@ -128,7 +131,7 @@ class Side:
                 )
             finally:
                 self._batch.eval()
-        module = self._programs[key].module()
+        module = self._programs[key].module(check_guards=guarded)
         assert isinstance(module, fx.GraphModule)
         return module
 

@@ -99,21 +99,21 @@ class SharedModel(Generic[Tried]):
 
 
 def judged(
-    trial: Any, check: str, checks: Mapping[str, Check[Any, Any]], judge: Callable[[Any, str], Verdict]
+    trial: Any, check: str, checks: Mapping[str, Check[Any, Any]], judge: Callable[[Any, str], Verdict], panel: Any
 ) -> Verdict:
     """Returns whether a trial keeps a promise, in its panel or without those for which a stage fails there.
 
     Args:
-        trial: with the `panel` that it is in.
+        trial: one of the panel's.
         check: its name.
         checks: all of them.
         judge: how the verdict of another check is found, which may be known.
+        panel: the trials that share a model with it.
     """
     for needed in checks[check].needs:
         before = judge(trial, needed)
         if before.status != "passed":
             return Verdict("skipped", before.reason if before.status == "skipped" else f"not reached: {needed}")
-    panel = trial.panel
     while True:
         verdict, is_about_panel = _attempt(trial, panel, checks[check])
         if verdict.status != "failed" or len(panel) == 1:

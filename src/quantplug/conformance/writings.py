@@ -75,7 +75,8 @@ class _Rewriting:
 
     def call(self, call: Resolved) -> Resolved:
         inner = Resolved(call.target, tuple(map(self._operand, call.args)), call.kwargs)
-        for way in dict.fromkeys((self._way, FUNCTION)):
+        others = (MODULE, FUNCTION) if self._way == IN_PLACE else (FUNCTION,)  # what is in place stands behind layers
+        for way in dict.fromkeys((self._way, *others)):
             for made in self._candidates(inner, way):
                 if made is not None and self._computes(made, inner):
                     self.found |= way == self._way
