@@ -102,11 +102,18 @@ QUANTIZERS = {
 }
 
 
-def judged(name: str) -> dict[str, Any]:
+# A few of the usual ones; `--all` tries what the kit knows, which takes twenty times as long.
+OPERATORS = (
+    *("linear", "conv2d", "conv2d.padding", "add", "cat", "max_pool2d", "mean", "sigmoid"),
+    *("linear-relu", "conv2d-relu", "conv2d.padding-relu"),
+)
+
+
+def judged(name: str, operators: tuple[str, ...]) -> dict[str, Any]:
     """Returns what the kit finds of one of the quantizers."""
     start = time.perf_counter()
     names: dict[str, Any] = QUANTIZERS[name]
-    trials, checks, judge = judging_of(Candidate.named(**names))
+    trials, checks, judge = judging_of(Candidate.named(**names), *operators)
     found, last = [], trials[0].panel
     for trial in trials:
         if trial.panel is not last:
@@ -119,13 +126,13 @@ def judged(name: str) -> dict[str, Any]:
     return {"name": name, "seconds": time.perf_counter() - start, "found": found}
 
 
-def run(folder: Path, wanted: list[str]) -> None:
+def run(folder: Path, wanted: list[str], operators: tuple[str, ...]) -> None:
     """Writes a file for each quantizer whose name contains one of the texts; for all of them without texts."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in QUANTIZERS:
         if not wanted or any(text.lower() in name.lower() for text in wanted):
             path = folder / f"{re.sub(r'[^a-z0-9]+', '_', name.lower())}.json"
-            path.write_text(json.dumps(judged(name), indent=0))
+            path.write_text(json.dumps(judged(name, operators), indent=0))
             print(f"wrote {path}", flush=True)
 
 
@@ -140,9 +147,8 @@ def table(folder: Path) -> Iterator[str]:
         statuses = Counter(entry[3] for entry in one["found"])
         kinds = ", ".join(f"{check} {n}" for check, n in Counter(entry[2] for entry in failed).most_common()) or "none"
         operators, forms = ({entry[i] for entry in one["found"]} for i in (0, 1))
-        yield (
-            f"| {one['name']} | {len(operators)} | {len(forms)} | {statuses['passed']} | {statuses['failed']} | {kinds} |"
-        )
+        cells = (one["name"], len(operators), len(forms), statuses["passed"], statuses["failed"], kinds)
+        yield f"| {' | '.join(map(str, cells))} |"
     for one in ordered:
         yield from ("", f"{one['name']}:", "")
         groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
@@ -160,13 +166,14 @@ def main() -> None:
     parser.add_argument("what", choices=("run", "table"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", help="texts in the names of the quantizers to run")
+    parser.add_argument("--all", action="store_true", help="try every operator that the kit knows")
     given = parser.parse_args()
     if given.what == "table":
         print("\n".join(table(given.folder)))
         return
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    run(given.folder, given.names)
+    run(given.folder, given.names, () if given.all else OPERATORS)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Quantizers that declare nothing: honest ones pass every check, each planted fault fails the check that is about it."""
+"""Quantizers that declare nothing: honest ones pass every check, a planted fault fails the check that is about it."""
 
 import itertools
 import subprocess
@@ -17,7 +17,7 @@ from torchao.quantization.pt2e.quantizer import (
     SharedQuantizationSpec,
 )
 
-from quantplug.conformance import CANDIDATE_CHECKS, Candidate, verdicts
+from quantplug.conformance import CANDIDATE_CHECKS, Candidate, judging_of, verdicts
 from quantplug.core.errors import ConfigError
 
 ATEN = torch.ops.aten
@@ -64,13 +64,15 @@ class Plain(Quantizer):
         pass
 
 
-def failed(factory: Any, *rows: str, lowering: Any = None, checks: Any = None) -> dict[str, str]:
-    """Returns the checks that fail, each with one reason."""
-    found = list(verdicts(Candidate("tried", factory, lowering), *rows))
-    assert {check for _, check, _ in found} == set(CANDIDATE_CHECKS)
-    return {check: verdict.reason for _, check, verdict in found if verdict.status == "failed"}
+def reasons(factory: Any, row: str, check: str, lowering: Any = None) -> list[str]:
+    """Returns what a check finds wrong with a row."""
+    trials, checks, judge = judging_of(Candidate("tried", factory, lowering), row)
+    assert check in checks
+    found = [judge(trial, check) for trial in trials]
+    return [verdict.reason for verdict in found if verdict.status == "failed"]
 
 
+@pytest.mark.slow
 def test_b26_an_honest_quantizer_passes_every_check() -> None:
     found = list(verdicts(Candidate("plain", Plain, lambda converted, inputs: converted), "linear", "cat", "relu"))
     assert {check for _, check, verdict in found if verdict.status == "failed"} == set()
@@ -99,6 +101,8 @@ class ChangesTheGraph(Plain):
             if node.target == ATEN.relu.default:
                 node.target, node.args = ATEN.clamp_min.default, (node.args[0], 0.0)
         return super().annotate(model)
+
+    relus = (ATEN.clamp_min.default,)
 
 
 class ChangesTheFunction(Plain):
@@ -155,10 +159,10 @@ class OfAnotherInput(Plain):
 
 
 class ByWhatExportNotes(Plain):
-    """Only non-strict export notes the functions that were called."""
+    """Only strict export notes the functions and modules that were called."""
 
     def decide(self, node: fx.Node, model: fx.GraphModule) -> QuantizationAnnotation | None:
-        return super().decide(node, model) if "torch_fn" in node.meta else None
+        return super().decide(node, model) if "source_fn_stack" not in node.meta else None
 
 
 class OnlyKnownSizes(Plain):
@@ -189,14 +193,14 @@ class AnnotatesLess(Plain):
             node.meta[KEY] = QuantizationAnnotation({}, ACT)
 
 
-class NoScale(MinMaxObserver):
+class FarZero(MinMaxObserver):
     def calculate_qparams(self) -> Any:
-        return torch.tensor([float("inf")]), torch.tensor([0])
+        return torch.tensor([0.01]), torch.tensor([200])
 
 
-class Infinite(Plain):
+class ObservesFarZero(Plain):
     def output(self, node: fx.Node) -> Any:
-        return QuantizationSpec(torch.int8, NoScale, -128, 127, torch.per_tensor_affine)
+        return QuantizationSpec(torch.int8, FarZero, -128, 127, torch.per_tensor_affine)
 
 
 class Unfinished(MinMaxObserver):
@@ -218,7 +222,7 @@ class OnlyInEvaluation(Plain):
 
 
 FAULTS = [
-    (WrongAxis, "linear", "channels", "a scale for each index of axis 1; its outputs are axis 0"),
+    (WrongAxis, "linear", "channels", "has its scales along axis 1; its outputs are along axis 0"),
     (ForgetsInPlace, "relu", "spelled", "written as in_place it is not annotated, as module it is"),
     (SeveralScales, "cat", "shared", "'cat' changes no number, and its ends have several scales and zero points"),
     (ChangesTheGraph, "relu", "untouched", "annotate() changes the graph"),
@@ -235,7 +239,7 @@ FAULTS = [
     (NotConverted, "relu", "converted", "ArithmeticError: the tide is out"),
     (AnnotatesLate, "linear", "unasked", "is quantized, which nobody annotated"),
     (AnnotatesLess, "relu", "carried_out", "and read in float"),
-    (Infinite, "relu", "numbers", "a scale that is not finite and positive"),
+    (ObservesFarZero, "relu", "numbers", "a zero point outside of -128..127"),
 ]
 
 
@@ -245,23 +249,23 @@ FAULTS = [
 def test_b26_a_planted_fault_of_a_quantizer_fails_the_check_that_is_about_it(
     quantizer: Any, row: str, check: str, sentence: str
 ) -> None:
-    found = failed(quantizer, row)
-    assert sentence in found.get(check, f"only {found} failed")
+    found = reasons(quantizer, row, check)
+    assert any(sentence in reason for reason in found), found
 
 
 def off(steps: float) -> Any:
     """A lowering whose program is off by so many steps of the output's scale."""
 
     def lower(converted: fx.GraphModule, inputs: Any) -> Any:
-        scales = [leaf.args[1] for leaf in torch.utils._pytree.tree_leaves(converted.graph.output_node().args)]
-        return lambda *x: [y + steps * scale for y, scale in zip(converted(*x), scales, strict=True)]
+        scales: Any = [leaf.args[1] for leaf in converted.graph.output_node().all_input_nodes]
+        return lambda *x: [y[0] + steps * scale for y, scale in zip(converted(*x), scales, strict=True)]
 
     return lower
 
 
 def forgetful(converted: fx.GraphModule, inputs: Any) -> Any:
     calls = itertools.count()
-    return lambda *x: [y + next(calls) for y in converted(*x)]
+    return lambda *x: [y[0] + next(calls) for y in converted(*x)]
 
 
 def failing(converted: fx.GraphModule, inputs: Any) -> Any:
@@ -278,6 +282,7 @@ class Portable:
         return self.converted(*inputs)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("lowering", "check", "sentence"),
     [
@@ -290,9 +295,8 @@ class Portable:
 def test_b26_a_planted_fault_of_a_lowering_fails_the_check_that_is_about_it(
     lowering: Any, check: str, sentence: str
 ) -> None:
-    found = failed(Plain, "relu", lowering=lowering)
-    assert list(found) == [check]
-    assert sentence in found[check]
+    found = reasons(Plain, "relu", check, lowering)
+    assert any(sentence in reason for reason in found), found
 
 
 def test_a_program_may_be_off_by_the_steps_that_are_allowed() -> None:
@@ -325,7 +329,7 @@ class Nothing(Plain):
 def test_what_cannot_be_tried_is_one_sentence(
     quantizer: str, options: Any, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__] if __name__ in sys.modules else HERE)
+    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__, HERE))
     with pytest.raises(ConfigError) as raised:
         Candidate.named(quantizer, **options)
     assert sentence in str(raised.value)
@@ -340,7 +344,7 @@ HERE: Any = Module
 
 
 def test_nothing_annotated_and_unknown_operators_are_one_sentence() -> None:
-    with pytest.raises(ConfigError, match="'tried' annotates none of the 10 forms .* returns it configured"):
+    with pytest.raises(ConfigError, match=r"'tried' annotates none of the 10 forms .* returns it configured"):
         list(verdicts(Candidate("tried", Nothing), "relu"))
     with pytest.raises(ConfigError, match=r"no operator 'rleu' \(did you mean 'relu'\?\); it knows"):
         list(verdicts(Candidate("tried", Plain), "rleu"))

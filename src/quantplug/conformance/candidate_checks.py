@@ -266,7 +266,9 @@ def _channels(trial: CandidateTrial, panel: CandidatePanel) -> str | None:
         if axis is not None and asked is not None and asked.numbers is not None:
             found = asked.numbers.axis
             if found not in (None, axis):
-                return f"the weight of '{one.name}' has a scale for each index of axis {found}; its outputs are axis {axis}"
+                return (
+                    f"the weight of '{one.name}' has its scales along axis {found}; its outputs are along axis {axis}"
+                )
     return None
 
 

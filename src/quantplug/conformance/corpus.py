@@ -6,6 +6,7 @@ fused with it, forms of it: as people write it, in several sizes, and behind an 
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,10 +15,19 @@ from torch import Tensor, nn
 from quantplug.conformance.pieces import Input, Piece, PieceError, Placed, neighbours
 from quantplug.conformance.recipes import SAMPLES
 from quantplug.conformance.spelling import Call, spellings
-from quantplug.conformance.writings import FUNCTION, IN_PLACE, METHOD, MODULE, OPERATOR, OVERLOAD, packets, written
+from quantplug.conformance.writings import (
+    FUNCTION,
+    IN_PLACE,
+    METHOD,
+    MODULE,
+    OPERATOR,
+    OVERLOAD,
+    operator_names,
+    written,
+)
 from quantplug.core.patterns.language import Pattern
 from quantplug.core.peers.torch_names import OpOverload
-from quantplug.quantizers.framework.names import names
+from quantplug.quantizers.framework.names import BUILT_IN
 from quantplug.quantizers.framework.registry import get_quantizer
 
 ALONE, BEHIND, TWICE = "alone", "behind", "twice"
@@ -38,7 +48,7 @@ class Form:
     """One way in which an operator occurs in models.
 
     Attributes:
-        row: the operator, such as "conv2d" or "conv2d-relu".
+        row: the operator, such as "conv2d", "conv2d.padding" or "conv2d-relu".
         way: how it is written, one of the `WAYS`.
         sample: the number of the sizes and data.
         context: "alone" at the model's inputs, "behind" a layer, or called "twice" with the same parameters.
@@ -91,16 +101,19 @@ def rows(*wanted: str) -> dict[str, Call]:
     Args:
         wanted: the rows to return; all of them if none is given.
     """
+    return {name: call for name, call in _all_rows().items() if not wanted or name in wanted}
+
+
+@cache
+def _all_rows() -> dict[str, Call]:
     found: dict[str, Call] = {}
-    for call in _calls():
-        name = "-".join(reversed(list(packets(call))))
-        if name not in found and (not wanted or name in wanted):
-            found[name] = call
+    for call in sorted(_calls(), key=lambda call: [name.count(".") for name in operator_names(call)]):
+        found.setdefault("-".join(reversed(list(operator_names(call)))), call)
     return found
 
 
 def _calls() -> Iterator[Call]:
-    declared = (row for name in names() for row in get_quantizer(name).backend.rows)
+    declared = (row for name in BUILT_IN for row in get_quantizer(name).backend.rows)
     patterns: Iterator[Pattern] = (pattern for row in declared for _, pattern in row.patterns)
     for pattern in patterns:
         yield from (call for call in spellings(pattern) if isinstance(call, Call) and _is_plain(call))

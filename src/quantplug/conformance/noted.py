@@ -135,6 +135,7 @@ def notes_of(model: fx.GraphModule, before: str, inputs: tuple[Any, ...], pieces
             given = {i: asked((x, node)) for i, x in enumerate(flat(node)) if isinstance(x, fx.Node)}
             own = {i: one for i, one in given.items() if one is not None}
             found[node.name] = Operator(node.name, kind_of(node), own, asked(node))
+    model.recompile()  # a quantizer may leave that to who prepares
     with torch.no_grad():
         result = pytree.tree_leaves(model(*(x.clone() for x in inputs)))
     mine = {placed: tuple(found[node.name] for node in nodes) for placed, nodes in pieces(model).items()}

@@ -29,6 +29,7 @@ _OPERATORS: Mapping[str, Callable[..., Any]] = {
     "div": operator.truediv,
 }
 _MODULES = {name.lower(): kind for name, kind in vars(nn).items() if inspect.isclass(kind)}
+_USUAL = ("default", "Tensor", "dim", "int", "input", "vec", "self_int")
 # Operands of ATen's that choose an implementation.
 _UNSAID = {"cudnn_enabled", "cudnn_enable"}
 
@@ -211,8 +212,9 @@ def _is_same(found: Any, expected: Any) -> bool:
     return same_kind and found.shape == expected.shape and torch.allclose(found, expected, atol=1e-6)
 
 
-def packets(call: Call) -> Iterator[str]:
-    """Yields the operators of a call without overload and underscore, outermost first."""
+def operator_names(call: Call) -> Iterator[str]:
+    """Yields the operators of a call, outermost first, with the overload where it is not the usual one."""
     if isinstance(call.target, OpOverload):
-        yield str(call.target).split(".")[1].rstrip("_")
-    yield from chain.from_iterable(packets(part) for _, part in call.operands if isinstance(part, Call))
+        _, name, overload = str(call.target).split(".")
+        yield name.rstrip("_") if overload in _USUAL else f"{name.rstrip('_')}.{overload}"
+    yield from chain.from_iterable(operator_names(part) for _, part in call.operands if isinstance(part, Call))
