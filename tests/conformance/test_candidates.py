@@ -73,7 +73,7 @@ def reasons(factory: Any, row: str, check: str, lowering: Any = None) -> list[st
 
 
 @pytest.mark.slow
-def test_b26_an_honest_quantizer_passes_every_check() -> None:
+def test_an_honest_quantizer_passes_every_check() -> None:
     found = list(verdicts(Candidate("plain", Plain, lambda converted, inputs: converted), "linear", "cat", "relu"))
     assert {check for _, check, verdict in found if verdict.status == "failed"} == set()
     passed = {check for _, check, verdict in found if verdict.status == "passed"}
@@ -246,7 +246,7 @@ FAULTS = [
 @pytest.mark.parametrize(
     ("quantizer", "row", "check", "sentence"), FAULTS, ids=lambda case: getattr(case, "__name__", "")
 )
-def test_b26_a_planted_fault_of_a_quantizer_fails_the_check_that_is_about_it(
+def test_a_planted_fault_of_a_quantizer_fails_the_check_that_is_about_it(
     quantizer: Any, row: str, check: str, sentence: str
 ) -> None:
     found = reasons(quantizer, row, check)
@@ -292,7 +292,7 @@ class Portable:
         (Portable, "delegated", "is quantized, and left to the portable operator aten::relu"),
     ],
 )
-def test_b26_a_planted_fault_of_a_lowering_fails_the_check_that_is_about_it(
+def test_a_planted_fault_of_a_lowering_fails_the_check_that_is_about_it(
     lowering: Any, check: str, sentence: str
 ) -> None:
     found = reasons(Plain, "relu", check, lowering)
