@@ -100,7 +100,7 @@ class CandidateFlow(Stages):
 
     def _pieces(self, model: fx.GraphModule) -> dict[Placed, list[fx.Node]]:
         found = {placed: self.own_nodes(model, placed) for placed in self.side.placed}
-        self._constants.pop(model)  # what comes of the graph is another one
+        self.forget(model)  # what comes of the graph is another one
         return found
 
     @stage

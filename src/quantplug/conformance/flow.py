@@ -183,6 +183,10 @@ class Stages:
         constants = self._constants[model]
         return [node for node in _upstream(self.root(model, placed), constants) if _computes(node)]
 
+    def forget(self, model: fx.GraphModule) -> None:
+        """Forgets what is known of a graph that is about to change."""
+        self._constants.pop(model, None)
+
     def is_before(self, node: fx.Node, placed: Placed) -> bool:
         """Tells whether a node belongs to the producer that was put before a piece, or before what it holds."""
         around = f"branches.{self.side.places[placed]}."
