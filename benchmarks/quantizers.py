@@ -86,7 +86,7 @@ def lower_to_xnnpack(converted: Any, inputs: Any) -> Any:
 
 
 HERE = "quantizers"
-QUANTIZERS = {
+QUANTIZERS: dict[str, dict[str, Any]] = {
     "ExecuTorch XNNPACKQuantizer, XnnpackPartitioner": {
         "quantizer": f"{HERE}:executorch_xnnpack",
         "partitioners": (f"{HERE}:executorch_xnnpack_partitioner",),
@@ -109,7 +109,7 @@ OPERATORS = ("linear", "conv2d", "add", "cat", "max_pool2d", "conv2d.padding-rel
 def judged(name: str, operators: tuple[str, ...]) -> dict[str, Any]:
     """Returns what the kit finds of one of the quantizers."""
     start = time.perf_counter()
-    names: dict[str, Any] = QUANTIZERS[name]
+    names = QUANTIZERS[name]
     trials, checks, judge = judging_of(Candidate.named(**names), *operators)
     found, last = [], trials[0].panel
     for trial in trials:

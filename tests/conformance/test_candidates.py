@@ -32,7 +32,7 @@ def weight(axis: int) -> QuantizationSpec:
 class Plain(Quantizer):
     """Annotates linear layers, joins and relus as one would by hand."""
 
-    relus = (ATEN.relu.default, ATEN.relu_.default)
+    relus: tuple[Any, ...] = (ATEN.relu.default, ATEN.relu_.default)
 
     def annotate(self, model: fx.GraphModule) -> fx.GraphModule:
         for node in model.graph.nodes:
@@ -42,7 +42,7 @@ class Plain(Quantizer):
                     node.meta[KEY] = annotation
         return model
 
-    def decide(self, node: fx.Node, model: fx.GraphModule) -> QuantizationAnnotation | None:
+    def decide(self, node: Any, model: fx.GraphModule) -> QuantizationAnnotation | None:
         if node.target == ATEN.linear.default:
             return QuantizationAnnotation({node.args[0]: ACT, node.args[1]: self.weight()}, self.output(node))
         if node.target == ATEN.cat.default:
@@ -52,10 +52,10 @@ class Plain(Quantizer):
     def weight(self) -> Any:
         return weight(0)
 
-    def output(self, node: fx.Node) -> Any:
+    def output(self, node: Any) -> Any:
         return ACT
 
-    def join(self, node: fx.Node) -> QuantizationAnnotation:
+    def join(self, node: Any) -> QuantizationAnnotation:
         first, *others = node.args[0]
         same = SharedQuantizationSpec((first, node))
         return QuantizationAnnotation({first: ACT, **dict.fromkeys(others, same)}, same)
@@ -91,7 +91,7 @@ class ForgetsInPlace(Plain):
 
 
 class SeveralScales(Plain):
-    def join(self, node: fx.Node) -> QuantizationAnnotation:
+    def join(self, node: Any) -> QuantizationAnnotation:
         return QuantizationAnnotation(dict.fromkeys(node.args[0], ACT), ACT)
 
 
@@ -118,7 +118,7 @@ class ChangesTheFunction(Plain):
 class Moody(Plain):
     turns = itertools.count()
 
-    def output(self, node: fx.Node) -> Any:
+    def output(self, node: Any) -> Any:
         return QuantizationSpec(torch.int8, MinMaxObserver, -128 + next(self.turns) % 7, 127, torch.per_tensor_affine)
 
 
@@ -127,7 +127,7 @@ class Learning(Plain):
 
     called = 0
 
-    def output(self, node: fx.Node) -> Any:
+    def output(self, node: Any) -> Any:
         return HISTOGRAM if self.called > 1 else ACT
 
     def annotate(self, model: fx.GraphModule) -> fx.GraphModule:
@@ -139,19 +139,19 @@ HISTOGRAM = QuantizationSpec(torch.int8, HistogramObserver, -128, 127, torch.per
 
 
 class OutOfRange(Plain):
-    def output(self, node: fx.Node) -> Any:
+    def output(self, node: Any) -> Any:
         return FixedQParamsQuantizationSpec(torch.int8, 1 / 64, 300, -128, 127, torch.per_tensor_affine)
 
 
 class WrongZeroPoint(Plain):
     """As if the range of a relu began below zero, and ended early."""
 
-    def output(self, node: fx.Node) -> Any:
+    def output(self, node: Any) -> Any:
         return FixedQParamsQuantizationSpec(torch.int8, 3 / 255, 100, -128, 127, torch.per_tensor_affine)
 
 
 class OfAnotherInput(Plain):
-    def decide(self, node: fx.Node, model: fx.GraphModule) -> QuantizationAnnotation | None:
+    def decide(self, node: Any, model: fx.GraphModule) -> QuantizationAnnotation | None:
         annotation = super().decide(node, model)
         if annotation is not None and node.target in self.relus:
             annotation.input_qspec_map[node] = ACT
@@ -161,12 +161,12 @@ class OfAnotherInput(Plain):
 class ByWhatExportNotes(Plain):
     """Only strict export notes the functions and modules that were called."""
 
-    def decide(self, node: fx.Node, model: fx.GraphModule) -> QuantizationAnnotation | None:
+    def decide(self, node: Any, model: fx.GraphModule) -> QuantizationAnnotation | None:
         return super().decide(node, model) if "source_fn_stack" not in node.meta else None
 
 
 class OnlyKnownSizes(Plain):
-    def decide(self, node: fx.Node, model: fx.GraphModule) -> QuantizationAnnotation | None:
+    def decide(self, node: Any, model: fx.GraphModule) -> QuantizationAnnotation | None:
         return super().decide(node, model) if isinstance(node.meta["val"].shape[0], int) else None
 
 
@@ -180,7 +180,7 @@ class AnnotatesLate(Plain):
         for node in model.graph.find_nodes(op="call_function", target=ATEN.linear.default):
             node.meta[KEY].input_qspec_map[node.args[0]] = ACT
 
-    def decide(self, node: fx.Node, model: fx.GraphModule) -> QuantizationAnnotation | None:
+    def decide(self, node: Any, model: fx.GraphModule) -> QuantizationAnnotation | None:
         annotation = super().decide(node, model)
         if annotation is not None and node.target == ATEN.linear.default:
             del annotation.input_qspec_map[node.args[0]]
@@ -199,7 +199,7 @@ class FarZero(MinMaxObserver):
 
 
 class ObservesFarZero(Plain):
-    def output(self, node: fx.Node) -> Any:
+    def output(self, node: Any) -> Any:
         return QuantizationSpec(torch.int8, FarZero, -128, 127, torch.per_tensor_affine)
 
 
@@ -209,7 +209,7 @@ class Unfinished(MinMaxObserver):
 
 
 class NotConverted(Plain):
-    def output(self, node: fx.Node) -> Any:
+    def output(self, node: Any) -> Any:
         return QuantizationSpec(torch.int8, Unfinished, -128, 127, torch.per_tensor_affine)
 
 

@@ -7,6 +7,7 @@ paths on the command line nothing else is collected; `-k` selects among the test
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -76,7 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Adds the tests of the backends and the quantizer that the command line names."""
     for name in config.getoption("quantplug_backend"):
-        items += JudgedTests.of(session, f"quantplug-backend {name}", lambda name=name: _backend(name))
+        items += JudgedTests.of(session, f"quantplug-backend {name}", partial(_backend, name))
     if quantizer := config.getoption("quantplug_quantizer"):
         items += JudgedTests.of(session, f"quantplug-quantizer {quantizer}", lambda: _candidate(config))
 
