@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -350,16 +351,16 @@ def test_nothing_annotated_and_unknown_operators_are_one_sentence() -> None:
         list(verdicts(Candidate("tried", Plain), "rleu"))
 
 
-def pytest_run(*options: str) -> tuple[int, str]:
+def pytest_run(folder: Path, *options: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", *options]
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
-def test_on_the_command_line_a_wrong_name_is_a_usage_error() -> None:
-    status, said = pytest_run("--quantplug-quantizer", "nowhere:Quantizer")
+def test_on_the_command_line_a_wrong_name_is_a_usage_error(tmp_path: Path) -> None:
+    status, said = pytest_run(tmp_path, "--quantplug-quantizer", "nowhere:Quantizer")
     assert status == pytest.ExitCode.USAGE_ERROR
     assert "ERROR: The quantizer 'nowhere:Quantizer' is not there" in said
-    status, said = pytest_run("--quantplug-partitioner", "nowhere:Partitioner")
+    status, said = pytest_run(tmp_path, "--quantplug-partitioner", "nowhere:Partitioner")
     assert status == pytest.ExitCode.USAGE_ERROR
     assert "ERROR: --quantplug-partitioner is about a quantizer, and none is given; add --quantplug-quantizer." in said
