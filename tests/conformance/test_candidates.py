@@ -357,6 +357,7 @@ def pytest_run(folder: Path, *options: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_on_the_command_line_a_wrong_name_is_a_usage_error(tmp_path: Path) -> None:
     status, said = pytest_run(tmp_path, "--quantplug-quantizer", "nowhere:Quantizer")
     assert status == pytest.ExitCode.USAGE_ERROR
