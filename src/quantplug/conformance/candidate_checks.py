@@ -80,7 +80,8 @@ def _is_row(trial: CandidateTrial) -> bool:
 
 def _annotated(trial: CandidateTrial, panel: CandidatePanel) -> str | None:
     """The quantizer annotates the graph, and that can be carried out."""
-    trial.signature = signature(panel.flow.own(trial.placed))
+    own = panel.flow.own(trial.placed)
+    trial.signature, trial.operands = signature(own), tuple(one.operands for one in own)
     if not trial.is_annotated:
         raise NotClaimedError("nothing is annotated at it")
     return None

@@ -33,6 +33,7 @@ class CandidateTrial:
         placed: its model.
         kin: the forms of the operator.
         signature: what is annotated at it, empty where nothing is or it cannot be annotated.
+        operands: how many each of its operators is given.
         verdicts: what was found, by check.
     """
 
@@ -41,6 +42,7 @@ class CandidateTrial:
     placed: Placed
     kin: "list[CandidateTrial]" = field(repr=False)
     signature: Signature = ()
+    operands: tuple[int, ...] = ()
     verdicts: dict[str, Any] = field(default_factory=dict, repr=False)
     _panel: "CandidatePanel | None" = field(default=None, repr=False)
 
@@ -60,7 +62,8 @@ class CandidateTrial:
         """The first form with the same operands and annotations: written in another way it is the same q/dq graph."""
         form = self.form
         alike = (o for o in self.kin if (o.form.sample, o.form.context) == (form.sample, form.context))
-        return next(other for other in alike if other.signature == self.signature)
+        known = (self.signature, self.operands)
+        return next(other for other in alike if (other.signature, other.operands) == known)
 
     @property
     def is_annotated(self) -> bool:

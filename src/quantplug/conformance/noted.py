@@ -76,12 +76,14 @@ class Operator:
         kind: of ATen, without overload and underscore.
         inputs: by the position among the flattened operands what is asked for there.
         output: what is asked for there.
+        operands: how many are written, lists of them taken apart.
     """
 
     name: str
     kind: str
     inputs: Mapping[int, Asked]
     output: Asked | None
+    operands: int
 
     @property
     def asked(self) -> Iterator[Asked]:
@@ -134,7 +136,7 @@ def notes_of(model: fx.GraphModule, before: str, inputs: tuple[Any, ...], pieces
         if node.op == "call_function":
             given = {i: asked((x, node)) for i, x in enumerate(flat(node)) if isinstance(x, fx.Node)}
             own = {i: one for i, one in given.items() if one is not None}
-            found[node.name] = Operator(node.name, kind_of(node), own, asked(node))
+            found[node.name] = Operator(node.name, kind_of(node), own, asked(node), len(flat(node)))
     model.recompile()  # a quantizer may leave that to who prepares
     with torch.no_grad():
         result = pytree.tree_leaves(model(*(x.clone() for x in inputs)))
