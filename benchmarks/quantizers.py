@@ -146,7 +146,7 @@ def table(folder: Path) -> Iterator[str]:
         operators, forms = ({entry[i] for entry in one["found"]} for i in (0, 1))
         cells = (one["name"], len(operators), len(forms), statuses["passed"], statuses["failed"], kinds)
         yield f"| {' | '.join(map(str, cells))} |"
-    for one in ordered:
+    for one in (one for one in ordered if any(entry[3] == "failed" for entry in one["found"])):
         yield from ("", f"{one['name']}:", "")
         groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
         for _, form, check, status, reason in one["found"]:
