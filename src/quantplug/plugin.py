@@ -13,7 +13,8 @@
 - **Lowering**: programs, and the two lowerings that a backend can name.
 - **Lowering rules**: one, the patterns of quantize and dequantize, what it reads with and what it writes with.
 - **Kernel sets**: the arithmetic of kernels as rows: `kernel_rules.products` and others make the rules of one.
-- **The conformance kit** as values; `pytest --quantplug-backend NAME` has it as tests.
+- **The conformance kit** as values, for backends and for quantizers that declare nothing; `pytest --quantplug-backend
+  NAME` and `pytest --quantplug-quantizer package.module:factory` have it as tests.
 - **Errors**: what is raised, one sentence each; and the warning of what does not fail.
 
 Names stay, also where what they stand for moves. Of the two namespaces, `constraints` and `kernel_rules`, the
@@ -110,7 +111,7 @@ from quantplug.quantizers.framework.engines import Engine
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 
 if TYPE_CHECKING:
-    from quantplug.conformance import Verdict, verdicts
+    from quantplug.conformance import Candidate, Verdict, verdicts
     from quantplug.lowering.emulation import EmulatedProgram, FixedPoint, KernelSet, Numerics, emulate
     from quantplug.lowering.emulation import rows as kernel_rules
     from quantplug.lowering.emulation.rows import Row as KernelRow
@@ -232,6 +233,7 @@ __all__ = [  # noqa: RUF022 - in the groups of the docstring
     "emulate",
     "kernel_rules",
     # The conformance kit
+    "Candidate",
     "Verdict",
     "verdicts",
     # Errors
@@ -249,6 +251,7 @@ __all__ = [  # noqa: RUF022 - in the groups of the docstring
 
 # To declare a backend imports no lowering: these names are looked up when they are first used.
 _LATER = {
+    "Candidate": "quantplug.conformance:Candidate",
     "EmulatedProgram": "quantplug.lowering.emulation.emulate:EmulatedProgram",
     "FixedPoint": "quantplug.lowering.emulation.numerics:FixedPoint",
     "KernelRow": "quantplug.lowering.emulation.rows:Row",

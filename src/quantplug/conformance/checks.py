@@ -4,10 +4,8 @@ Before: a trial. After: a `Verdict`. A check that is about something that an ear
 so that one wrong claim fails one check; what fails among other trials is sought by halves.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -21,11 +19,11 @@ from torchao.quantization.pt2e.quantizer import (
 
 from quantplug.conformance.ends import End, at_end, ends_of, is_tried
 from quantplug.conformance.flow import DATA, Flow
+from quantplug.conformance.judging import Check, NotClaimedError, Verdict, judged
 from quantplug.conformance.pieces import Following
 from quantplug.conformance.trial import Panel, Trial
 from quantplug.core.annotation.plan import Plan, plan_of
 from quantplug.core.annotation.verify import verify_annotations
-from quantplug.core.errors import QuantplugError, first_line
 from quantplug.core.observers.sharing import annotation_of, sharing_groups
 from quantplug.core.qdq.format import reference_defects
 from quantplug.core.qdq.nodes import DEQUANTIZE_OPS
@@ -34,39 +32,6 @@ from quantplug.core.specs.levels import Level
 
 # Training sees the ranges of one batch, calibration may clip them: the two q/dq graphs differ by that.
 _TRAINING_DECIBELS = 10.0
-
-
-class NotClaimedError(Exception):
-    """The backend does not claim what a check is about; the sentence says why."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a check found.
-
-    Attributes:
-        status: "passed", "failed" or "skipped".
-        reason: why it failed or was skipped.
-    """
-
-    status: str = "passed"
-    reason: str = ""
-
-
-Objection: TypeAlias = Callable[[Trial, Panel], str | None]
-
-
-@dataclass(frozen=True)
-class Check:
-    """One promise.
-
-    Attributes:
-        objection: returns what is wrong with a trial among the others of a panel, or None.
-        needs: the checks that have to hold before.
-    """
-
-    objection: Objection
-    needs: tuple[str, ...] = ()
 
 
 def judge(trial: Trial, check: str) -> Verdict:
@@ -78,36 +43,15 @@ def judge(trial: Trial, check: str) -> Verdict:
 
 
 def _judge(trial: Trial, check: str) -> Verdict:
-    for needed in CHECKS[check].needs:
-        before = judge(trial, needed)
-        if before.status != "passed":
-            return Verdict("skipped", before.reason if before.status == "skipped" else f"not reached: {needed}")
-    if isinstance(trial.form.placed, Following) and _fails_alone(trial, check):
+    reached = all(judge(trial, needed).status == "passed" for needed in CHECKS[check].needs)
+    if reached and isinstance(trial.form.placed, Following) and _fails_alone(trial, check):
         return Verdict("skipped", f"not reached: {check} of the row by itself")
-    panel = trial.panel
-    while True:
-        verdict, is_about_panel = _attempt(trial, panel, check)
-        if verdict.status != "failed" or len(panel) == 1:
-            return verdict
-        panel = panel.half_with(trial) if is_about_panel else panel.alone(trial)
+    return judged(trial, check, CHECKS, judge, trial.panel)
 
 
 def _fails_alone(trial: Trial, check: str) -> bool:
     alone = (other for other in trial.claim.trials if not isinstance(other.form.placed, Following))
     return any(judge(other, check).status == "failed" for other in alone)
-
-
-def _attempt(trial: Trial, panel: Panel, check: str) -> tuple[Verdict, bool]:
-    """Returns what a check finds, and whether a stage of the whole panel failed instead of the trial in it."""
-    try:
-        reason = CHECKS[check].objection(trial, panel)
-    except NotClaimedError as skipped:
-        return Verdict("skipped", str(skipped)), False
-    except QuantplugError as error:
-        return Verdict("failed", str(error)), True
-    except Exception as error:  # a plugin may fail in any way; that is a finding, not the end of the kit
-        return Verdict("failed", first_line(error)), True
-    return Verdict("failed", reason) if reason else Verdict(), False
 
 
 def _shown(trial: Trial, panel: Panel) -> str | None:
@@ -336,7 +280,7 @@ def _at_level(flow: Flow, trial: Trial, level: Level, found: Tensor, expected: T
     return (Level.APPROXIMATE if level is Level.ONE_STEP else level).objection(found, expected)
 
 
-CHECKS: Mapping[str, Check] = {
+CHECKS: Mapping[str, Check[Trial, Panel]] = {
     "shown": Check(_shown),
     "limits": Check(_limits, ("shown",)),
     "annotated": Check(_annotated, ("shown", "limits")),

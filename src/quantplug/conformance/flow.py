@@ -8,7 +8,6 @@ import contextlib
 import io
 import tempfile
 from collections.abc import Callable, Mapping, Sequence, Set
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -91,7 +90,7 @@ class stage(Generic[Made]):  # noqa: N801, a decorator as `cached_property` is
 
 
 class Side:
-    """Pieces side by side in a model that is exported once.
+    """Pieces side by side in a model that is exported once in each way.
 
     Attributes:
         placed: the pieces.
@@ -106,23 +105,97 @@ class Side:
         self.placed = tuple(placed)
         self._batch = Batch(list(placed)).eval()
         self.inputs = tuple(x * loudness if x.is_floating_point() else x for x in self._batch.inputs)
+        self._programs: dict[tuple[bool, bool, bool], torch.export.ExportedProgram] = {}
         sizes = [one.results for one in placed]
         self.places = {one: i for i, one in enumerate(placed)}
         self.starts = {one: sum(sizes[:i]) for i, one in enumerate(placed)}
 
-    @cached_property
-    def _program(self) -> torch.export.ExportedProgram:
-        return torch.export.export(self._batch, self.inputs)
+    def exported(
+        self, *, guarded: bool = True, strict: bool = False, training: bool = False, dynamic: bool = False
+    ) -> fx.GraphModule:
+        """Returns a new graph of the model.
 
-    def exported(self) -> fx.GraphModule:
-        """Returns a new graph of the model."""
-        module = self._program.module()
+        Args:
+            guarded: whether the graph checks its inputs, by a call of a module.
+            strict: whether export reads bytecode.
+            training: whether the model is in training mode.
+            dynamic: whether first dimensions are open, as far as the pieces allow.
+        """
+        key = (strict, training, dynamic)
+        if key not in self._programs:
+            shapes = {"inputs": tuple({0: torch.export.Dim.AUTO} if x.dim() else None for x in self.inputs)}
+            self._batch.train(training)
+            try:
+                self._programs[key] = torch.export.export(
+                    self._batch, self.inputs, strict=strict, dynamic_shapes=shapes if dynamic else None
+                )
+            finally:
+                self._batch.eval()
+        module = self._programs[key].module(check_guards=guarded)
         assert isinstance(module, fx.GraphModule)
         return module
 
 
-class Flow:
-    """The stages of one model, each made once.
+class Stages:
+    """The stages of one model, each made once, and what each piece is at each of them.
+
+    Attributes:
+        side: the pieces.
+    """
+
+    def __init__(self, side: Side) -> None:
+        self.side = side
+        self._results: dict[tuple[str, str, int], list[Tensor]] = {}
+        self._constants: dict[fx.GraphModule, set[fx.Node]] = {}
+
+    def result(self, stage: str, placed: Placed, *, data: str = CALIBRATED, run: int = 0) -> Tensor:
+        """Returns what a piece yields at a stage, without what its neighbours make of it.
+
+        Args:
+            stage: "prepared", "converted", "program" or another one.
+            placed: the piece.
+            data: on which inputs, one of `DATA`.
+            run: a stage is run once for each number.
+        """
+        key = (stage, data, run)
+        if key not in self._results:
+            inputs = tuple(map(DATA[data], self.side.inputs))
+            with torch.no_grad():
+                found = getattr(self, stage)(*inputs)
+            self._results[key] = [pytree.tree_leaves(result)[0] for result in found]
+        return self._results[key][self.side.places[placed]]
+
+    def root(self, model: fx.GraphModule, placed: Placed) -> fx.Node:
+        """Returns the last operator of a piece."""
+        return behind_conversions(self.output(model, placed))
+
+    def output(self, model: fx.GraphModule, placed: Placed) -> fx.Node:
+        """Returns the node that yields a piece's result."""
+        leaves = pytree.tree_leaves(model.graph.output_node().args)
+        found = leaves[self.side.starts[placed]]
+        assert isinstance(found, fx.Node)
+        return found
+
+    def operators(self, model: fx.GraphModule, placed: Placed) -> list[fx.Node]:
+        """Returns the compute operators that a piece's result depends on, without those on constants."""
+        if model not in self._constants:
+            self._constants[model] = constant_nodes(model.graph)
+        constants = self._constants[model]
+        return [node for node in _upstream(self.root(model, placed), constants) if _computes(node)]
+
+    def forget(self, model: fx.GraphModule) -> None:
+        """Forgets what is known of a graph that is about to change."""
+        self._constants.pop(model, None)
+
+    def is_before(self, node: fx.Node, placed: Placed) -> bool:
+        """Tells whether a node belongs to the producer that was put before a piece, or before what it holds."""
+        around = f"branches.{self.side.places[placed]}."
+        path = module_path(node)
+        return path.startswith(around) and "before" in path.removeprefix(around).split(".")[:2]
+
+
+class Flow(Stages):
+    """The stages of one model under a backend's declaration.
 
     Attributes:
         backend: the declaration.
@@ -131,10 +204,9 @@ class Flow:
     """
 
     def __init__(self, backend: Backend, config: QuantizationConfig, side: Side, *, is_qat: bool) -> None:
-        self.backend, self.side, self.is_qat = backend, side, is_qat
+        super().__init__(side)
+        self.backend, self.is_qat = backend, is_qat
         self.quantizer = quantizer_of(backend, config)
-        self._results: dict[tuple[str, str, int], list[Tensor]] = {}
-        self._constants: dict[fx.GraphModule, set[fx.Node]] = {}
 
     @stage
     def annotated(self) -> fx.GraphModule:
@@ -205,46 +277,6 @@ class Flow:
         with contextlib.suppress(AnnotationError):  # what cannot be carried out has no numbers
             return (*early, *(broken for broken, _ in qparam_violations(self.converted)))
         return tuple(early)
-
-    def result(self, stage: str, placed: Placed, *, data: str = CALIBRATED, run: int = 0) -> Tensor:
-        """Returns what a piece yields at a stage, without what its neighbours make of it.
-
-        Args:
-            stage: "prepared", "converted", "reloaded", "program" or "emulated".
-            placed: the piece.
-            data: on which inputs, one of `DATA`.
-            run: a stage is run once for each number.
-        """
-        key = (stage, data, run)
-        if key not in self._results:
-            inputs = tuple(map(DATA[data], self.side.inputs))
-            with torch.no_grad():
-                found = getattr(self, stage)(*inputs)
-            self._results[key] = [pytree.tree_leaves(result)[0] for result in found]
-        return self._results[key][self.side.places[placed]]
-
-    def root(self, model: fx.GraphModule, placed: Placed) -> fx.Node:
-        """Returns the last operator of a piece."""
-        return behind_conversions(self.output(model, placed))
-
-    def output(self, model: fx.GraphModule, placed: Placed) -> fx.Node:
-        """Returns the node that yields a piece's result."""
-        leaves = pytree.tree_leaves(model.graph.output_node().args)
-        found = leaves[self.side.starts[placed]]
-        assert isinstance(found, fx.Node)
-        return found
-
-    def operators(self, model: fx.GraphModule, placed: Placed) -> list[fx.Node]:
-        """Returns the compute operators that a piece's result depends on, without those on constants."""
-        if model not in self._constants:
-            self._constants[model] = constant_nodes(model.graph)
-        constants = self._constants[model]
-        return [node for node in _upstream(self.root(model, placed), constants) if _computes(node)]
-
-    def is_before(self, node: fx.Node, placed: Placed) -> bool:
-        """Tells whether a node belongs to the producer that was put before a piece."""
-        before = f"branches.{self.side.places[placed]}.before"
-        return f"{module_path(node)}.".startswith(f"{before}.")
 
     def decided(self, placed: Placed) -> Decision | None:
         """Returns what was decided about the last operator of a piece."""

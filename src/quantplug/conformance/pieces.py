@@ -25,17 +25,23 @@ class PieceError(QuantplugError, ValueError):
 
 
 @dataclass(frozen=True)
-class _Input:
+class Input:
+    """An input of a piece, by its position."""
+
     index: int
 
 
 @dataclass(frozen=True)
-class _Held:
+class Held:
+    """A parameter or a buffer of a piece, by its name."""
+
     name: str
 
 
 @dataclass(frozen=True)
-class _Resolved:
+class Resolved:
+    """A call whose operands are known: inputs, constants, other calls, and plain values."""
+
     target: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -74,26 +80,27 @@ class Piece(nn.Module):
         return self._run(self.root, inputs)
 
     def _run(self, found: Any, inputs: Any) -> Any:
-        if isinstance(found, _Input):
+        if isinstance(found, Input):
             return inputs[found.index]
-        if isinstance(found, _Held):
+        if isinstance(found, Held):
             return getattr(self, found.name)
         if isinstance(found, list):
             return [self._run(element, inputs) for element in found]
-        if not isinstance(found, _Resolved):
+        if not isinstance(found, Resolved):
             return found
         args = [self._run(value, inputs) for value in found.args]
         return found.target(*args, **{name: self._run(value, inputs) for name, value in found.kwargs.items()})
 
-    def _value(self, resolved: Any) -> Any:
+    def value(self, resolved: Any) -> Any:
+        """Returns what an operand is with the piece's own inputs."""
         with torch.no_grad():
             return self._run(resolved, [tensor.clone() for tensor in self.inputs])
 
-    def _call(self, call: Call) -> _Resolved:
+    def _call(self, call: Call) -> Resolved:
         known = {name: self._inner(part) for name, part in call.operands if isinstance(part, Call | Given)}
         if not isinstance(call.target, OpOverload):
-            return self._checked(_Resolved(call.target, tuple(known.values()), {}))
-        values = {name: self._value(part) for name, part in known.items()}
+            return self._checked(Resolved(call.target, tuple(known.values()), {}))
+        values = {name: self.value(part) for name, part in known.items()}
         if self._given is not None:
             values |= {name: self._given for name, part in call.operands if getattr(part, "kind", "") == "a tensor"}
         wanted = operands_for(call.target, self.sample, values)
@@ -106,11 +113,11 @@ class Piece(nn.Module):
                 args.append(value)
             elif present:
                 kwargs[argument.name] = value
-        return self._checked(_Resolved(call.target, tuple(args), kwargs))
+        return self._checked(Resolved(call.target, tuple(args), kwargs))
 
-    def _checked(self, resolved: _Resolved) -> _Resolved:
+    def _checked(self, resolved: Resolved) -> Resolved:
         """Runs a call once, so that one which its operator refuses is found where it is made."""
-        self._value(resolved)
+        self.value(resolved)
         return resolved
 
     def _inner(self, part: Spelling) -> Any:
@@ -146,12 +153,12 @@ class Piece(nn.Module):
         if name is None or name not in self._bound:
             made = self._leaf(getattr(spelling, "kind", ""), wanted)
             self._bound[name or f"unnamed {len(self._bound)}"] = made
-            if name and isinstance(made, _Input):
+            if name and isinstance(made, Input):
                 self.captures[name] = made.index
             return made
         return self._bound[name]
 
-    def _leaf(self, kind: str, wanted: Any) -> _Input | _Held:
+    def _leaf(self, kind: str, wanted: Any) -> Input | Held:
         if isinstance(wanted, Constant) or kind == "a constant":
             return self._hold(wanted)
         if self._given is not None and kind == "a tensor" and not isinstance(wanted, Indices):
@@ -161,9 +168,9 @@ class Piece(nn.Module):
             self.inputs.append(torch.randint(wanted.limit, wanted.sizes, generator=self._random))
         else:
             self.inputs.append(self._data(wanted.sizes))
-        return _Input(len(self.inputs) - 1)
+        return Input(len(self.inputs) - 1)
 
-    def _hold(self, wanted: Any) -> _Held:
+    def _hold(self, wanted: Any) -> Held:
         name = f"constant{len(list(self.parameters())) + len(list(self.buffers()))}"
         values = torch.randn(wanted.sizes, generator=self._random)
         values = values.abs() + 0.5 if getattr(wanted, "positive", False) else values * _by_channel(wanted.sizes)
@@ -173,7 +180,7 @@ class Piece(nn.Module):
             self.register_buffer(name, values)
         else:
             self.register_parameter(name, nn.Parameter(values))
-        return _Held(name)
+        return Held(name)
 
     def _data(self, sizes: tuple[int, ...]) -> Tensor:
         sign = "positive" if self._positive else self.sample.sign

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from quantplug.conformance.flow import Flow, Side
+from quantplug.conformance.flow import Flow
 from quantplug.conformance.following import Followers, plain_label
 from quantplug.conformance.forms import Form, Neighbours, Turn, forms_of
+from quantplug.conformance.judging import SharedModel
 from quantplug.conformance.pieces import Placed
 from quantplug.core.annotation.annotator import Annotator
 from quantplug.core.errors import ConfigError
@@ -103,33 +104,30 @@ class Trial:
         self._panel = panel
 
 
-class Panel:
+class Panel(SharedModel[Trial]):
     """Trials of one config that share a model.
 
     Attributes:
-        trials: the trials.
         ends: the same trials where their rows' limits end, see `conformance/ends.py`.
     """
 
     def __init__(self, trials: Sequence[Trial]) -> None:
-        self.trials = tuple(trials)
+        super().__init__(trials)
         self.ends: dict[Any, Panel] = {}
         self._fates: dict[tuple[Trial, bool], str] = {}
         self._by_row: dict[Trial, bool] = {}
-        self._alone: dict[Trial, Panel] = {}
 
-    def __len__(self) -> int:
-        return len(self.trials)
+    def of(self, trials: Sequence[Trial]) -> "Panel":
+        """Returns a panel of other trials."""
+        return Panel(trials)
 
-    @cached_property
-    def _side(self) -> Side:
-        return Side([trial.placed for trial in self.trials])
+    made = ("ptq", "qat", "_by_training")
 
     @cached_property
     def ptq(self) -> Flow:
         """The flow after training."""
         claim = self.trials[0].claim
-        return Flow(claim.backend, claim.backend.config(claim.config_name), self._side, is_qat=False)
+        return Flow(claim.backend, claim.backend.config(claim.config_name), self.side, is_qat=False)
 
     @cached_property
     def qat(self) -> Flow | None:
@@ -139,7 +137,7 @@ class Panel:
             config = claim.backend.config(claim.config_name, is_qat=True)
         except ConfigError:
             return None
-        return Flow(claim.backend, config, self._side, is_qat=True)
+        return Flow(claim.backend, config, self.side, is_qat=True)
 
     def flow(self, trial: Trial) -> Flow:
         """Returns the flow in which a trial's rule applies, with the trials of the panel of which that is true as well.
@@ -183,24 +181,9 @@ class Panel:
             self._fates[trial, is_qat] = _fate(flow, trial) if flow else ""
         return self._fates[trial, is_qat]
 
-    def half_with(self, trial: Trial) -> "Panel":
-        """Returns the half of the panel that a trial is in, to find out which one a failure of all is about."""
-        return self._halves[trial not in self._halves[0].trials]
-
-    def alone(self, trial: Trial) -> "Panel":
-        """Returns the panel of a trial without the others."""
-        return self._alone.setdefault(trial, Panel([trial]))
-
-    @cached_property
-    def _halves(self) -> tuple["Panel", "Panel"]:
-        middle = len(self) // 2
-        return Panel(self.trials[:middle]), Panel(self.trials[middle:])
-
     def release(self) -> None:
-        """Forgets the stages, not what was taken: a hundred exported models at once would slow everything down."""
-        for made in ("ptq", "qat", "_side", "_halves", "_by_training"):
-            self.__dict__.pop(made, None)
-        self._alone.clear()
+        """Forgets the stages, not what was taken."""
+        super().release()
         self.ends.clear()
 
 
