@@ -174,6 +174,7 @@ def test_what_is_computed_again_has_the_same_gradients_and_keeps_less(kind, monk
     assert less < 0.7 * kept
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_what_is_trained_begins_as_convert_rounds(bits):
     """The greatest weight of a channel may be halfway between two integers."""

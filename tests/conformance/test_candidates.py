@@ -244,6 +244,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(
     ("quantizer", "row", "check", "sentence"), FAULTS, ids=lambda case: getattr(case, "__name__", "")
 )

@@ -79,6 +79,7 @@ def trained(model: type[nn.Module], x: Tensor) -> tuple[fx.GraphModule, fx.Graph
     return module, prepare_qat_pt2e(module, Linears())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("model", MODELS)
 def test_training_reaches_the_layers_of_submodels(model: type[nn.Module]) -> None:
     x = torch.randn(3, 2, 4).abs()

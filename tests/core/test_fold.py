@@ -59,7 +59,7 @@ def check_folds(module: nn.Module, *inputs: torch.Tensor, decompose: bool = Fals
     return folded
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("decompose", [False, True], ids=["aten", "decomposed"])
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
 @pytest.mark.parametrize("affine", [False, True], ids=["plain", "affine"])

@@ -97,6 +97,7 @@ def by_hand(weight: Tensor, size: int) -> Tensor:
     return ((rows * (1 / scale)).round().clamp(-8, 7) * scale).reshape(weight.shape)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
 @pytest.mark.parametrize(("backend", "config", "size"), TARGETS)
 def test_the_lowered_program_computes_what_was_trained(

@@ -124,6 +124,7 @@ def beside_a_broken_torchvision(tmp_path, folder, before=""):
     return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_torchvision_of_another_torch_is_no_obstacle(tmp_path, folder):
     done = beside_a_broken_torchvision(tmp_path, folder)
     assert done.stdout.split() == ["LlamaForCausalLM"], done.stderr

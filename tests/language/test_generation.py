@@ -289,6 +289,7 @@ def test_another_program_is_no_language_model(tmp_path):
         quantplug.load_language_model(other.save(tmp_path / "other.pte"))
 
 
+@pytest.mark.slow
 def test_executorchs_runner_generates_the_same_text(xnnpack, tmp_path, capfd):
     pytest.importorskip("executorch.extension.llm.runner")
     import executorch.kernels.quantized  # noqa: F401  q/dq operators outside of delegates

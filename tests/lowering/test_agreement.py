@@ -23,6 +23,7 @@ def test_a_graph_that_one_step_changes_beyond_recognition_is_no_yardstick():
         agreement(few_differ, expected, chaotic, (x,), 25.0)
 
 
+@pytest.mark.slow
 def test_a_steady_graph_keeps_its_minimum():
     torch.manual_seed(0)
     steady = graph_of(Net(lambda s, x: fake(fake(x) * 2.0, (0.08, 0))), torch.randn(4, 512))

@@ -186,6 +186,7 @@ def test_rotary_positions_of_any_length(grouped):
     assert artefact.program.counts.portable <= 8
 
 
+@pytest.mark.slow
 def test_half_precision_runs():
     model = Attention(turned=True).eval()
     x, mask = sequences(1)[0], seen((2, 1, LENGTH, LENGTH), 3)

@@ -98,6 +98,7 @@ def test_a_second_call_lowers_the_chosen_one_alone(graph):
     assert torch.equal(second(X), first(X))
 
 
+@pytest.mark.slow
 def test_what_times_do_not_depend_on_is_remembered_and_the_rest_is_not(graph):
     backend = planted("slow", "honest")
     other = reference(net(), quantplug.get_quantizer("x86"), 3 * X)  # scales of other data

@@ -78,6 +78,7 @@ def stored(path: Any) -> tuple[str, int]:
         return archive.read("model.xml").decode(), archive.getinfo("model.bin").file_size
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("given", "shape"),
     [(GROUPS[32], (3,)), (GROUPS[64], (2, 5)), (GROUPS[128], (1, 1)), (CHANNELS, (4,)), (CHANNELS, (2, 3))],
@@ -106,6 +107,7 @@ def test_a_file_holds_four_bits_that_the_kernels_read_as_they_are(given: Any, sh
         assert read_by(program.compiled) == {("FullyConnected", "i4"): 4}, "a kernel of floats reads no integers"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("given", [GROUPS[32], CHANNELS], ids=["groups", "channels"])
 def test_open_batches_and_lengths(given: Any) -> None:
     opened = {axis: torch.export.Dim(name, min=1, max=64) for axis, name in enumerate(("batch", "length"))}
@@ -118,6 +120,7 @@ def test_open_batches_and_lengths(given: Any) -> None:
     assert read_by(artefact.program.compiled) == {("FullyConnected", "i4"): 4}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("given", "read"),
     [

@@ -126,6 +126,7 @@ def operators(artefact: quantplug.Artefact) -> Counter[str]:
     return Counter(plan.operators[call.op_index].name for call in called if hasattr(call, "op_index"))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_rows_are_what_they_were_in_the_model_from_call_to_call(kind: type[Rows]) -> None:
     model, artefact = lowered(kind)
@@ -143,6 +144,7 @@ def leaves(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "copies"), [(Last, 0), (ReturnedView, 0), (Added, 1), (SeenBefore, 1), (Twice, 1)])
 def test_a_file_copies_no_buffer_whose_rows_alone_are_written(kind: type[Rows], copies: int) -> None:
     found = operators(lowered(kind)[1])

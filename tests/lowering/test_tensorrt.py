@@ -350,6 +350,7 @@ def test_a_graph_that_tensorrt_does_not_read_is_one_sentence(name):
     assert "which TensorRT's explicit quantization does not take (rule '" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_graphs_of_other_backends_are_refused_before_they_run(residual):
     inputs = (torch.randn(2, 3, 8, 8),)
     for backend in ("xnnpack", "onnxruntime"):

@@ -33,7 +33,7 @@ def images():
     return net, (torch.randn(4, 4, 4, 4),), ({0: BATCH},), (torch.randn(16, 4, 4, 4),)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("made", [positions, images])
 @pytest.mark.parametrize("strict", [False, True])
 def test_sizes_that_are_equal_in_the_example_stay_open(made, strict, tmp_path):
