@@ -19,7 +19,7 @@ import numpy as np
 from quantplug.core.errors import LoweringError
 from quantplug.lowering.onnx.export import number_of
 
-# "INT4 quantization requires per-block scales. The supported block sizes are {64, 128}" (Quantization Schemes).
+# Weights of each scale of int4; TensorRT has no others ("Quantization Schemes").
 BLOCKS = (64, 128)
 _STEPS = ("QuantizeLinear", "DequantizeLinear")
 PRODUCTS = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))
@@ -27,7 +27,7 @@ PRODUCTS = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))
 _CLAMPS = frozenset(("Relu", "Clip", "Min", "Max"))
 _EPILOGUES = _CLAMPS | {"Add"}
 _OF_SEVERAL = frozenset(("Add", "Concat"))
-# Layers without weights "with INT8 inputs also require INT8 outputs" (Q/DQ Layer-Placement Recommendations).
+# Layers without weights write integers where they read them ("Q/DQ Layer-Placement Recommendations").
 _ROUNDED_ON_BOTH_SIDES = frozenset(("Add", "AveragePool", "GlobalAveragePool"))
 _COMMUTING = frozenset(
     (
