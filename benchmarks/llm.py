@@ -255,6 +255,7 @@ def take_turns(engines: Sequence[Engine], rounds: int, prompt: int, tokens: int)
                 engine.writing.append(time.perf_counter() - read)
 
 
+@torch.no_grad()
 def agreement(artefact: LanguageArtefact, prompt: list[int], tokens: int) -> str:
     """Continues a prompt, and holds each choice against the q/dq graph's for the same text.
 
