@@ -277,6 +277,7 @@ class Wide(nn.Module):
         return torch.cat([x + i for i in range(self.count)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1200, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_a_tensor_may_have_thousands_of_consumers(count: int) -> None:
     """torchao's union-find recurses; replacing one input after the other would be quadratic."""

@@ -168,7 +168,7 @@ def check_training_equals_torchao(module, shape, quantizer):
     ("kind", "per_channel", "converts"),
     [
         ("conv2d", False, False),
-        ("conv1d", True, False),
+        pytest.param("conv1d", True, False, marks=pytest.mark.slow),
         pytest.param("conv2d", True, True, marks=pytest.mark.slow),
         pytest.param("conv1d", True, True, marks=pytest.mark.slow),
         pytest.param("conv2d", False, True, marks=pytest.mark.slow),
@@ -186,6 +186,7 @@ def test_training_equals_torchao_bit_for_bit(kind, per_channel, converts):
         assert torch.equal(ours(x), peer(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["conv_transpose2d", pytest.param("conv_transpose1d", marks=pytest.mark.slow)])
 def test_transposed_training_equals_torchao_per_tensor(kind):
     module, shape = four_pairs(kind)

@@ -236,6 +236,7 @@ def learned_steps(quantizer: Any, config: str) -> Any:
     return quantizer.set_global(replace(given, weight=replace(given.weight, observer_or_fake_quant_ctr=constructor)))
 
 
+@pytest.mark.slow
 def test_steps_of_groups_are_learned_and_lowered() -> None:
     x, quantizer = torch.randn(6, 64), learned_steps(get_quantizer("xnnpack"), "8da4w")
     qat = quantplug.prepare_qat_pt2e(exported(Tied(), x), quantizer)

@@ -163,6 +163,7 @@ def test_attention_that_a_model_cannot_have_says_why():
         quantplug.quantize_language_model(causal("Mistral"), context=CONTEXT, attention="executorch")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["Qwen2", "GPTNeoX", "Gemma", "Mistral"])
 def test_other_families(family):
     _check("x86", "float32", family, parts=(20, 10), steps=20)
@@ -311,6 +312,7 @@ def test_executorchs_runner_generates_the_same_text(xnnpack, tmp_path, capfd):
     assert len(set(expected)) > 5
 
 
+@pytest.mark.slow
 def test_what_the_file_says(xnnpack, tmp_path):
     from quantplug.lowering.xnnpack.runtime import constants_of
 

@@ -149,7 +149,7 @@ def test_e13_files_of_any_model_are_half_of_floats(case, backend, tmp_path):
     assert "it computes in float32, from a weight in float16" in {told[row.node] for row in about}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @torch.no_grad()
 def test_e13_a_scope_keeps_a_recurrent_layer_and_a_table_in_float32(backend, tmp_path):

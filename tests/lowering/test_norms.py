@@ -126,7 +126,7 @@ class Beside(nn.Module):
         return normed, self.layer(normed)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
 @pytest.mark.parametrize("offset", [0.0, 100.0, -3000.0])
 def test_rows_far_from_zero_keep_their_differences(make, offset):

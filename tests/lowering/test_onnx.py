@@ -176,7 +176,7 @@ def test_layers_of_any_geometry_run_on_integer_kernels_per_channel(name, strict)
         assert sqnr(program(*inputs), model(*inputs)) > 25
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("zero_points", [False, True])
 def test_channels_are_on_the_right_axis_with_and_without_zero_points(axis, zero_points, tmp_path):

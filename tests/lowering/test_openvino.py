@@ -74,6 +74,7 @@ def test_openvino_runs_integer_kernels_and_computes_what_the_qdq_graph_says(resi
         assert sqnr(reference(x)["logits"], program(x)["logits"]) > 60
 
 
+@pytest.mark.slow
 def test_a_saved_openvino_program_loads_with_its_weights_as_integers(residual, tmp_path):
     _, program = residual
     path = program.save(tmp_path / "model.zip")
@@ -226,7 +227,7 @@ def test_without_vnni_openvino_gets_seven_bits_and_nothing_that_its_kernels_satu
     subprocess.run(command, check=True, env={"ONEDNN_MAX_CPU_ISA": "AVX2", "PATH": "/usr/bin:/bin"})
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"reduce_range": True}, {"weight_bits": 7}])
 def test_seven_bits_run_on_openvinos_integer_kernels(options):
     pytest.importorskip("openvino")

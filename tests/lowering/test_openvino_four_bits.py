@@ -152,6 +152,7 @@ def test_any_number_of_channels(inputs: int, size: int, outputs: int) -> None:
         assert sqnr(artefact(x), artefact.reference(x)) > 90
 
 
+@pytest.mark.slow
 def test_weights_of_four_bits_beside_integers_keep_eight() -> None:
     """Their kernels multiply bytes."""
     x = torch.randn(4, 64)

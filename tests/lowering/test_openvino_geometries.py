@@ -135,7 +135,7 @@ MAXIMA = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("read", MAXIMA)
 def test_maxima_of_floats_are_quantized_as_they_are(read):
     torch.manual_seed(0)

@@ -54,7 +54,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_r25_r27_products_of_two_activations_run_in_int8_and_nothing_is_rounded_before_what_is_fused(

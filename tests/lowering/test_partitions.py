@@ -50,6 +50,7 @@ def in_float(function, x, **options):
     return quantplug.get_quantizer("xnnpack").backend.lower(graph, (x,), **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("rows", "delegates"), [(8, 2), (8192, 3)])
 def test_few_numbers_between_portable_operators_make_no_delegate(rows, delegates):
     """Scales of rows: largest numbers and roundings are portable, and so are a few products between them."""

@@ -39,6 +39,7 @@ def made(name):
     return quantized(model, inputs).program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["kinds", *(pytest.param(name, marks=pytest.mark.slow) for name in ("language model", "kws_dscnn", "bert"))]
 )

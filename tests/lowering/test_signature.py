@@ -60,7 +60,7 @@ def opened(request, model, inputs, tmp_path_factory):
     return program_of(request.param, model, inputs, tmp_path_factory.mktemp("opened"), shapes)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_what_fits_runs(fixed, model, inputs):
     torch.testing.assert_close(fixed(*inputs), model(*inputs), rtol=0, atol=0.1)
 

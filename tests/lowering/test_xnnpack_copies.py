@@ -97,7 +97,7 @@ def test_moved_tensors_are_copied_and_viewed(name, config, is_open):
         assert decibels(artefact(x), reference if config == "int8" else model(x)) >= 30
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["shuffle of channels", "reshape", "space to depth", "windows"])
 def test_copies_between_integers_cost_no_conversion(name):
     x = torch.randn(2, 3, 8, 8)

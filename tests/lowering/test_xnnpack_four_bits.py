@@ -19,7 +19,7 @@ def layers(channels):
     return nn.Sequential(nn.Linear(8, channels), nn.ReLU(), nn.Linear(channels, 6)).eval()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("channels", [1, 3, 13, 33])
 @pytest.mark.parametrize("config", ["int4_dynamic", "int4_weight_only"])
 def test_odd_input_channels_compute_what_their_graph_does(channels, config):

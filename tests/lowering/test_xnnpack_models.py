@@ -110,7 +110,7 @@ def test_layers_in_scopes_run_on_integer_kernels():
         assert decibels(artefact(x), artefact.reference(x)) >= 40
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["int8", "int8_per_tensor"])
 def test_transposed_convolutions_with_groups_run(config):
     torch.manual_seed(0)

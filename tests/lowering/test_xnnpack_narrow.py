@@ -146,7 +146,7 @@ class Bounded(nn.Module):
         return self.head(self.bound(self.conv(x)))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["float16", "int8_dynamic"])
 @pytest.mark.parametrize("bound", [lambda y: torch.clamp_min(y, 0.1), lambda y: y.clamp(min=0.1)], ids=["min", "clamp"])
 def test_a_clamp_that_computes_in_float_behind_a_narrow_layer_stays_outside_where_the_delegate_fails(bound, config):

@@ -43,7 +43,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_convolutions_stay(name):
     model, channels = OTHERS[name]

@@ -58,6 +58,7 @@ def test_convolutions_outside_of_delegates_take_every_batch_that_was_exported():
         assert min(decibels(found, expected) for found, expected in pairs) >= 40
 
 
+@pytest.mark.slow
 def test_more_than_was_exported_is_told_with_the_limit():
     """The runtime's own error advised to export with dynamic shapes, which is what was done."""
     model, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU()).eval(), torch.randn(4, 6, 8)

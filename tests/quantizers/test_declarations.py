@@ -38,6 +38,7 @@ def test_r01_what_is_no_declaration_is_an_error_where_it_is_written(declare, wor
         declare()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["x86", "openvino"])
 def test_weights_of_one_scale_have_a_named_config(backend):
     pytest.importorskip("openvino")

@@ -79,7 +79,7 @@ def with_observers_of(theirs, ours):
     return replace(ours, **{p: replace(getattr(ours, p), observer_or_fake_quant_ctr=taken[p]) for p in ports})
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("per_channel", [True, False], ids=["per_channel", "per_tensor"])
 @pytest.mark.parametrize("case", CASES)
 def test_q02_same_structure_dtypes_and_scales_where_both_annotate(case, per_channel):
