@@ -5,6 +5,7 @@ reads of those before it and what those behind it read (Chen et al., "Training D
 arXiv:1604.06174).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -76,7 +77,4 @@ def _bytes(node: fx.Node) -> int:
     value = tensor_value(node)
     if node.op != "call_function" or value is None or not is_float(node):
         return 0
-    size = value.element_size()
-    for length in likely_sizes(node):
-        size *= length
-    return size
+    return value.element_size() * math.prod(likely_sizes(node))

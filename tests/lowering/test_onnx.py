@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,12 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+import onnx_graphs  # noqa: E402
 from models import Function, MobileNet, ResNet18, needs_vnni  # noqa: E402
+from onnx_graphs import BATCH, Counter, written  # noqa: E402
 from qdq_graphs import Net, TensorWeight, Weight, fake, graph_of  # noqa: E402
 
 from quantplug.lowering.onnx import ONNXProgram, lower  # noqa: E402
-
-BATCH = ({0: torch.export.Dim("batch", min=1, max=16)},)
 
 
 class Residual(nn.Module):
@@ -42,21 +43,12 @@ class Residual(nn.Module):
         return {"logits": self.head(x.mean((2, 3)))}
 
 
-def quantized(model, inputs, config="int8", *, strict=False, **sizes):
-    exported = torch.export.export(model.eval(), inputs, strict=strict, **sizes).module()
-    prepared = quantplug.prepare_pt2e(exported, quantplug.get_quantizer("onnxruntime").set_global(config))
-    with torch.no_grad():
-        prepared(*inputs)
-    return quantplug.convert_pt2e(prepared)
+quantized = partial(onnx_graphs.quantized, backend="onnxruntime")
 
 
 def decibels(program, reference, *inputs):
     with torch.no_grad():
         return sqnr(program(*inputs), reference(*inputs))
-
-
-def written(program, folder):
-    return onnx.load(program.save(folder / "model.onnx")).graph
 
 
 def types(graph):
@@ -364,18 +356,6 @@ def test_what_has_no_integer_kernel_is_told_before_and_after():
     assert told == {op.node: op.reason for op in program.ops if op.placement == "float"}
 
 
-class Counter(nn.Module):
-    """Writes a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.seen = nn.Linear(8, 4), nn.Buffer(torch.zeros(()))
-
-    def forward(self, x):
-        self.seen.add_(1.0)
-        return self.layer(x) * self.seen
-
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("model", "sentence"),
@@ -411,35 +391,46 @@ def test_every_opset_has_the_same_kernels(residual, opset):
     assert sqnr(program(x)["logits"], reference(x)["logits"]) > 60
 
 
-def test_a_program_that_computes_something_else_is_refused(monkeypatch):
+@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt"])
+def test_a_program_that_computes_something_else_is_refused(backend, monkeypatch):
     program: Any = importlib.import_module("quantplug.lowering.onnx.program")
     inputs = (torch.randn(2, 8),)
-    reference = quantized(nn.Linear(8, 4), inputs)
+    reference = onnx_graphs.quantized(nn.Linear(8, 4), inputs, backend=backend)
     honest = program.from_numpy
     monkeypatch.setattr(program, "from_numpy", lambda array: honest(array) + 1.0)
     with pytest.raises(LoweringError, match=r"Output 0 of the program keeps .* dB of the q/dq graph"):
-        ONNXRUNTIME.lower(reference, inputs)
+        quantplug.get_quantizer(backend).backend.lower(reference, inputs)
 
 
 WITHOUT = """
 import sys, torch
 sys.modules["{package}"] = None
-from quantplug.quantizers.onnxruntime import ONNXRUNTIME
+import quantplug
 inputs = (torch.randn(1, 4),)
+backend = quantplug.get_quantizer("{backend}").backend
 try:
-    ONNXRUNTIME.lower(torch.export.export(torch.nn.Linear(4, 4), inputs).module(), inputs)
+    backend.lower(torch.export.export(torch.nn.Linear(4, 4), inputs).module(), inputs)
 except Exception as error:
     print(type(error).__name__, error)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
-def test_without_a_package_the_backend_names_the_extra(package):
-    command = [sys.executable, "-c", WITHOUT.format(package=package)]
+@pytest.mark.parametrize(
+    ("backend", "package"),
+    [
+        ("onnxruntime", "onnx"),
+        ("onnxruntime", "onnxscript"),
+        ("onnxruntime", "onnxruntime"),
+        ("tensorrt", "onnxscript"),
+    ],
+)
+def test_without_a_package_the_backend_names_the_extra(backend, package):
+    instead = ", or use backend 'x86'" if backend == "onnxruntime" else ""
+    command = [sys.executable, "-c", WITHOUT.format(backend=backend, package=package)]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert found.startswith(f"LoweringError Backend 'onnxruntime' needs the package {package}, which is not installed")
-    assert "pip install 'quantplug[onnx]'" in found
+    assert found.startswith(f"LoweringError Backend '{backend}' needs the package {package}, which is not installed")
+    assert found.endswith(f"run pip install 'quantplug[onnx]'{instead}.\n")
 
 
 WITHOUT_VNNI = """

@@ -1,11 +1,10 @@
 """What TensorRT reads: explicit quantization rule by rule, the q/dq graph's numbers, refusals, an engine."""
 
 import copy
-import importlib
 import json
 import re
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,15 +24,16 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+import onnx_graphs  # noqa: E402
 import onnx_ir  # noqa: E402
 from models import Function, MobileNet, ResNet18  # noqa: E402
+from onnx_graphs import BATCH, Counter, written  # noqa: E402
 from qdq_graphs import Net, TensorWeight, Weight, dynamic, fake, graph_of  # noqa: E402
 
 from quantplug.lowering.onnx.explicit import RULES, objections  # noqa: E402
 from quantplug.lowering.onnx.export import number_of  # noqa: E402
 from quantplug.lowering.onnx.tensorrt import TensorRTProgram, lower  # noqa: E402
 
-BATCH = ({0: torch.export.Dim("batch", min=1, max=16)},)
 PRODUCTS = {"Conv": 0, "ConvTranspose": 1, "MatMul": 1}  # the axis of output channels in the weight of each
 ZERO = (0.03, 0)
 
@@ -85,12 +85,7 @@ class Detector(nn.Module):
         return self.boxes(joined).flatten(2), self.scores(joined).flatten(2).sigmoid()
 
 
-def quantized(model, inputs, config="int8", backend="tensorrt", **sizes):
-    exported = torch.export.export(model.eval(), inputs, **sizes).module()
-    prepared = quantplug.prepare_pt2e(exported, quantplug.get_quantizer(backend).set_global(config))
-    with torch.no_grad():
-        prepared(*inputs)
-    return quantplug.convert_pt2e(prepared)
+quantized = partial(onnx_graphs.quantized, backend="tensorrt")
 
 
 def require_same(program, reference, *inputs, decibels=80.0):
@@ -101,10 +96,6 @@ def require_same(program, reference, *inputs, decibels=80.0):
         leaves = torch.utils._pytree.tree_leaves
         for one, other in zip(leaves(found), leaves(wanted), strict=True):
             assert sqnr(one, other) > decibels
-
-
-def written(program, folder):
-    return onnx.load(program.save(folder / "model.onnx")).graph
 
 
 def require_rules(graph, half=False):
@@ -284,7 +275,7 @@ def test_int32_biases_are_float_in_the_file(tmp_path):
     torch.manual_seed(0)
     inputs = (torch.randn(2, 3, 8, 8),)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
-    reference = quantized(model, inputs, "int8_signed", "onnxruntime")
+    reference = quantized(model, inputs, "int8_signed", backend="onnxruntime")
     assert any(buffer.dtype == torch.int32 for buffer in reference.buffers())
     program = lower(reference, inputs)
     require_rules(written(program, tmp_path))
@@ -499,18 +490,6 @@ def test_a_file_that_is_not_explicit_is_not_loaded(residual, tmp_path):
         TensorRTProgram.load(path)
 
 
-class Counter(nn.Module):
-    """Writes a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.seen = nn.Linear(8, 4), nn.Buffer(torch.zeros(()))
-
-    def forward(self, x):
-        self.seen.add_(1.0)
-        return self.layer(x) * self.seen
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "options", "kind", "sentence"),
@@ -555,38 +534,6 @@ def test_a_config_that_tensorrt_has_no_kernels_for_is_told():
     quantplug.get_quantizer("tensorrt").set_global(config).annotate(annotated)
     (row,) = quantplug.explain(annotated).rows
     assert "it has no dynamic kernel, only 'int8'" in row.reason
-
-
-def test_a_program_that_computes_something_else_is_refused(monkeypatch):
-    program: Any = importlib.import_module("quantplug.lowering.onnx.program")
-
-    inputs = (torch.randn(2, 8),)
-    reference = quantized(nn.Linear(8, 4), inputs)
-    honest = program.from_numpy
-    monkeypatch.setattr(program, "from_numpy", lambda array: honest(array) + 1.0)
-    with pytest.raises(LoweringError, match=r"Output 0 of the program keeps .* dB of the q/dq graph"):
-        TENSORRT.lower(reference, inputs)
-
-
-WITHOUT = """
-import sys, torch
-sys.modules["{package}"] = None
-from quantplug.quantizers.tensorrt import TENSORRT
-inputs = (torch.randn(1, 4),)
-try:
-    TENSORRT.lower(torch.export.export(torch.nn.Linear(4, 4), inputs).module(), inputs)
-except Exception as error:
-    print(type(error).__name__, error)
-"""
-
-
-@pytest.mark.slow
-def test_without_a_package_the_backend_names_the_extra():
-    package = "onnxscript"
-    command = [sys.executable, "-c", WITHOUT.format(package=package)]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert found.startswith(f"LoweringError Backend 'tensorrt' needs the package {package}, which is not installed")
-    assert found.endswith("run pip install 'quantplug[onnx]'.\n")
 
 
 class FakeTensorRT(SimpleNamespace):

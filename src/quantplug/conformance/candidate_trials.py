@@ -4,7 +4,7 @@ Before: a candidate. After: for each operator that it annotates, and each form o
 does not annotate are among them where it annotates another form of the operator. Several share a model.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -13,12 +13,11 @@ from typing import Any
 from quantplug.conformance.candidate import Candidate
 from quantplug.conformance.candidate_flow import CandidateFlow
 from quantplug.conformance.corpus import Form, forms_of, rows
-from quantplug.conformance.judging import SharedModel
+from quantplug.conformance.judging import SharedModel, in_panels
 from quantplug.conformance.noted import Signature
 from quantplug.conformance.pieces import Placed
 from quantplug.core.errors import ConfigError, did_you_mean
 
-_PANEL = 32
 # Lowering takes as long by the piece in a large model; where it fails for one, the others are lowered again.
 _LOWERED = 8
 
@@ -122,21 +121,8 @@ def all_forms(candidate: Candidate, *wanted: str) -> list[CandidateTrial]:
 
 def share_models(trials: Sequence[CandidateTrial]) -> None:
     """Puts trials into panels; the forms of an operator are not torn apart."""
-    waiting: list[CandidateTrial] = []
-    for kin in _by_row(trials):
-        waiting += kin
-        if len(waiting) >= _PANEL:
-            _share_model(waiting)
-            waiting = []
-    if waiting:
-        _share_model(waiting)
-
-
-def _by_row(trials: Sequence[CandidateTrial]) -> Iterator[list[CandidateTrial]]:
-    yield from (list(together) for _, together in groupby(trials, key=lambda trial: trial.form.row))
-
-
-def _share_model(found: list[CandidateTrial]) -> None:
-    panel = CandidatePanel(found)
-    for trial in found:
-        trial._panel = panel
+    by_row = (list(kin) for _, kin in groupby(trials, key=lambda trial: trial.form.row))
+    for together in in_panels(by_row):
+        panel = CandidatePanel(together)
+        for trial in together:
+            trial._panel = panel

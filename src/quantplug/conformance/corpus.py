@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantplug.conformance.forms import calls_of
 from quantplug.conformance.pieces import Input, Piece, PieceError, Placed, neighbours
 from quantplug.conformance.recipes import SAMPLES
 from quantplug.conformance.spelling import Call, spellings
@@ -133,20 +134,13 @@ def forms_of(row: str, call: Call) -> Iterator[tuple[Form, Placed]]:
         call: what `rows` has for it.
     """
     is_fused = "-" in row
-    if is_fused and not all(_is_common(part) for part in _parts(call)):
+    if is_fused and not all(_is_common(part) for part in calls_of(call)):
         return
     for way, sample, context in _FUSED_FORMS if is_fused else _FORMS:
         piece = _written(call, sample, way)
         placed = _placed(piece, way, context) if piece is not None else None
         if placed is not None:
             yield Form(row, way, sample, context), placed
-
-
-def _parts(call: Call) -> Iterator[Call]:
-    yield call
-    for _, part in call.operands:
-        if isinstance(part, Call):
-            yield from _parts(part)
 
 
 def _is_common(call: Call) -> bool:

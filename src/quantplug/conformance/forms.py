@@ -169,20 +169,21 @@ def writes_input(spelling: Spelling, follows: tuple[str, ...]) -> bool:
 
 def operator_name(call: Call) -> str:
     """Returns the overload that the pattern binds to "op"."""
-    found = next((c for c in _calls(call) if c.name == "op"), call)
+    found = next((c for c in calls_of(call) if c.name == "op"), call)
     return str(found.target)
 
 
-def _calls(call: Call) -> Iterator[Call]:
+def calls_of(call: Call) -> Iterator[Call]:
+    """Yields a call of a pattern and those that it is given the results of."""
     yield call
     for _, part in call.operands:
         if isinstance(part, Call):
-            yield from _calls(part)
+            yield from calls_of(part)
 
 
 def _ends_behind(call: Call) -> bool:
     """Tells whether a pattern ends in another operator than the one that it is about: an activation."""
-    return call.name != "op" and any(inner.name == "op" for inner in _calls(call))
+    return call.name != "op" and any(inner.name == "op" for inner in calls_of(call))
 
 
 def _place(row: Annotator, config: str, piece: Piece, choose: Neighbours, *, is_wide: bool) -> Placed:

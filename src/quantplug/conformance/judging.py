@@ -4,7 +4,7 @@ Before: a trial, the name of a check and the checks. After: a `Verdict`. A check
 earlier check found missing is skipped, so that one wrong claim fails one check.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -13,6 +13,9 @@ from typing_extensions import Self
 
 from quantplug.conformance.flow import Side
 from quantplug.core.errors import QuantplugError, first_line
+
+# Pieces in one model: above it a model gains little, and one piece that fails is sought among more.
+_PANEL = 32
 
 
 class NotClaimedError(Exception):
@@ -96,6 +99,18 @@ class SharedModel(Generic[Tried]):
         for name in ("side", "_halves", *self.made):
             self.__dict__.pop(name, None)
         self._alone.clear()
+
+
+def in_panels(groups: Iterable[Sequence[Tried]]) -> Iterator[list[Tried]]:
+    """Yields the trials that are to share a model; a group is not torn apart."""
+    waiting: list[Tried] = []
+    for group in groups:
+        waiting += group
+        if len(waiting) >= _PANEL:
+            yield waiting
+            waiting = []
+    if waiting:
+        yield waiting
 
 
 def judged(

@@ -13,16 +13,13 @@ from typing import Any
 from quantplug.conformance.flow import Flow
 from quantplug.conformance.following import Followers, plain_label
 from quantplug.conformance.forms import Form, Neighbours, Turn, forms_of
-from quantplug.conformance.judging import SharedModel
+from quantplug.conformance.judging import SharedModel, in_panels
 from quantplug.conformance.pieces import Placed
 from quantplug.core.annotation.annotator import Annotator
 from quantplug.core.errors import ConfigError
 from quantplug.core.patterns.language import Pattern, Value
 from quantplug.quantizers.framework.backend import Backend
 from quantplug.quantizers.framework.capabilities import configs_of
-
-# Pieces in one model: above it a model gains little, and one piece that fails is sought among more.
-_PANEL = 32
 
 
 @dataclass(eq=False)
@@ -257,16 +254,7 @@ def _has_constant(pattern: Pattern) -> bool:
 
 def _share_models(claims: Iterable[Claim]) -> None:
     """Puts the trials of claims of one config into panels; a rule is not torn apart."""
-    waiting: list[Trial] = []
-    for claim in claims:
-        waiting += [trial for trial in claim.trials if trial.form.placed is not None]
-        if len(waiting) >= _PANEL:
-            _share_model(waiting)
-            waiting = []
-    _share_model(waiting)
-
-
-def _share_model(found: list[Trial]) -> None:
-    panel = Panel(found)
-    for trial in found:
-        trial.panel = panel
+    for together in in_panels([t for t in claim.trials if t.form.placed is not None] for claim in claims):
+        panel = Panel(together)
+        for trial in together:
+            trial.panel = panel
