@@ -241,13 +241,15 @@ WITHOUT_LOWERINGS = """
 import sys
 import quantplug
 from quantplug.plugin import Backend, linear, named
-for name in ("xnnpack", "x86", "openvino", "onnxruntime", "tensorrt", "cortex_m", "arm", "native", "embedding"):
+declared = ("xnnpack", "x86", "openvino", "onnxruntime", "tensorrt", "cortex_m", "arm", "native", "embedding")
+for name in declared:
     backend = quantplug.get_quantizer(name).backend
     assert quantplug.derive(backend, "mine").rows
 loaded = sorted(name for name in sys.modules if name.startswith("quantplug.lowering"))
 assert not loaded, loaded
 assert not {"executorch", "openvino", "onnx", "onnxruntime", "onnxscript", "ethosu"} & set(sys.modules)
-ours = [module for name, module in sys.modules.items() if name.startswith("quantplug.")]
+pages = {f"quantplug.quantizers.{name}" for name in declared}
+ours = [module for name, module in sys.modules.items() if name.startswith("quantplug.") and name not in pages]
 print(sum(len(open(module.__file__).readlines()) for module in ours))
 """
 
@@ -256,8 +258,8 @@ print(sum(len(open(module.__file__).readlines()) for module in ours))
 def test_to_declare_a_backend_imports_no_lowering():
     done = subprocess.run([sys.executable, "-c", WITHOUT_LOWERINGS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    # Lines of ours that are loaded: a file that is cut into several weighs what it weighed.
-    assert int(done.stdout.split()[-1]) < 12_150
+    # Lines of ours that come with any declaration: a file that is cut into several weighs what it weighed.
+    assert int(done.stdout.split()[-1]) < 11_500
 
 
 def test_every_room_is_linked_into_the_package():
