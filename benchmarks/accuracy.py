@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import stored
 import torch
 from data_folder import module_of
 from executorch.backends.xnnpack.quantizer import xnnpack_quantizer as executorch_quantizer
@@ -61,6 +62,12 @@ class Measured:
         """The numbers in a table's cell."""
         program = "" if self.program is None else f" ({self.program:.1f})"
         return f"{self.graph:.1f}{program} dB, {self.top1:.1f} %, {self.seconds:.0f} s"
+
+    def record(self) -> stored.Record:
+        """The numbers as a file of results has them."""
+        program = None if self.program is None else round(self.program, 1)
+        numbers = {"dB": round(self.graph, 1), "top-1": round(self.top1, 1), "seconds": round(self.seconds, 1)}
+        return {**numbers, "dB of the program": program}
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,7 @@ def with_bounds(config: QuantizationConfig, low: int, high: int) -> Quantization
     return replace(config, weight=replace(config.weight, quant_min=low, quant_max=high))
 
 
+OWNERS = {("x86", "peer's"): "torchao's", ("xnnpack", "peer's"): "ExecuTorch's"}
 QUANTIZERS: dict[str, Callable[[str, str], Quantizer | None]] = {"ours": ours, "peer's": peers}
 
 
@@ -227,13 +235,15 @@ def verdict(found: dict[str, Measured]) -> str:
     return f"{said}: " + ", ".join(f"{gain:+.1f}" for gain in gains) + " dB"
 
 
-def show(work: Job, name: str, backends: Sequence[str], settings: Sequence[str], recipes: Sequence[str]) -> list[str]:
-    """Prints the table of a model and returns a line for each of its rows."""
+def show(
+    work: Job, name: str, backends: Sequence[str], settings: Sequence[str], recipes: Sequence[str]
+) -> tuple[list[str], list[stored.Record]]:
+    """Prints the table of a model and returns a line for each of its rows, and what was measured."""
     float_top1 = top1(work.expected, work.labels)
     title = (
         f"{name}: float top-1 {float_top1:.1f} % of {len(work.labels)}; graph (program) dB, top-1, time to the graph"
     )
-    table, lines = Table("backend", "weights", "quantizer", *recipes, title=title), []
+    table, lines, records = Table("backend", "weights", "quantizer", *recipes, title=title), [], []
     for backend in backends:
         for setting in settings:
             for kind in QUANTIZERS:
@@ -242,11 +252,14 @@ def show(work: Job, name: str, backends: Sequence[str], settings: Sequence[str],
                     continue
                 table.add_row(backend, setting, kind, *map(str, found.values()))
                 lines.append(f"{name}, {backend}, {setting}, {kind}: {verdict(found)}")
+                of = {"model": name, "backend": backend, "weights": setting}
+                of["quantizer"] = OWNERS.get((backend, kind), kind)
+                records += [{**of, "recipe": recipe, **each.record()} for recipe, each in found.items()]
     if "xnnpack" in backends and importlib.util.find_spec("nncf") is not None:
         for kind, smooth in (("NNCF", False), ("NNCF, smooth", True)):
             table.add_row("xnnpack", next(iter(SETTINGS)), kind, nncf_cell(work, smooth))
     Console(width=170).print(table)
-    return lines
+    return lines, records
 
 
 def main() -> None:
@@ -258,14 +271,16 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="*", default=["none", "fast", "accurate"])
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--inputs", type=int, default=400, help="at most so many test inputs")
+    stored.add_option(parser)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     folder = module_of(arguments.data, "models")
     for name in arguments.models:
         work = job(folder, name, arguments.inputs)
-        for line in show(work, name, arguments.backends, arguments.settings, arguments.recipes):
-            print(line)
+        lines, records = show(work, name, arguments.backends, arguments.settings, arguments.recipes)
+        print(*lines, sep="\n")
+        stored.store(arguments.store, records, ("model", "backend", "weights", "quantizer", "recipe"))
 
 
 if __name__ == "__main__":

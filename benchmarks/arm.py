@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import stored
 import torch
 from torch import Tensor, nn
 from vision import torchvision_models
@@ -94,12 +95,14 @@ def main() -> None:
     parser.add_argument("--configs", nargs="*", default=["int8", "int16_activations"])
     parser.add_argument("--targets", nargs="*", default=["ethos-u55-128", "ethos-u65-256", "ethos-u85-256"])
     parser.add_argument("--size", type=int, default=96)
+    stored.add_option(parser)
     given = parser.parse_args()
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|")
     for name in given.models:
         for config in given.configs:
-            for row in rows(name, config, given.targets, given.size):
-                print(f"| {' | '.join(row)} |", flush=True)
+            found = [dict(zip(COLUMNS, row, strict=True)) for row in rows(name, config, given.targets, given.size)]
+            print(*(f"| {' | '.join(row.values())} |" for row in found), sep="\n", flush=True)
+            stored.store(given.store, found, ("model", "config", "target"))
 
 
 if __name__ == "__main__":

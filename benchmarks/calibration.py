@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import stored
 import torch
 from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer
 from executorch.backends.xnnpack.quantizer.xnnpack_quantizer_utils import QuantizationConfig
@@ -189,12 +190,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--memory", nargs="*", type=int, default=[10, 200], help="numbers of batches")
+    stored.add_option(parser)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(arguments.threads)
     console = Console()
     for name in arguments.models:
-        console.print(speed_table(name, arguments.batches, arguments.rounds, arguments.observers))
+        table = speed_table(name, arguments.batches, arguments.rounds, arguments.observers)
+        console.print(table)
+        rows = stored.rows_of(table, model=name, batches=f"{arguments.batches} batches")
+        stored.store(arguments.store, rows, ("model", "batches", "observer"))
     if arguments.memory:
         table = Table("observer", *(f"{n} batches, MB" for n in arguments.memory), title="peak memory, resnet50")
         for kind in ("minmax", "mse"):

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import stored
 import torch
 from data_folder import module_of
 from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
@@ -43,7 +44,9 @@ CONFIGS = {
     "xnnpack": ("int8", "int8_dynamic", "int4_dynamic_groups"),
     "x86": ("int8", "int8_dynamic", "int4_weight_only"),
 }
-COLUMNS = ("backend", "config", "graph dB", "its score", "program dB", "of its graph dB", "its score", "lowered s")
+COLUMNS = ("backend", "config", "graph", "its score", "program", "from its graph", "the program's score", "lowered s")
+PEERS = {"x86": "torchao's", "xnnpack": "ExecuTorch's"}
+SHOWN = {"minilm": "MiniLM-L6", "smollm2": "SmolLM2-135M"}  # in the documents
 Run = Callable[[Tensor], Any]
 
 
@@ -150,8 +153,8 @@ def add_peer(table: Table, job: Job, backend: str) -> None:
         cells = [decibels(outputs(job.model, job.test), outputs(graph, job.test)), f"{job.score(first(graph)):.2f}"]
     except Exception as error:  # a peer may fail in any way, which is a result
         cells = [f"fails: {type(error).__name__}"]
-    table.add_row(backend, "peer's int8", *cells)
-    Console(stderr=True, width=160).print(backend, "peer's int8", *cells)
+    table.add_row(backend, PEERS[backend], *cells)
+    Console(stderr=True, width=160).print(backend, PEERS[backend], *cells)
 
 
 def searched(job: Job, backend: str) -> quantplug.BackendQuantizer:
@@ -206,6 +209,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, help="how many sentences or pieces calibrate")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--no-lowering", action="store_true", help="the graphs only")
+    stored.add_option(parser)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -224,6 +228,7 @@ def main() -> None:
                 quantizers["search"] = searched(job, backend)
             add_rows(table, job, backend, quantizers, not arguments.no_lowering, arguments.recipe)
         Console(width=160).print(table)
+        stored.store(arguments.store, stored.rows_of(table, model=SHOWN[name]), ("model", "backend", "config"))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import stored
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -327,6 +328,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--greedy", type=int, default=0)
+    stored.add_option(parser)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -340,7 +342,8 @@ def main() -> None:
         exact = float(torch.stack(losses).mean().exp())
         engines = list(built(job, arguments.engines, console))
         take_turns([engine for _, _, engine in engines], arguments.rounds, arguments.prompt, arguments.tokens)
-        table = Table("", "MB", "of float", "perplexity", "prefill", "to the first", "decode", "to the first")
+        columns = ("MB", "of float", "perplexity", "prefill", "to the first", "decode", "decode to the first")
+        table = Table("program", *columns)
         table.title = f"perplexity of float {exact:.2f}; tokens/s of {arguments.threads} thread(s)"
         first: dict[int, Engine] = {}
         for group, name, engine in engines:
@@ -357,6 +360,7 @@ def main() -> None:
                 f"{statistics.median(head.writing) / write:.2f}",
             )
         console.print(table)
+        stored.store(arguments.store, stored.rows_of(table), ("program",))
         for _, name, engine in engines:
             if arguments.greedy and engine.artefact is not None:
                 said = agreement(engine.artefact, texts[0][0, :32].tolist(), arguments.greedy)

@@ -14,12 +14,14 @@ import argparse
 import dataclasses
 import importlib.util
 import logging
+import math
 import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import stored
 import torch
 from data_folder import module_of
 from rich.console import Console
@@ -27,7 +29,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torchao.quantization.pt2e import HistogramObserver, MinMaxObserver, PerChannelMinMaxObserver
 from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
-from trained import BATCH, SETTINGS, logits, top1, whole_batches
+from trained import SETTINGS, logits, top1, whole_batches
 
 import quantplug
 from quantplug.annotators.presets import get_symmetric_quantization_config
@@ -36,6 +38,8 @@ from quantplug.core.observers import observer
 from quantplug.quantizers.x86_config import get_x86_quantization_config
 
 EPS = 2.0**-12
+BATCH = 32  # inputs; the correction of biases needs two batches of the 96 of the smallest data
+SHOWN = {"xnnpack": "XNNPACK", "peers": "x86"}  # as columns of the documents
 # (model, calibration inputs, setting) -> what gives logits of inputs, or None where it cannot quantize so.
 Peer = Callable[[nn.Module, Tensor, str], Callable[[Tensor], Tensor] | None]
 # Activation observer, weight observer; "corrected" ones with bias correction, others with weights rounded by GPTQ.
@@ -89,10 +93,12 @@ def quantized(model: nn.Module, calibration: Tensor, backend: str, setting: str,
     return quantplug.convert_pt2e(prepared)
 
 
-def measured(found: Tensor, expected: Tensor, labels: Tensor) -> tuple[str, str, str]:
-    """Returns top-1 and agreement in percent and SQNR in dB, as text."""
-    agreement = (found.argmax(1) == expected.argmax(1)).float().mean() * 100
-    return f"{top1(found, labels):.1f}", f"{agreement:.1f}", f"{quantplug.sqnr(found, expected):.1f}"
+def measured(found: Tensor, expected: Tensor, labels: Tensor) -> dict[str, float]:
+    """Returns top-1 and agreement in percent, and SQNR in dB where anything differs."""
+    agreement = float((found.argmax(1) == expected.argmax(1)).float().mean() * 100)
+    noise = quantplug.sqnr(found, expected)
+    numbers = {"top-1": top1(found, labels), "agreement": agreement, **({"dB": noise} if noise < math.inf else {})}
+    return {name: round(number, 1) for name, number in numbers.items()}
 
 
 def ours(backend: str, row: tuple[str, str]) -> Peer:
@@ -102,7 +108,7 @@ def ours(backend: str, row: tuple[str, str]) -> Peer:
         if backend == "xnnpack" and SETTINGS[setting][0] > -127:
             return None  # it has no convolutions of 4-bit weights and would leave them float
         graph = quantized(model, calibration, backend, setting, row)
-        return lambda inputs: logits(graph, inputs)
+        return lambda inputs: logits(graph, inputs, BATCH)
 
     return quantize
 
@@ -158,7 +164,7 @@ def nncf_quantized(model: nn.Module, calibration: Tensor, setting: str) -> Calla
     # Without its 7-bit weights, which are for the saturation of processors without VNNI.
     advanced = nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.DISABLE)
     graph = nncf.quantize(exported, data, subset_size=len(calibration) // BATCH, advanced_parameters=advanced)
-    return lambda inputs: logits(graph, inputs)
+    return lambda inputs: logits(graph, inputs, BATCH)
 
 
 def importable(*names: str) -> bool:
@@ -176,23 +182,47 @@ def peers() -> dict[tuple[str, str], Peer]:
     return found
 
 
-def table(
-    folder: Any, name: str, title: str, rows: dict[tuple[str, str], Peer], settings: list[str], count: int | None
-) -> Table:
-    """Returns the table of one model, from at most `count` test inputs."""
+def results(
+    folder: Any, name: str, backend: str, rows: dict[tuple[str, str], Peer], settings: list[str], count: int | None
+) -> list[stored.Record]:
+    """Returns what each row of one model keeps in each setting, on at most `count` test inputs."""
     model, (calibration, inputs, labels) = folder.load(name), folder.data(name)
-    (calibration,), (inputs, labels) = whole_batches(calibration), whole_batches(inputs[:count], labels[:count])
-    expected = logits(model, inputs)
-    title = f"{name}, {title}: float top-1 {measured(expected, expected, labels)[0]} (top-1 %, agreement %, SQNR dB)"
-    found = Table("activations", "weights", *settings, title=title)
+    (calibration,), (inputs, labels) = (
+        whole_batches(calibration, size=BATCH),
+        whole_batches(inputs[:count], labels[:count], size=BATCH),
+    )
+    expected, found = logits(model, inputs, BATCH), []
+    rows = {("float", ""): lambda model, _, setting: model if setting == settings[0] else None, **rows}
     for row, quantize in rows.items():
-        cells = []
         for setting in settings:
             run = quantize(model, calibration, setting)
-            cells.append("  ".join(measured(run(inputs), expected, labels)) if run is not None else "")
-            Console(stderr=True, width=160).print(title.partition(":")[0], setting, row, cells[-1])
-        found.add_row(*row, *cells)
+            if run is not None:
+                of = {"model": name, "backend": SHOWN.get(backend, backend), "setting": setting}
+                of["activations / weights"] = label(*row)
+                found.append({**of, **measured(run(inputs), expected, labels)})
+                Console(stderr=True, width=160).print(*found[-1].values())
     return found
+
+
+def label(activations: str, weights: str) -> str:
+    """Returns how a row is called: its observers, and what else was done."""
+    weights, _, then = weights.removeprefix("torchao ").partition(" ")
+    also = {"corrected": ", bias correction", "gptq": ", GPTQ", "own": " own"}.get(then, "")
+    return f"{activations} / {weights}{also}".removesuffix(" / ")
+
+
+def table(found: list[stored.Record], settings: list[str]) -> Table:
+    """Returns the table of one model and backend."""
+    shown = Table(
+        "activations / weights", *settings, title="top-1 %, agreement %, SQNR dB; {model}, {backend}".format(**found[0])
+    )
+    rows: dict[str, dict[str, str]] = {}
+    for each in found:
+        cell = "  ".join(f"{each[number]:.1f}" for number in ("top-1", "agreement", "dB") if number in each)
+        rows.setdefault(each["activations / weights"], {})[each["setting"]] = cell
+    for name, cells in rows.items():
+        shown.add_row(name, *(cells.get(setting, "") for setting in settings))
+    return shown
 
 
 def main() -> None:
@@ -204,17 +234,19 @@ def main() -> None:
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--inputs", type=int, help="at most so many test inputs")
     parser.add_argument("--no-peers", action="store_true", help="leave out ONNX Runtime and NNCF")
+    stored.add_option(parser)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     folder = module_of(arguments.data, "models")
     for name in arguments.models:
-        for backend in arguments.backends:
-            rows = {row: ours(backend, row) for row in ROWS}
-            Console(width=200).print(table(folder, name, backend, rows, arguments.settings, arguments.inputs))
-        found = {} if arguments.no_peers else peers()
-        if found:
-            Console(width=200).print(table(folder, name, "peers", found, arguments.settings, arguments.inputs))
+        tried = {backend: {row: ours(backend, row) for row in ROWS} for backend in arguments.backends}
+        if found := {} if arguments.no_peers else peers():
+            tried["peers"] = found
+        for backend, rows in tried.items():
+            records = results(folder, name, backend, rows, arguments.settings, arguments.inputs)
+            Console(width=200).print(table(records, arguments.settings))
+            stored.store(arguments.store, records, ("model", "backend", "setting", "activations / weights"))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import stored
 import torch
 from accuracy import SIZE, Job, job, x86
 from data_folder import module_of
@@ -115,6 +116,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["kws_dscnn", "resnet20"])
     parser.add_argument("--iterations", type=int, default=1000)
     parser.add_argument("--inputs", type=int, default=400, help="at most so many test inputs")
+    stored.add_option(parser)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     folder = module_of(arguments.data, "models")
@@ -124,6 +126,7 @@ def main() -> None:
         for setting in list(SETTINGS)[2:]:
             add_rows(table, work, setting, arguments.iterations)
         Console(width=120).print(table)
+        stored.store(arguments.store, stored.rows_of(table, model=name), ("model", "weights", "rounding"))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BATCH = 100
 # Setting: integer bounds of weights, weights per channel.
 SETTINGS = {
     "int8 weights, per channel": (-127, 127, True),
@@ -15,13 +14,13 @@ SETTINGS = {
 }
 
 
-def logits(model: Any, inputs: Tensor, size: int = BATCH) -> Tensor:
+def logits(model: Any, inputs: Tensor, size: int) -> Tensor:
     """Returns a model's outputs for inputs whose number is a multiple of the batch's size."""
     with torch.no_grad():
         return torch.cat([model(batch) for batch in inputs.split(size)])
 
 
-def whole_batches(*tensors: Tensor, size: int = BATCH) -> list[Tensor]:
+def whole_batches(*tensors: Tensor, size: int) -> list[Tensor]:
     """Returns tensors cut to a multiple of the batch's size."""
     return [tensor[: len(tensor) // size * size] for tensor in tensors]
 

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import stored
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -87,6 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=100)
+    stored.add_option(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -98,13 +100,22 @@ def main() -> None:
         with torch.no_grad():
             found, expected = ways(block, x), block(x)
             times = measured(found, x, args.rounds)
-        print(f"{tokens} tokens")
+        shown = "1 token" if tokens == 1 else f"{tokens} tokens"
+        print(shown)
+        records = []
         for name, (run, size) in found.items():
             ratio = statistics.median(a / b for a, b in zip(times["float, eager"], times[name], strict=True))
             print(
                 f"  {name:30} {statistics.median(times[name]):8.0f} us  {ratio:5.2f} x  "
                 f"{size / floats:5.3f} of float  {sqnr(run(x), expected):6.1f} dB"
             )
+            numbers = {
+                "speed": round(ratio, 2),
+                "share": round(size / floats, 3) if size else 1,
+                "dB": round(sqnr(run(x), expected), 1) if size else None,
+            }
+            records.append({"way": name, "tokens": shown, "threads": args.threads, **numbers})
+        stored.store(args.store, records, ("way", "tokens", "threads"))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ about accuracy.
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import statistics
@@ -24,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import stored
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -196,6 +196,12 @@ def table(title: str, rows: list[Row]) -> Table:
     return shown
 
 
+def rounded(row: Row) -> stored.Record:
+    """Returns a row as a file of results has it."""
+    numbers = {name: round(value, 2) if isinstance(value, float) else value for name, value in asdict(row).items()}
+    return {"engine": numbers.pop("way"), **numbers}
+
+
 def prepare(name: str, batch: int, folder: Path, engines: list[Engine]) -> int:
     """Builds what is missing for one model and batch; returns its multiply-accumulates."""
     given = case(name, batch)
@@ -226,8 +232,8 @@ def compare(name: str, batch: int, chosen: argparse.Namespace) -> None:
         worker.stop()
     title = f"{name}, batch {batch}, {threads} threads, {chosen.clock} time, {torch.backends.cpu.get_cpu_capability()}"
     Console(width=120).print(table(title, rows))
-    with (chosen.folder / "results.jsonl").open("a") as log:
-        log.write(json.dumps({"title": title, "rows": [asdict(row) for row in rows]}) + "\n")
+    of = {"model": name, "batch": batch, "threads": threads, "clock": chosen.clock}
+    stored.store(chosen.store, [{**of, **rounded(row)} for row in rows], (*of, "engine"))
 
 
 def main() -> None:
@@ -245,6 +251,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="also torch.compile, which compiles when it is loaded")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for one thread on a busy machine")
     parser.add_argument("--build", action="store_true", help="only build the artefacts")
+    stored.add_option(parser)
     chosen = parser.parse_args()
     warnings.filterwarnings("ignore")
     for threads in chosen.threads:

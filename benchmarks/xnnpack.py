@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import stored
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -256,15 +257,36 @@ def row(name: str, flow: str, found: Outcome | str, times: list[str]) -> tuple[s
     return (name, flow, *map(str, counts), *noises, *cost)
 
 
+def paired(name: str, theirs: Outcome | str, ours: Outcome | str, times: list[float]) -> stored.Record:
+    """Returns both flows side by side, as a file of results has them; where one failed, what it said."""
+    if isinstance(theirs, str) or isinstance(ours, str):
+        return {"model": name, "fails": theirs if isinstance(theirs, str) else ours}
+
+    def both(count: Callable[[Outcome], object]) -> str:
+        return f"{count(theirs)} / {count(ours)}"
+
+    return {
+        "model": name,
+        "int8 kernels": both(lambda each: each.counts.int8),
+        "float kernels": both(lambda each: each.counts.f32),
+        "converts": both(lambda each: each.counts.converts),
+        "delegates": both(lambda each: each.counts.delegates),
+        "portable": both(lambda each: each.counts.portable),
+        "dB from q/dq": both(lambda each: f"{each.to_reference:.1f}"),
+        "dB from float": both(lambda each: f"{each.to_float:.1f}"),
+        "faster": " ".join(f"{ratio:.2f}" if not i else f"({ratio:.2f})" for i, ratio in enumerate(times)),
+    }
+
+
 def compared(name: str, options: argparse.Namespace, ratios: list[float]) -> Iterator[tuple[str, ...]]:
-    """Yields the lines of one model, and keeps its ratios of latencies."""
+    """Yields the lines of one model, keeps its ratios of latencies, and stores both flows."""
     theirs, ours = (attempt(name, options, ours=own, lowered_by_us=own) for own in (False, True))
     flow = "theirs"
     if isinstance(theirs, str):
         yield row(name, flow, theirs, [])
         flow = "theirs, lowered by us"
         theirs = attempt(name, options, ours=False, lowered_by_us=True)
-    slow, fast = list[str](), list[str]()
+    slow, fast, before = list[str](), list[str](), len(ratios)
     if isinstance(theirs, Outcome) and isinstance(ours, Outcome) and options.rounds:
         inputs = make(name, options.size, 0)[1](0)
         for threads in options.threads:
@@ -274,6 +296,7 @@ def compared(name: str, options: argparse.Namespace, ratios: list[float]) -> Ite
             fast.append(f"{times[1]:.2f} ({ratios[-1]:.2f}x)")
     yield row(name, flow, theirs, slow)
     yield row(name, "ours", ours, fast)
+    stored.store(options.store, [paired(name, theirs, ours, ratios[before:])], ("model",))
     if isinstance(ours, Outcome):
         print(name, "float:", ", ".join(f"{kind} {count}" for kind, count in ours.floats.items()) or "none", flush=True)
 
@@ -286,6 +309,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="of the latencies; 0 for none")
     parser.add_argument("--seeds", type=int, default=3, help="of random weights, for the comparison with float")
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
+    stored.add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     columns = ["model", "flow", "int8", "f32", "conv", "deleg", "portable", "islands"]

@@ -4,6 +4,7 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 from torchao.quantization.pt2e import PerAxis, PerToken
 
@@ -26,6 +27,15 @@ class Chain:
         """For what there is a scale each; None for the whole tensor, or for what no kernel here knows."""
         found: dict[str, Granularity] = {"per row": PerToken(), "per sample": PerAxis(0)}
         return found.get(range_of(self.dequantize))
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether all of int8 stands for the numbers from the lowest to the highest, which kernels choose by row."""
+        given = operands(self.choose)
+        ends = tuple(given.get(name) for name in ("target_dtype", "quant_min", "quant_max"))
+        is_affine = operator_name(self.choose) == "torchao::choose_qparams_affine"
+        known = ((torch.int8, None, None), (torch.int8, -128, 127))
+        return not is_affine or (given["mapping_type"] == "ASYMMETRIC" and ends in known)
 
 
 def chain_of(dequantize: Any) -> Chain | None:

@@ -10,18 +10,27 @@ from typing import Any
 import torch
 from torch import fx
 
-from quantplug.core.graph.constants import written_buffers
-from quantplug.core.graph.facts import attribute, operator_name, tensor_value
+from quantplug.core.graph.constants import expression_value, written_buffers
+from quantplug.core.graph.editing import constant, replace
+from quantplug.core.graph.facts import attribute, is_constant, operands, operator_name, tensor_value
 from quantplug.core.graph.memory import name_memory_once
 from quantplug.core.graph.working_copy import over_same_tensors
 from quantplug.core.graph.written_inputs import leave_inputs_as_they_are
+from quantplug.core.qdq.nodes import is_quantize
+from quantplug.core.qdq.quantized_tensors import spell_quantized_tensors
 from quantplug.lowering.executorch_names import edge_operator
 from quantplug.lowering.scopes import inline_scopes
 from quantplug.lowering.strides import read_strides_as_exported
 
 
-def starting(converted: fx.GraphModule) -> fx.GraphModule:
-    """Returns the copy of a graph module that a lowering may change."""
+def starting(converted: fx.GraphModule, *, integer_products: bool = True) -> fx.GraphModule:
+    """Returns the copy of a graph module that a lowering may change.
+
+    Args:
+        converted: a q/dq graph, or what export writes of a model with torchao's quantized tensors.
+        integer_products: whether layers of such tensors are spelled as a q/dq graph's where they are products of
+            integers, which the target has no operator for.
+    """
     module = over_same_tensors(converted)
     for node in reversed(list(module.graph.nodes)):
         if node.op == "call_module" and not node.users:
@@ -30,10 +39,21 @@ def starting(converted: fx.GraphModule) -> fx.GraphModule:
     name_memory_once(module.graph, module)
     leave_inputs_as_they_are(module.graph, stacklevel=4)
     read_strides_as_exported(module.graph)
+    spell_quantized_tensors(module.graph, integer_products=integer_products)
+    _quantize_constants(module.graph)
     _convert_before_copies(module.graph)
     own_state(module)
     module.recompile()
     return module
+
+
+def _quantize_constants(graph: fx.Graph) -> None:
+    """Stores weights as the integers that a graph quantizes them to at every call, as others write them."""
+    for node in list(graph.nodes):
+        source: Any = operands(node).get("input") if is_quantize(node) else None
+        value = expression_value(node) if is_constant(source) else None
+        if value is not None:
+            replace(node, constant(node, f"{source.target}_folded".replace(".", "_"), value.detach()))
 
 
 def _convert_before_copies(graph: fx.Graph) -> None:

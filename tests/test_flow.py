@@ -338,6 +338,19 @@ def test_a_quantizer_with_scopes_of_its_own():
     assert {op.placement for op in artefact.program.ops if "linear" in op.target} == {"float"}
 
 
+def test_what_a_lowering_returns_may_be_any_callable():
+    """A backend whose lowering is not written yet returns the graph; `quantize` asked it for a program's attributes."""
+    backend = quantplug.derive(X86Quantizer.backend, "mine", lowering=lambda model, inputs, dynamic_shapes=None: model)
+
+    class Mine(quantplug.BackendQuantizer):
+        pass
+
+    Mine.backend = backend
+    artefact = quantplug.quantize(small(), (X,), Mine(), [X], progress=False)
+    assert artefact.report.row("linear").quantized
+    assert torch.equal(artefact(X), artefact.reference(X))
+
+
 def test_calling_from_threads_gives_the_same():
     artefact = quantplug.quantize(small(), (X,), "x86", [X], progress=False)
     expected, found = artefact(X), []

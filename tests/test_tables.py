@@ -40,7 +40,9 @@ WITHOUT_MODELS = {
         "family",
         "check",
         "engine",
-        "",  # test_generation.py has the language model and its program
+        "program",  # test_generation.py has the language model and its program
+        "way",
+        "",
         "architecture",  # test_architectures.py has those
     ),
     *("what", "observer", "weights", "fault", "File", "id", "word", "our word"),
@@ -73,7 +75,7 @@ def named(page: str, table: list[list[str]]) -> set[tuple[str, str]]:
         engines = " ".join(row[0] for row in rows)
         backends = ["x86", *(["openvino"] if "OpenVINO" in engines else [])]
         return {(backend, name) for backend in backends for name in header[1:]}
-    if header[0] == "activations" and "," in header[1]:
+    if header[0] == "activations / weights" and "," in header[1]:
         return {(BACKENDS[kind], name) for name, kind in (cell.split(", ") for cell in header[1:])}
     if header[:2] == ["activations / weights", "model"]:
         return {(backend, row[1]) for row in rows if row[1] for backend in BACKENDS.values()}

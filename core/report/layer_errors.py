@@ -271,7 +271,9 @@ class _Measurement:
 
     def result(self) -> Measured:
         """Returns what was measured."""
-        unknown = tuple(p.root.name for p in self._pieces if p.end in self._layers and p.end not in self._known)
+        unknown = tuple(
+            p.root.name for p in self._pieces if p.constants and p.end in self._layers and p.end not in self._known
+        )
         return Measured(tuple(self._layers.values()), self._signal, self._noise, unknown)
 
 

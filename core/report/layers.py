@@ -15,8 +15,10 @@ from quantplug.core.graph.constants import constant_nodes
 from quantplug.core.graph.facts import compute_nodes, operands, sizes_of, sole_user
 from quantplug.core.graph.multiplications import multiplications
 from quantplug.core.graph.operators import IDENTITIES, MAXIMA, MOVES, PADS, REPEATS, overloads_of
+from quantplug.core.graph.traits import clamp_bounds
 from quantplug.core.graph.union_find import UnionFind
 from quantplug.core.qdq.nodes import is_dequantize, is_dynamic, is_qdq, is_quantize
+from quantplug.core.qdq.qparams import static_qparams
 from quantplug.core.specs.decision import decision
 
 # No result has a number that the operand has not, so that what was rounded before is not rounded again.
@@ -65,8 +67,8 @@ class Piece:
     def sources(self) -> tuple[fx.Node, ...]:
         """The activations that it reads, as they are before they are rounded, each once."""
         inside, constants = set(self.nodes), set(self.constants.values())
-        read = (source for node in self.nodes for source in node.all_input_nodes)
-        outside = (origin(source) for source in read if source not in inside and source not in constants)
+        read = (source for node in self.nodes for source in node.all_input_nodes if source not in constants)
+        outside = (source for source in map(origin, read) if source not in inside)
         return tuple(dict.fromkeys(source for source in outside if source.op != "get_attr"))
 
 
@@ -124,10 +126,28 @@ def _fused_into(node: fx.Node, constants: set[fx.Node]) -> fx.Node | None:
     tags = getattr(node.target, "tags", ())
     if torch.Tag.pointwise not in tags or not node.users or not all(map(is_quantize, node.users)):
         return None
+    if (clamped := _clamped(node)) is not None:
+        return clamped
     read = [source for source in node.all_input_nodes if not is_qdq(source) and source not in constants]
     source = read[0] if len(read) == 1 and sole_user(read[0]) is node else None
     is_alike = source is not None and sizes_of(source) == sizes_of(node)
     return source if is_alike and source is not None and any(map(is_dequantize, source.all_input_nodes)) else None
+
+
+def _clamped(node: fx.Node) -> fx.Node | None:
+    """Returns whose result is rounded, clamped, and rounded to the same integers again: it was the clamp's rounding.
+
+    AIMET writes a relu like that, with integers for what the relu leaves: all that it takes away seems clipped.
+    """
+    back = node.all_input_nodes[0] if clamp_bounds(node) is not None else None
+    numbers = static_qparams(back) if back is not None and is_dequantize(back) and sole_user(back) is node else None
+    if back is None or numbers is None or any(static_qparams(user) != numbers for user in node.users):
+        return None
+    quantize = back.all_input_nodes[0]
+    source = (
+        quantize.all_input_nodes[0] if static_qparams(quantize) == numbers and sole_user(quantize) is back else None
+    )
+    return source if source is not None and sole_user(source) is quantize else None
 
 
 def _piece(nodes: tuple[fx.Node, ...], constants: set[fx.Node]) -> Piece:

@@ -14,10 +14,19 @@ from quantplug.core.annotation.plan import transformed
 from quantplug.core.batch_norms.inference import fold_batch_norms
 from quantplug.core.graph.calling import by_position
 from quantplug.core.graph.constants import written_buffers
-from quantplug.core.graph.facts import attribute, tensor_value, viewed_node, written_argument
+from quantplug.core.graph.facts import (
+    attribute,
+    compute_nodes,
+    module_path,
+    operator_name,
+    tensor_value,
+    viewed_node,
+    written_argument,
+)
 from quantplug.core.graph.meta import TRANSFORMS
 from quantplug.core.graph.working_copy import over_same_tensors, working_copy
 from quantplug.core.qdq.integer_io import boundary_qparams
+from quantplug.core.qdq.nodes import is_qdq
 from quantplug.core.report.layers import Piece, Rounding, fixed_nodes, rounds_activations
 
 
@@ -31,7 +40,27 @@ def as_quantized(floats: fx.GraphModule, converted: fx.GraphModule) -> fx.GraphM
     kept = {node.name for node in converted.graph.nodes}
     copied = transformed(working_copy(floats), TRANSFORMS.get(converted, ()))
     fold_batch_norms(copied, lambda producer, norm: "it was not folded" if norm.name in kept else None)
+    _name_alike(copied.graph, converted.graph)
     return by_position(copied)
+
+
+def _name_alike(floats: fx.Graph, converted: fx.Graph) -> None:
+    """Gives operators that another exporter named otherwise its names, in place.
+
+    They are those of the same module and kind, if each graph has as many of them; modules are called in one order.
+    """
+    graphs = (floats, converted)
+    known = [{node.name for node in graph.nodes} for graph in graphs]
+    groups: tuple[dict[tuple[str, str], list[fx.Node]], ...] = ({}, {})
+    for graph, group, others in zip(graphs, groups, reversed(known), strict=True):
+        for node in compute_nodes(graph):
+            if not is_qdq(node) and node.name not in others:
+                group.setdefault((module_path(node), operator_name(node)), []).append(node)
+    for key, nodes in groups[1].items():
+        others = groups[0].get(key, [])
+        if len(others) == len(nodes):
+            for node, other in zip(nodes, others, strict=True):
+                other.name = node.name
 
 
 class Run(fx.Interpreter):

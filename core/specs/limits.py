@@ -66,7 +66,7 @@ class Rescale:
         """
         numbers = [torch.as_tensor(scale, dtype=torch.float64) for scale in scales]
         for numerator in numbers if self.of == "each" else [math.prod(numbers)]:
-            low, high = (float(end) for end in (numerator / output).aminmax())
+            low, high = (float(end) for end in (numerator / output).detach().aminmax())
             if low < self.low or high >= self.high:
                 yield low if low < self.low else high
 

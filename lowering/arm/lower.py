@@ -25,6 +25,7 @@ from quantplug.lowering.executorch_names import telling_partitioner, unchecked
 from quantplug.lowering.placement import record
 from quantplug.lowering.program import LoweredOp, refusal
 from quantplug.lowering.scopes import require_no_autocast
+from quantplug.lowering.signed import signed_integers
 from quantplug.lowering.sources import sources
 from quantplug.lowering.spelling import spell_plainly
 from quantplug.lowering.starting import starting, twin
@@ -61,6 +62,7 @@ def lower(
     require_no_autocast(module.graph, "TOSA does")
     reference, recorded = twin(module), record(module.graph)
     mark_quantized(module.graph)
+    signed_integers(module.graph)
     spell_plainly(module.graph)
     write_forms(module.graph)
     finish(module)

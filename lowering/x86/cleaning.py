@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from quantplug.core.graph.constants import expression_value
 from quantplug.core.graph.editing import constant, erase_unused, replace
 from quantplug.core.graph.facts import constant_value, is_constant, operands
 from quantplug.core.graph.meta import REASON, absorb
@@ -26,7 +27,7 @@ from quantplug.core.peers.torch_names import (
     pytree,
     schema_of,
 )
-from quantplug.core.qdq.nodes import is_dequantize, is_quantize
+from quantplug.core.qdq.nodes import is_dequantize
 from quantplug.core.qdq.qparams import QD, is_static, qparams, quantize
 from quantplug.lowering.rewrites.functional import make_functional
 
@@ -36,7 +37,7 @@ def clean(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:
     _remove_guards(module.graph)
     make_functional(module.graph)
     _pass_by_no_ops(module.graph)
-    _fold_quantized_constants(module.graph)
+    _dequantize_biases(module.graph)
     _give_values(module, example_inputs)
     apply(module.graph, LAYOUT_FREE)
     apply(module.graph, TO_UNSIGNED)
@@ -80,31 +81,13 @@ def _reshape(match: Match) -> fx.Node:
 LAYOUT_FREE = (Rule(op("view.default", "_unsafe_view", self=value("x")), _reshape),)
 
 
-def _fold_quantized_constants(graph: fx.Graph) -> None:
-    """Quantizes weights that were left float before a quantize node, dequantizes integer biases."""
+def _dequantize_biases(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
-        if not (is_quantize(node) or is_dequantize(node)):
-            continue
-        source: Any = operands(node).get("input")
+        source: Any = operands(node).get("input") if is_dequantize(node) else None
         found = constant_value(source) if is_constant(source) else None
-        if found is None or (is_dequantize(node) and found.dtype != torch.int32):
-            continue
-        folded = _evaluate(node)
-        if folded is not None:
-            replace(node, constant(node, f"{source.target}_folded", folded))
-
-
-def _evaluate(node: fx.Node) -> Tensor | None:
-    def value_of(found: fx.Node) -> Any:
-        return constant_value(found)
-
-    args = fx.node.map_arg(node.args, value_of)
-    kwargs = fx.node.map_arg(node.kwargs, value_of)
-    if any(value_of(found) is None for found in node.all_input_nodes):
-        return None
-    with torch.no_grad():
-        folded: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
-    return folded.detach()
+        value = None if found is None or found.dtype != torch.int32 else expression_value(node)
+        if value is not None:
+            replace(node, constant(node, f"{source.target}_folded", value))
 
 
 class _Values(fx.Interpreter):

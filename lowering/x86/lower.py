@@ -55,7 +55,7 @@ def lower(
     """
     source = require_graph_module(converted, "lower")
     _require_inputs(source, example_inputs)
-    module = starting(source)
+    module = starting(source, integer_products=False)
     require_float_dtype(float_dtype)
     recorded, told = record(module.graph), Told()
     run(steps(example_inputs, told, autotune=autotune, float_dtype=float_dtype), module)

@@ -1,7 +1,8 @@
 """Scales of run time for each row or sample, which no kernel of oneDNN in torch chooses.
 
 Before: choose_qparams, quantize and dequantize nodes of such a tensor, from another backend's config. After: the same
-numbers by operators of torch's own, so that the file needs no other library; what reads them computes in float.
+numbers by operators of torch's own, so that the file needs no other library; what reads them computes in float. Ranges
+that other quantizers choose otherwise, such as symmetric ones, stay as they are.
 """
 
 from typing import Any
@@ -33,6 +34,8 @@ def spell_out_rows(graph: fx.Graph) -> dict[str, str]:
             continue
         reason = f"its input has a scale {range_of(chain.dequantize)}, the kernel takes one for the tensor"
         reasons |= {user.name: reason for user in chain.dequantize.users}
+        if not chain.takes_all:
+            continue  # torchao's operators stay, which torch runs as well
         with graph.inserting_before(chain.choose):
             written = _written(graph, chain)
         written.meta.update({k: v for k, v in chain.dequantize.meta.items() if k != REASON.key})

@@ -17,12 +17,13 @@ from torchao.quantization.pt2e import PerAxis, PerToken
 from quantplug.core.graph.editing import constant, erase_dead_code, like
 from quantplug.core.graph.facts import constant_value, operands, operator_name, rank, tensor_value
 from quantplug.core.observers.rowwise import Granularity, add_rows, granularity_text
-from quantplug.core.qdq.nodes import is_dequantize, range_of
+from quantplug.core.qdq.nodes import is_dequantize, is_dynamic, range_of
 from quantplug.core.qdq.qparams import INT8
 from quantplug.lowering.run_time import Chain, chain_of
 from quantplug.lowering.xnnpack.legalize.products import one_channel_each
 
 _Q = torch.ops.quantized_decomposed
+_ALL_OF_IT = "the kernel takes all of int8 from the lowest to the highest number, the graph less"
 _FINER = "the kernel chooses a scale {}, the graph {}"
 
 
@@ -44,6 +45,8 @@ def as_kernels_choose(working: fx.GraphModule) -> dict[str, str]:
             if chain.granularity != granularity:
                 said = range_of(chain.dequantize) or "per tensor"
                 notes |= {u.name: _FINER.format(granularity_text(granularity), said) for u in readers}
+            elif not chain.takes_all:
+                notes |= dict.fromkeys((reader.name for reader in readers), _ALL_OF_IT)
             _replace(working.graph, chain, granularity, readers)
     erase_dead_code(working.graph)
     working.recompile()
@@ -64,13 +67,23 @@ def scales_of_groups_as_stored(working: fx.GraphModule) -> bool:
             continue
         held = operands(node)["scale"]
         scale = constant_value(held)
-        if scale is None or torch.equal(scale, scale.bfloat16().to(scale.dtype)):
+        if scale is None or not _is_of_groups(node) or torch.equal(scale, scale.bfloat16().to(scale.dtype)):
             continue
         node.replace_input_with(held, constant(node, "scale", scale.detach().bfloat16().to(scale.dtype)))
         changed = True
     erase_dead_code(working.graph)
     working.recompile()
     return changed
+
+
+def _is_of_groups(node: fx.Node) -> bool:
+    """Tells whether a weight has several scales a row, and is read by a layer whose kernel takes these."""
+    block, weight = operands(node)["block_size"], tensor_value(node)
+    return weight is None or (block[-1] != weight.shape[-1] and any(map(_has_kernel_of_groups, node.users)))
+
+
+def _has_kernel_of_groups(reader: fx.Node) -> bool:
+    return _is_linear(reader) and is_dynamic(operands(reader)["input"])
 
 
 def _is_linear(node: fx.Node) -> bool:
@@ -116,7 +129,8 @@ def _chooses(reader: fx.Node, chain: Chain) -> Granularity | None:
 def _is_spelled(chain: Chain, granularity: Granularity) -> bool:
     """Tells whether a chain says what a kernel chooses, and by the operator that the passes here know."""
     rows = granularity == PerToken()
-    return chain.granularity == granularity and ("per_token" in operator_name(chain.quantize)) == rows
+    is_alike = chain.granularity == granularity and chain.takes_all
+    return is_alike and ("per_token" in operator_name(chain.quantize)) == rows
 
 
 def _replace(graph: fx.Graph, chain: Chain, granularity: Granularity, readers: list[fx.Node]) -> None:

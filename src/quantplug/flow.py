@@ -157,7 +157,7 @@ def quantize(
     reference = convert_pt2e(prepared)
     values = quantized_inputs(reference, in_order(input_names(reference), args, kwargs))
     program = target.lower(reference, values, dynamic_shapes=dynamic_shapes, engine=engine, **lowering)
-    report = replace(explain(reference), engines=program.engines)
+    report = replace(explain(reference), engines=getattr(program, "engines", None))
     return Artefact(program, reference, report, target.name, tuple(applied))
 
 

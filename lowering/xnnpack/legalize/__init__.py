@@ -18,6 +18,7 @@ from quantplug.core.qdq.qparams import folded
 from quantplug.lowering.rewrites.attention import any_attention_is_products
 from quantplug.lowering.rewrites.norms import norms_are_rows
 from quantplug.lowering.rewrites.products import turned_parts_are_products
+from quantplug.lowering.signed import signed_integers
 from quantplug.lowering.spelling import spell_plainly
 from quantplug.lowering.steps import Step, every_node, run
 from quantplug.lowering.xnnpack.legalize import conditions
@@ -29,7 +30,6 @@ from quantplug.lowering.xnnpack.legalize.integers import (
     one_dequantize_per_use,
     quantize_scalars,
     read_tables_by_row,
-    signed_integers,
 )
 from quantplug.lowering.xnnpack.legalize.movement import (
     aliases_are_clones,
@@ -127,7 +127,9 @@ def steps(found: Legalized, accepts: Callable[[fx.Node], bool] | None = None) ->
         Step("one spelling", _spelled_plainly, leaves=(every_node(conditions.plain),)),
         Step("contiguous constants", contiguous_constants, leaves=(every_node(conditions.contiguous),)),
         Step("pads of integers between conversions", pads_of_integers_are_moves, needs=(every_node(conditions.plain),)),
-        Step("signed integers", signed_integers, leaves=(every_node(conditions.signed),)),
+        Step(
+            "signed integers", lambda working: signed_integers(working.graph), leaves=(every_node(conditions.signed),)
+        ),
         Step("one dequantize for each integer reader", one_dequantize_per_use, leaves=(_ONE_EACH,)),
         Step("four bits named", narrow_weights_name_four_bits),
         Step("constant biases in float", constant_biases_are_float, leaves=(every_node(conditions.float_bias),)),
@@ -172,6 +174,10 @@ def _refusing(reasons: dict[str, str], *refusals: Refusal) -> Callable[[fx.Graph
             reasons.update(refused(working, refusal))
 
     return change
+
+
+def _signed_integers(working: fx.GraphModule) -> None:
+    signed_integers(working.graph)
 
 
 def _spelled_plainly(working: fx.GraphModule) -> None:

@@ -1,6 +1,6 @@
-"""Integers as XNNPACK has them: signed, of the whole range, one dequantize for each reader, numbers as constants.
+"""Integers as XNNPACK has them: of the whole range, one dequantize for each reader, numbers as constants.
 
-Before: a q/dq graph with unsigned integers, shared dequantizes, numbers beside tensors, clamps behind kernels, integers
+Before: a q/dq graph with shared dequantizes, numbers beside tensors, clamps behind kernels, integers
 of fewer than 256 values, and embeddings of quantized tables. After: the same reals.
 """
 
@@ -41,19 +41,6 @@ _CASTS = schema_names(("to", "_to_copy"))
 # The rows of a table of which a kernel reads some have one scale each, and its integers one byte.
 _ROWS = 0
 _BYTES = (torch.int8, torch.uint8)
-
-
-def signed_integers(working: fx.GraphModule) -> None:
-    """Quint8 inside the graph becomes qint8 with a zero point 128 lower: the same reals, XNNPACK's dtype."""
-    for node in list(working.graph.nodes):
-        params = static_qparams(node)
-        if params is None or not is_quantize(node) or params.dtype != torch.uint8:
-            continue
-        if not all(static_qparams(user) == params for user in node.users):
-            continue  # the integers themselves leave the graph
-        signed = (params.scale, params.zero_point - 128, params.quant_min - 128, params.quant_max - 128, torch.int8)
-        for conversion in (node, *node.users):
-            conversion.args = (conversion.args[0], *signed)
 
 
 def one_dequantize_per_use(working: fx.GraphModule) -> None:

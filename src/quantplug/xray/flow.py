@@ -15,6 +15,7 @@ from quantplug.core.errors import CalibrationError, ConfigError, ModelError
 from quantplug.core.graph.calling import by_position
 from quantplug.core.graph.facts import module_path, require_graph_module
 from quantplug.core.qdq.nodes import is_qdq
+from quantplug.core.qdq.quantized_tensors import plain_tensors
 from quantplug.core.report.faults import Fault, faults, of_kernel
 from quantplug.core.report.layer_errors import LayerErrors, Measured, RangeFit, measure_layers
 from quantplug.core.report.runs import with_float_inputs
@@ -82,7 +83,7 @@ def inspect(
 
 def _converted(quantized: Any) -> fx.GraphModule:
     graph = quantized.reference if isinstance(quantized, Artefact) else quantized
-    model = require_graph_module(graph, "inspect")
+    model = plain_tensors(require_graph_module(graph, "inspect"))
     if not any(is_qdq(node) for node in model.graph.nodes):
         raise ModelError(
             "inspect takes a q/dq graph, and this one quantizes nothing outside of control flow; pass what "

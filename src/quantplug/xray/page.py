@@ -5,7 +5,7 @@ from typing import Any
 import jinja2
 
 from quantplug.xray.pictures import layer_picture, overview
-from quantplug.xray.result import FORMS, InspectedLayer, Inspection, interval, shown
+from quantplug.xray.result import FORMS, InspectedLayer, Inspection, gained, interval, shown
 
 # Layers with a picture: what can still be opened and read.
 _PICTURES = 40
@@ -26,7 +26,7 @@ def page(found: Inspection, title: str, before: Inspection | None = None) -> str
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(decibels=shown, interval=interval)
+    environment.filters.update(decibels=shown, gained=gained, interval=interval)
     drawn = [layer.node for layer in found.by_noise()[:_PICTURES]]
     return environment.get_template("inspection.html.jinja").render(
         found=found,

@@ -4,6 +4,7 @@ The code uses the names of the documents: `model`, `example_inputs`, `batches` (
 `quantplug.get_quantizer(backend).set_global(config)`, calibrated again behind a change) and `prepared`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -95,7 +96,8 @@ class Remedies:
                 f"integers for {low:.3g} to {high:.3g}; calibrate with data like this, or take all of the range:"
             )
             return Advice(said, self._scope(layer.piece, _OBSERVER.format("minmax")))
-        said = f"most is the rounding of what it yields; in float the output gains up to {gain:.1f} dB:"
+        gains = "loses nothing" if math.isinf(gain) else f"gains up to {gain:.1f} dB"
+        said = f"most is the rounding of what it yields; in float the output {gains}:"
         return Advice(said, self._scope(layer.piece, "None"))
 
     def of_time(self, layer: LayerErrors, op: LoweredOp | None) -> Advice:

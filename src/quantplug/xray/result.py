@@ -186,6 +186,7 @@ class Inspection:
     def gain(self, node: str) -> float:
         """Returns by how many decibels the output is nearer to float without the noise of one layer.
 
+        Infinite where no other layer makes any.
         The noises of layers add up as they are found one by one; where they depend on one another it is an estimate.
         """
         total = sum(map(_cost, self.layers))
@@ -208,7 +209,7 @@ class Inspection:
             figures = (self._forms(layer, own) for own in (True, False))
             clipped = f"{layer.saturated:.2%}" if layer.ranges else ""
             middle = "" if layer.time is None else f"{layer.time.middle:.1f}"
-            table.add_row(*names, *figures, f"{self.gain(layer.node):.1f}", clipped, middle, layer.fault)
+            table.add_row(*names, *figures, gained(self.gain(layer.node), ""), clipped, middle, layer.fault)
         return table
 
     def _forms(self, layer: InspectedLayer, own: bool) -> str:
@@ -226,7 +227,7 @@ class Inspection:
         return "\n".join((*lines, *self.notes))
 
     def _costs(self, layer: InspectedLayer) -> str:
-        return f"{self.named(layer)} costs {self.gain(layer.node):.1f} dB: {layer.says}\n    {layer.remedy}"
+        return f"{self.named(layer)} costs {gained(self.gain(layer.node))}: {layer.says}\n    {layer.remedy}"
 
     def _takes(self, layer: InspectedLayer) -> str:
         told = f"{self.named(layer)} takes {interval(layer.time)} microseconds"
@@ -282,6 +283,11 @@ def shown(number: float | None, digits: int = 1) -> str:
     if number is None:
         return "-"
     return "exact" if math.isinf(number) and number > 0 else f"{number:.{digits}f}"
+
+
+def gained(decibels: float, unit: str = " dB") -> str:
+    """Returns what a layer costs; the only one that costs anything costs all."""
+    return "all" if math.isinf(decibels) else f"{decibels:.1f}{unit}"
 
 
 def interval(time: LayerTime | None) -> str:
