@@ -82,6 +82,20 @@ def test_an_honest_quantizer_passes_every_check() -> None:
     assert {name.split("-")[1] for name, *_ in found} == {"linear", "cat", "relu"}
 
 
+class AnnotatesInputs(Plain):
+    """Asks for integers as a model's inputs, also where no operator that reads them is annotated."""
+
+    def annotate(self, model: fx.GraphModule) -> fx.GraphModule:
+        for node in model.graph.find_nodes(op="placeholder"):
+            node.meta[KEY] = QuantizationAnnotation(output_qspec=ACT)
+        return super().annotate(model)
+
+
+def test_an_input_that_is_annotated_is_asked_for() -> None:
+    """The kit accused CortexMQuantizer, which does so beside convolutions that it leaves float."""
+    assert reasons(AnnotatesInputs, "conv2d-relu", "unasked") == []
+
+
 class WrongAxis(Plain):
     def weight(self) -> Any:
         return weight(1)

@@ -97,7 +97,7 @@ class Notes:
     """A graph's annotations.
 
     Attributes:
-        operators: by the names of their nodes.
+        operators: by the names of their nodes, inputs among them, whose results may be annotated as well.
         pieces: for each piece its operators, the last first.
         changed: whether the graph is another one after `annotate`.
         result: what the annotated graph yields, flat.
@@ -133,7 +133,7 @@ def notes_of(model: fx.GraphModule, before: str, inputs: tuple[Any, ...], pieces
 
     found = {}
     for node in model.graph.nodes:
-        if node.op == "call_function":
+        if node.op in ("call_function", "placeholder"):
             given = {i: asked((x, node)) for i, x in enumerate(flat(node)) if isinstance(x, fx.Node)}
             own = {i: one for i, one in given.items() if one is not None}
             found[node.name] = Operator(node.name, kind_of(node), own, asked(node), len(flat(node)))
