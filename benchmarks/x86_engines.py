@@ -177,9 +177,9 @@ def _load_torchao(inputs: Inputs, quantized: Path, folder: Path, compiles: bool)
 # ---- quantplug
 
 
-def _quantize_quantplug(case: Case, folder: Path) -> float:
+def _quantize_quantplug(case: Case, folder: Path, *, backend: str = "x86") -> float:
     started = time.perf_counter()
-    prepared = quantplug.prepare_pt2e(_any_batch(case), quantplug.get_quantizer("x86"))
+    prepared = quantplug.prepare_pt2e(_any_batch(case), quantplug.get_quantizer(backend))
     quantplug.calibrate(prepared, case.calibration, progress=False)
     converted = quantplug.convert_pt2e(prepared)
     seconds = time.perf_counter() - started
@@ -221,9 +221,11 @@ def _build_through_onnx(case: Case, quantized: Path, folder: Path) -> None:
     quantplug.get_quantizer("onnxruntime").backend.lower(converted, case.inputs).save(folder / "program.onnx")
 
 
-def _load_through_onnx(inputs: Inputs, quantized: Path, folder: Path, compiles: bool) -> Iterator[Way]:
+def _load_through_onnx(
+    inputs: Inputs, quantized: Path, folder: Path, compiles: bool, *, way: str = "quantplug through ONNX Runtime"
+) -> Iterator[Way]:
     path = folder / "program.onnx"
-    yield "quantplug through ONNX Runtime", ONNXProgram.load(path), path
+    yield way, ONNXProgram.load(path), path
 
 
 def _load_fastest(inputs: Inputs, quantized: Path, folder: Path, compiles: bool) -> Iterator[Way]:
@@ -363,6 +365,13 @@ ENGINES = (
         _build_through_onnx,
         _load_through_onnx,
         "quantplug",
+    ),
+    Engine(
+        "own_onnx",
+        ("onnx", "onnxscript", "onnxruntime"),
+        partial(_quantize_quantplug, backend="onnxruntime"),
+        _build_through_onnx,
+        partial(_load_through_onnx, way="quantplug for ONNX Runtime"),
     ),
     Engine("auto", (), _quantize_quantplug, _nothing_more, _load_fastest, "quantplug"),
 )

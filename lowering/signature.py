@@ -6,6 +6,7 @@ average divides by the number of elements that it was lowered with. Every progra
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -99,27 +100,31 @@ class Signature:
         Raises:
             LoweringError: structure, dtype, size, name or value differ from the exported model's.
         """
+        flat = self._leaves(inputs, keywords)
+        for leaf in flat:
+            if isinstance(leaf, Tensor) and (reason := _unreadable(leaf)) is not None:
+                raise LoweringError(reason)
+        opened: dict[str, int] = {}
+        for index, (expected, value) in enumerate(zip(self.inputs, flat, strict=True)):
+            if expected is not None and not _fits(expected, value, opened):
+                raise LoweringError(_objection(index, expected, value, opened))
+        return flat
+
+    def _leaves(self, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
+        # A small model takes less time than to look for a structure in what has none.
+        if self._is_flat and not keywords and len(inputs) == len(self.inputs) and set(map(type, inputs)) == {Tensor}:
+            return list(inputs)
         flat, structure = pytree.tree_flatten(in_order(self.names, inputs, keywords))
         if structure != self.structure:
             raise LoweringError(
                 f"The program takes inputs of structure {_text(self.structure)}, found {_text(structure)}; "
                 "pass them as they were exported."
             )
-        elsewhere = next((leaf for leaf in flat if isinstance(leaf, Tensor) and not leaf.is_cpu), None)
-        if elsewhere is not None:
-            raise LoweringError(
-                f"An input is on the device '{elsewhere.device}', programs run on the CPU; move it there."
-            )
-        sparse = next((leaf for leaf in flat if isinstance(leaf, Tensor) and leaf.layout != torch.strided), None)
-        if sparse is not None:
-            raise LoweringError(f"An input is sparse ({sparse.layout}); pass its `to_dense()`.")
-        if any(isinstance(leaf, FakeTensor) for leaf in flat):
-            raise LoweringError("An input is a fake tensor, which holds no numbers; pass real tensors.")
-        opened: dict[str, int] = {}
-        for index, (expected, value) in enumerate(zip(self.inputs, flat, strict=True)):
-            if expected is not None and not _fits(expected, value, opened):
-                raise LoweringError(_objection(index, expected, value, opened))
         return flat
+
+    @cached_property
+    def _is_flat(self) -> bool:
+        return bool(self.structure == pytree.tree_structure((0,) * len(self.inputs)))
 
     def nested(self, inputs: Sequence[Any], keywords: Mapping[str, Any] = MappingProxyType({})) -> tuple[Any, ...]:
         """Returns the inputs by position in their structure, for programs that are graph modules.
@@ -185,6 +190,16 @@ def _fits(expected: TensorInput | FixedInput, value: Any, opened: dict[str, int]
         have == (want if isinstance(want, int) else opened.setdefault(want, have))
         for have, want in zip(shape, sizes, strict=True)
     )
+
+
+def _unreadable(tensor: Tensor) -> str | None:
+    if not tensor.is_cpu:
+        return f"An input is on the device '{tensor.device}', programs run on the CPU; move it there."
+    if tensor.layout != torch.strided:
+        return f"An input is sparse ({tensor.layout}); pass its `to_dense()`."
+    if isinstance(tensor, FakeTensor):
+        return "An input is a fake tensor, which holds no numbers; pass real tensors."
+    return None
 
 
 def _objection(index: int, expected: TensorInput | FixedInput, value: Any, opened: dict[str, int]) -> str:

@@ -40,6 +40,8 @@ from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.x86 import ENGINES, NO_INTEGERS
 from quantplug.quantizers.x86_config import get_x86_quantization_config
 
+# 435 against 95 us for 12 heads of 128 x 128, on a Xeon with AMX.
+_SOFTMAX = "its kernel of integers takes several times as long as that of floats"
 _REWRITES = "quantplug.lowering.rewrites"
 
 
@@ -85,7 +87,6 @@ _ROWS = (
     pooling("max_pool2d").needing_company().within(Level.EXACT),
     pooling("avg_pool2d", own_output=True).where(whole_windows, padding_counts).needing_company(),
     known_range("sigmoid").needing_company(),
-    known_range("softmax").needing_company(),
     own_range("leaky_relu").needing_company(),
     clamps(*CLAMPS).within(Level.EXACT),
     movement((*MOVES, *REPEATS, *IDENTITIES)).writing_float().within(Level.EXACT),
@@ -112,7 +113,7 @@ ONNXRUNTIME = Backend(
         named(f"{_REWRITES}.movement:split_is_slices"),
         named(f"{_REWRITES}.means:means_are_poolings"),
     ),
-    without=NO_INTEGERS,
+    without={"softmax": _SOFTMAX, **NO_INTEGERS},
     engines=ENGINES,
 )
 

@@ -221,6 +221,7 @@ CASES = {
     ("arm", "kws_dscnn"): keyword_spotter,
     ("arm", "transformer"): transformer_layer,
     **{(backend, name): build for backend in ("x86", "openvino") for name, build in X86.items()},
+    ("x86", "encoder"): transformer_layer,
     **{
         ("xnnpack", f"{name}, {config}"): partial(of_the_benchmark, name)
         for name, config in (

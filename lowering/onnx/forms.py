@@ -32,6 +32,7 @@ from quantplug.core.specs.stored_dtypes import dtype_range
 from quantplug.lowering.clamps import clamp_rules
 from quantplug.lowering.onnx import operators  # noqa: F401  (registers what the forms call)
 from quantplug.lowering.onnx.engines import Engine
+from quantplug.lowering.onnx.patches import patch_rule
 from quantplug.lowering.run_time import chain_of
 
 _ATEN = torch.ops.aten
@@ -61,6 +62,7 @@ def write_forms(graph: fx.Graph, engine: Engine) -> frozenset[str]:
     apply(graph, [Rule(_CONVOLUTIONS, _zero_bias)])
     if engine.computes_on_integers:
         apply(graph, [Rule(_PRODUCTS, _integer_bias)])
+        apply(graph, [patch_rule()])
     else:
         _leave_floats(graph)
     apply(graph, [Rule(op("linear.default", input=value("x")), lambda match: _product(match, narrow, engine))])

@@ -4,7 +4,7 @@ Before: the optimized graph, as ONNX Runtime writes it. After: the numbers of th
 carries out. A node is one because such a kernel has its name, never because nothing else has it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,19 @@ def integer_kernels(path: Path) -> dict[int, str]:
     return dict(_kernels(graph))
 
 
+def dequantizes_constants(path: Path) -> bool:
+    """Tells whether the graph that ONNX Runtime runs dequantizes constants at every call.
+
+    Args:
+        path: the optimized model.
+    """
+    import onnx
+
+    graph = onnx.load(str(path), load_external_data=False).graph
+    held = {value.name for value in graph.initializer}
+    return any(node.op_type == "DequantizeLinear" and node.input[0] in held for node in graph.node)
+
+
 def _kernels(graph: Any) -> Iterator[tuple[int, str]]:
     integers = {value.name for value in (*graph.input, *graph.initializer) if _type(value) in _BYTES}
     for node in graph.node:
@@ -60,11 +73,15 @@ def _type(value: Any) -> int:
     return found
 
 
-def carried_out(kernels: Mapping[int, str], sources: Mapping[int, frozenset[str]]) -> dict[str, str]:
+def carried_out(
+    kernels: Mapping[int, str], sources: Mapping[int, frozenset[str]], products: Set[str]
+) -> dict[str, str]:
     """Returns the operators of the q/dq graph that integer kernels carry out, each with its kernel.
 
     Args:
         kernels: what `integer_kernels` returned.
         sources: the operators of each of the model's nodes.
+        products: those that multiply. A kernel that moves what they read is none of theirs.
     """
-    return {name: kernel for number, kernel in kernels.items() for name in sources.get(number, ())}
+    found = ((name, kernel) for number, kernel in kernels.items() for name in sources.get(number, ()))
+    return {name: kernel for name, kernel in found if name not in products or kernel in _INTEGER}

@@ -40,7 +40,7 @@ def lower(
     written = write(converted, example_inputs, dynamic_shapes, opset, ONNX_RUNTIME)
     program = _started(written)
     written.judge(program)
-    kernels = carried_out(program.kernels, written.sources)
+    kernels = carried_out(program.kernels, written.sources, written.products)
     program.ops = written.placed(kernels, "ONNX Runtime computes it in float")
     return program
 

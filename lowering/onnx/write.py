@@ -14,6 +14,7 @@ from torch import fx
 from quantplug.core.errors import ConfigError, LoweringError
 from quantplug.core.graph.editing import finish
 from quantplug.core.graph.facts import describe, operator_name, require_graph_module
+from quantplug.core.graph.multiplications import multiplications
 from quantplug.core.graph.operators import KEEPERS, schema_names
 from quantplug.core.qdq.nodes import is_qdq, is_quantize
 from quantplug.core.specs.limits import ONEDNN_PAIRS
@@ -67,6 +68,11 @@ class Written:
     halves: Mapping[str, str]
     reference: fx.GraphModule
     inputs: tuple[Any, ...]
+
+    @property
+    def products(self) -> frozenset[str]:
+        """The operators of the graph that multiply tensors."""
+        return frozenset(node.name for node in self.reference.graph.nodes if multiplications(node))
 
     def judge(self, program: ONNXProgram) -> None:
         """Makes sure that a program of the model computes what the graph computes.

@@ -1,5 +1,6 @@
 """The q/dq graph as ONNX: integers in the file, integer kernels in ONNX Runtime, the q/dq graph's numbers, refusals."""
 
+import collections
 import importlib
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from onnx_graphs import BATCH, Counter, written  # noqa: E402
 from qdq_graphs import Net, TensorWeight, Weight, fake, graph_of  # noqa: E402
 
 from quantplug.lowering.onnx import ONNXProgram, lower  # noqa: E402
+from quantplug.lowering.onnx.runtime import session  # noqa: E402
 
 
 class Residual(nn.Module):
@@ -55,6 +57,13 @@ def types(graph):
     """Returns the types of the constants that stand in a file, by the operators that read them."""
     held = {each.name: onnx.TensorProto.DataType.Name(each.data_type) for each in graph.initializer}
     return {(node.op_type, held[node.input[0]]) for node in graph.node if node.input and node.input[0] in held}
+
+
+def running(program, folder):
+    """Returns how often each operator stands in the graph that ONNX Runtime runs."""
+    optimized = folder / "optimized.onnx"
+    session(str(program.save(folder / "model.onnx")), str(optimized))
+    return collections.Counter(node.op_type for node in onnx.load(optimized).graph.node)
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +210,7 @@ def test_activations_of_int8_are_those_of_uint8_in_the_file(tmp_path):
 
 
 @needs_vnni
-def test_attention_multiplies_integers_and_what_stays_float_says_why():
+def test_attention_multiplies_integers_and_what_stays_float_says_why(tmp_path):
     torch.manual_seed(0)
     model, inputs = (
         nn.TransformerEncoderLayer(64, 4, 128, activation="gelu", batch_first=True),
@@ -210,12 +219,68 @@ def test_attention_multiplies_integers_and_what_stays_float_says_why():
     reference = quantized(model, inputs)
     program: Any = ONNXRUNTIME.lower(reference, inputs)
     kernels = list(program.kernels.values())
-    assert (kernels.count("QGemm"), kernels.count("QLinearMatMul"), kernels.count("QLinearSoftmax")) == (4, 2, 1)
+    products = ("QGemm", "MatMulIntegerToFloat", "QLinearMatMul")
+    assert {name: kernels.count(name) for name in products} == dict(zip(products, (4, 1, 1), strict=True))
     assert decibels(program, reference, *inputs) > 40
     with torch.no_grad():
         assert sqnr(program(*inputs), model(*inputs)) > 35
     told = {row.node: row.reason for row in quantplug.explain(reference).rows if not row.quantized}
+    assert "its kernel of integers takes several times as long" in told["softmax_int"]
     assert told == {op.node: op.reason for op in program.ops if op.placement != "int8"}
+    # Kernels that take several times as long as what they stand for.
+    assert not {"SkipLayerNormalization", "QLinearSoftmax"} & set(running(program, tmp_path))
+
+
+FLOAT_RESULTS = {
+    "a residual sum": (nn.Conv2d(32, 32, 3, padding=1), lambda x, y: F.relu(x + y), (2, 32, 9, 8)),
+    "a sum without bias": (nn.Conv1d(32, 32, 3, padding="same", bias=False), lambda x, y: y + x, (2, 32, 12)),
+    "single places": (nn.Conv2d(8, 8, 1), lambda x, y: F.hardswish(y), (2, 8, 9, 8)),
+    "strides": (nn.Conv2d(32, 16, (3, 2), (2, 1), (1, 0)), lambda x, y: F.silu(y), (2, 32, 9, 8)),
+    "holes": (nn.Conv2d(32, 16, 3, dilation=2, padding=2), lambda x, y: F.gelu(y), (2, 32, 9, 8)),
+    "a volume": (nn.Conv3d(32, 8, (2, 1, 3), padding=(1, 0, 1)), lambda x, y: torch.tanh(y), (2, 32, 5, 4, 6)),
+}
+
+
+@needs_vnni
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", FLOAT_RESULTS)
+def test_convolutions_with_a_float_result_multiply_integers(name, tmp_path):
+    """As x86's kernels take sums and functions in, nothing is rounded between them and the convolution."""
+    torch.manual_seed(0)
+    layer, end, shape = FLOAT_RESULTS[name]
+    model = Function(lambda m, x: end(x := F.relu(x + 0.5), m.layer(x)), layer=layer)
+    inputs = (torch.randn(*shape),)
+    reference = onnx_graphs.quantized(model, inputs, backend="x86", dynamic_shapes=(BATCH,))
+    program: Any = lower(reference, inputs)
+    assert [op.placement for op in program.ops if "conv" in op.target] == ["int8"]
+    assert not {"Conv", "FusedConv", "Gemm", "MatMul"} & set(running(program, tmp_path))
+    for size in (2, 5):
+        assert decibels(program, reference, 2 * torch.randn(size, *shape[1:])) > 80
+
+
+@needs_vnni
+def test_what_moves_the_operand_of_a_product_is_no_kernel_of_it():
+    kernels = importlib.import_module("quantplug.lowering.onnx.kernels")
+    parts: Any = {1: frozenset({"conv2d"}), 2: frozenset({"conv2d"}), 3: frozenset({"flatten"})}
+    moved = {1: "Pad", 3: "Reshape"}
+    assert kernels.carried_out(moved, parts, {"conv2d"}) == {"flatten": "Reshape"}
+    assert kernels.carried_out({**moved, 2: "QGemm"}, parts, {"conv2d"})["conv2d"] == "QGemm"
+
+
+@needs_vnni
+def test_weights_of_operators_in_float_are_dequantized_once(tmp_path):
+    torch.manual_seed(0)
+    model = Function(lambda m, x: F.relu(x + F.gelu(m.layer(x))), layer=nn.Conv2d(16, 16, 3, padding=1, groups=4))
+    inputs = (torch.randn(2, 16, 8, 8),)
+    reference = onnx_graphs.quantized(model, inputs, backend="x86")
+    program: Any = lower(reference, inputs)
+    path, optimized = program.save(tmp_path / "model.onnx"), tmp_path / "optimized.onnx"
+    assert types(onnx.load(path).graph) >= {("DequantizeLinear", "INT8")}
+    session(str(path), str(optimized))
+    assert not any(kind == "DequantizeLinear" for kind, _ in types(onnx.load(optimized).graph))
+    for data in (inputs[0], torch.randn(2, 16, 8, 8)):
+        assert decibels(program, reference, data) > 80
+    assert torch.equal(ONNXProgram.load(path)(*inputs), program(*inputs))
 
 
 @needs_vnni
