@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
+from quantplug.algorithms.confirmed import without_doubt
 from quantplug.algorithms.frozen import is_frozen
 from quantplug.algorithms.kept import Kept, fingerprint
 from quantplug.algorithms.pieces import Piece, pieces_of
@@ -111,7 +112,8 @@ class GPTQ:
     ) -> RoundedWeights:
         """Moves weights onto values that their integers stand for; convert stores just these integers.
 
-        The observers of these weights keep their scales from now on. Nothing of the model is changed if an error is
+        The observers of these weights keep their scales from now on. Weights of more than 5 bits stay as they are where
+        the model's outputs on these batches are no nearer to float. Nothing of the model is changed if an error is
         raised. In a process of an initialized `torch.distributed` job each rank reads its own shard, all share the
         work, and all end with the same model: that of one process which reads the first batch of each rank, then the
         second of each, and so on.
@@ -133,14 +135,17 @@ class GPTQ:
             with joined() as ranks, telling(ranks):
                 kept = Kept(self.checkpoint, lambda: fingerprint(self, model, weights, batches), ranks)
                 log = Log(kept, weights, batches, resume=self.resume)
-                found = self._all_rounded(model, batches, weights, ranks, log)
+                rounded = self._all_rounded(model, batches, weights, ranks, log)
+                found, doubt = without_doubt(model, batches, rounded, ranks)
                 values = [one.value for one in found]
                 ranks.gather(None)  # what fails after this fails on all
             for one, value in zip(found, values, strict=True):
                 keep(model, one.weight, value, one.scale)
             model.recompile()
             kept.remove()
-        return RoundedWeights({layer.node.name: _quality(one) for one in found for layer in one.weight.layers}, left)
+        layers = {layer.node.name: _quality(one) for one in found for layer in one.weight.layers}
+        others = (layer.node.name for one in rounded for layer in one.weight.layers)
+        return RoundedWeights(layers, left | {name: doubt for name in others if doubt and name not in layers})
 
     def _all_rounded(
         self, model: fx.GraphModule, batches: Batches, weights: list[Weight], ranks: Exchange | Alone, log: Log
