@@ -18,7 +18,7 @@ from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.files.structures import without_unnamed
 from quantplug.core.graph.constants import written_buffers
 from quantplug.core.graph.facts import compute_nodes, operator_name, require_graph_module
-from quantplug.core.memory import give_back
+from quantplug.core.peers.glibc import give_back
 from quantplug.core.peers.torch_names import pytree
 from quantplug.core.qdq.calls import QuantizedCall
 from quantplug.core.qdq.nodes import is_conversion, is_dequantize

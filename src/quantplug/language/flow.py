@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quantplug.algorithms.recipe import Algorithm
 from quantplug.core.errors import CalibrationError, ConfigError, ModelError
-from quantplug.core.memory import give_back
+from quantplug.core.peers.glibc import give_back
 from quantplug.core.report.explain import explain
 from quantplug.flow import Artefact, Asked, converted, export, lowered
 from quantplug.language.artefact import LanguageArtefact
