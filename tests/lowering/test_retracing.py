@@ -119,16 +119,12 @@ def test_passes_have_their_own_interpreter_again():
 
 
 def test_delegates_leave_no_second_copy_of_their_weights():
-    from executorch.exir._serialize._named_data_store import NamedDataStoreOutput
+    from executorch.exir.lowered_backend_module import LoweredBackendModule
 
-    before = {id(each) for each in gc.get_objects() if isinstance(each, NamedDataStoreOutput)}
-    program, _, _ = lowered(stack(1))
-    made_since = (
-        each for each in gc.get_objects() if isinstance(each, NamedDataStoreOutput) and id(each) not in before
-    )
-    left = sum(len(buffer) for each in made_since for buffer in each.buffers)
-    assert program.nbytes > 0
-    assert left == 0
+    lowered(stack(1))
+    # torch's caches hold some of them.
+    left = [each for each in gc.get_objects() if isinstance(each, LoweredBackendModule)]
+    assert sum(len(buffer) for each in left for buffer in each.named_data_store_output.buffers) == 0
 
 
 def floats_alive(shapes):
@@ -152,8 +148,9 @@ def test_weights_in_float_are_gone_before_a_model_is_lowered(keep):
     changes = {"hidden_size": 72, "intermediate_size": 88, "num_attention_heads": 4, "num_key_value_heads": 4}
     model = causal(num_hidden_layers=1, **changes)
     before = {name: value.clone() for name, value in model.state_dict().items() if tuple(value.shape) not in shapes}
-    options = {"context": 16, "table": "float32", "progress": False}
-    artefact = quantplug.quantize_language_model(model, "xnnpack", "int8_dynamic", accepts=looked, keep=keep, **options)
+    artefact = quantplug.quantize_language_model(
+        model, "xnnpack", "int8_dynamic", context=16, table="float32", progress=False, accepts=looked, keep=keep
+    )
     assert (alive[0] > 0) == keep
     for _ in range(2):
         assert len(list(artefact.generate([3, 5, 7], 5, stop=()))) == 5
