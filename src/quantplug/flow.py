@@ -131,7 +131,7 @@ def quantize(
         CalibrationError: the calibration data is empty, not finite or does not fit the model.
         LoweringError: the backend cannot run the result, or the engine is not installed.
     """
-    asked = Asked(
+    request = Request(
         backend=backend,
         calibration=calibration,
         config=config,
@@ -145,11 +145,11 @@ def quantize(
         engine=engine,
         lowering=lowering,
     )
-    return lowered(asked, converted(asked, model, example_inputs, example_kwargs))
+    return lowered(request, converted(request, model, example_inputs, example_kwargs))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Request:
     """What is asked for of a model, by the names that `quantize` has for it."""
 
     backend: str | BackendQuantizer
@@ -185,7 +185,7 @@ class Converted:
 
 @torch.inference_mode(False)
 def converted(
-    asked: Asked,
+    request: Request,
     model: nn.Module | torch.export.ExportedProgram,
     example_inputs: tuple[Any, ...] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
@@ -195,17 +195,17 @@ def converted(
     Raises:
         QuantplugError: as `quantize` does.
     """
-    target, chosen = _chosen(asked.backend, asked.config, asked.quantizer)
-    target.require_lowering_options(asked.lowering, asked.engine)
+    target, chosen = _chosen(request.backend, request.config, request.quantizer)
+    target.require_lowering_options(request.lowering, request.engine)
     _tell_of_another_backend(target, chosen)
     args, kwargs = _examples(model, example_inputs, example_kwargs)
-    calibration, inputs, progress = asked.calibration, asked.inputs, asked.progress
+    calibration, inputs, progress = request.calibration, request.inputs, request.progress
     if calibration is None and isinstance(chosen, BackendQuantizer):
         _require_no_data(chosen.needs_calibration, target.name)
-    algorithms = _with_biases(recipe_of(asked.recipe), asked.correct_bias)
+    algorithms = _with_biases(recipe_of(request.recipe), request.correct_bias)
     if algorithms:
         _require_batches(calibration)
-    exported = export(model, args, asked.dynamic_shapes, kwargs)
+    exported = export(model, args, request.dynamic_shapes, kwargs)
     floats, others = by_stage(algorithms)
     exported = working_copy(exported) if floats else exported
     applied = apply(floats, exported, calibration, inputs, progress=progress)
@@ -214,9 +214,9 @@ def converted(
     if calibration is None:
         _require_no_data(waits_for_data(prepared), target.name)
     elif waits_for_data(prepared):
-        calibrate(prepared, calibration, limit=asked.limit, progress=progress, inputs=inputs)
+        calibrate(prepared, calibration, limit=request.limit, progress=progress, inputs=inputs)
     applied += apply(others, prepared, calibration, inputs, progress=progress)
-    if not isinstance(asked.recipe, str):
+    if not isinstance(request.recipe, str):
         _tell_of_nothing(applied)
     reference = convert_pt2e(prepared)
     values = quantized_inputs(reference, in_order(input_names(reference), args, kwargs))
@@ -224,14 +224,16 @@ def converted(
 
 
 @torch.inference_mode(False)
-def lowered(asked: Asked, found: Converted) -> Artefact:
+def lowered(request: Request, found: Converted) -> Artefact:
     """Returns the artefact of a q/dq graph, the second half of `quantize`.
 
     Raises:
         LoweringError: the backend cannot run the result, or the engine is not installed.
     """
-    shapes, engine = asked.dynamic_shapes, asked.engine
-    program = found.target.lower(found.reference, found.inputs, dynamic_shapes=shapes, engine=engine, **asked.lowering)
+    shapes, engine = request.dynamic_shapes, request.engine
+    program = found.target.lower(
+        found.reference, found.inputs, dynamic_shapes=shapes, engine=engine, **request.lowering
+    )
     report = replace(explain(found.reference), engines=program.engines)
     return Artefact(program, found.reference, report, found.target.name, found.applied)
 
@@ -249,7 +251,7 @@ def _tell_of_nothing(applied: Sequence[object]) -> None:
     """Warns where an algorithm that was asked for by itself did nothing."""
     for done in applied:
         if isinstance(done, Mapping) and not done:
-            warnings.warn(str(done), QuantplugWarning, stacklevel=4)
+            warnings.warn(str(done), QuantplugWarning, stacklevel=5)
 
 
 def _tell_of_another_backend(target: Backend, chosen: Quantizer) -> None:
@@ -259,7 +261,7 @@ def _tell_of_another_backend(target: Backend, chosen: Quantizer) -> None:
             f"The quantizer is for backend '{found}' and the program is made for '{target.name}'; pass "
             f"backend='{found}' for a program of its own.",
             QuantplugWarning,
-            stacklevel=3,
+            stacklevel=5,
         )
 
 

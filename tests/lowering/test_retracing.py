@@ -102,7 +102,7 @@ def test_results_that_depend_on_numbers_are_not_remembered():
         whole = remembering.call_function(aten.neg.default, (torch.ones(3, dtype=torch.int32),), {})
         assert whole.dtype == torch.int32
         known = torch.tensor(1.0)
-        assert known.constant is not None
+        assert known.constant is not None  # type: ignore[attr-defined]  # it is a fake tensor
         remembering.call_function(aten.neg.default, (known,), {})
     assert remembering.computed == 2
 
@@ -138,7 +138,7 @@ def floats_alive(shapes):
 def test_weights_in_float_are_gone_before_a_model_is_lowered(keep):
     shapes = {(88, 72), (72, 88), (72, 72)}  # of no other test's model
     assert not floats_alive(shapes)
-    alive = []
+    alive: list[int] = []
 
     def looked(_):
         if not alive:

@@ -13,7 +13,7 @@ from quantplug.algorithms.recipe import Algorithm
 from quantplug.core.errors import CalibrationError, ConfigError, ModelError
 from quantplug.core.peers.glibc import give_back
 from quantplug.core.report.explain import explain
-from quantplug.flow import Artefact, Asked, converted, export, lowered
+from quantplug.flow import Artefact, Request, converted, export, lowered
 from quantplug.language.artefact import LanguageArtefact
 from quantplug.language.decoder import OPERATOR, PLAIN, Decoder, objection, require_attention, require_cache
 from quantplug.language.facts import Facts
@@ -156,13 +156,13 @@ def quantize_language_model(
         return LanguageArtefact(made.program, facts, made)
     quantizer = get_quantizer(backend)
     quantizer = _with_table(quantizer if chosen == FLOAT else quantizer.set_global(chosen), rows, model)
-    asked = Asked(backend=quantizer, calibration=batches, progress=progress, recipe=recipe, lowering=lowering)
-    found = converted(asked, _exported(decoder, facts, batches))
+    request = Request(backend=quantizer, calibration=batches, progress=progress, recipe=recipe, lowering=lowering)
+    found = converted(request, _exported(decoder, facts, batches))
     if not keep:
         del decoder
         model.to("meta")
         give_back()
-    made = lowered(asked, found)
+    made = lowered(request, found)
     return LanguageArtefact(made.program, facts, made)
 
 
