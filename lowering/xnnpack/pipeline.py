@@ -259,7 +259,7 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
 
 
 def _written(task: _Task, legal: Legalized) -> tuple[bytes, tuple[Any, ...]]:
-    """Returns the bytes of a program, and what is known of it beside its method; no other copy of its weights stays."""
+    """Returns the bytes of a program, which are then the only ones, and what is known of it beside its method."""
     import executorch.kernels.quantized  # noqa: F401  q/dq operators outside delegates need its out variants
     from executorch.backends.xnnpack.utils.configs import get_transform_passes
 
@@ -281,9 +281,11 @@ def _written(task: _Task, legal: Legalized) -> tuple[bytes, tuple[Any, ...]]:
     ops = place(task.recorded, task.working, edge.exported_program(), calls, legal)
     counts = count(edge.exported_program(), calls)
     require_capacity(largest, emitted.executorch_program)
-    for lowered in delegates(edge.exported_program()):
-        lowered.named_data_store_output.buffers.clear()  # torch's cache of fake tensors keeps delegates alive
-    return emitted.buffer, (ops, counts, signature, structure, largest)
+    buffer = emitted.buffer
+    for held in (lowered.named_data_store_output for lowered in delegates(edge.exported_program())):
+        if held is not None:
+            held.buffers.clear()  # torch's cache of fake tensors keeps delegates alive
+    return buffer, (ops, counts, signature, structure, largest)
 
 
 def _structured_for_file(exported: torch.export.ExportedProgram) -> None:

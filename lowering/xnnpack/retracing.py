@@ -2,7 +2,7 @@
 
 Before: about twenty passes over the program and three over each delegate, all of which compute the sizes of every
 tensor anew, symbol by symbol. After: they compute those of one layer once, and look up those of the other layers and of
-passes that change nothing. Without it that was more than half of the time that lowering a language model took.
+passes that change nothing. Of the calls for SmolLM2's thirty layers one in a hundred is left.
 """
 
 from collections.abc import Iterator

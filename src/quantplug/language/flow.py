@@ -133,8 +133,8 @@ def quantize_language_model(
         progress: whether bars are shown on a terminal.
         begin: the tokenizer's first id, which is written into the file.
         ends: ids that end a text, by default those of the model's own configuration.
-        keep: whether the model keeps its weights; False moves it to the device "meta" before it is lowered, which
-            frees their memory.
+        keep: whether the model keeps its weights; False moves it to the device "meta" when they are quantized, and
+            their memory is free before the rest begins. With "float32" none are, and the model stays.
         lowering: options of the backend's lowering.
 
     Raises:
