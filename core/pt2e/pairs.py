@@ -141,6 +141,9 @@ class _Pairs:
         """Puts the integers of a constant in the place of the node that quantizes it."""
         with torch.no_grad():
             stored = computed(quantize, lambda n: value if n is quantize.args[0] else held_tensor(n))
+        # A copy, made when the float intermediates are gone, stands in their place and not behind it: between integers
+        # that stay they would leave holes in the heap, half as large as the weights in sum.
+        stored = stored.clone()
         with self._graph.inserting_before(quantize):
             quantized = self._held(self._storage.keep(stored, f"{name}_quantized"))
         quantize.replace_all_uses_with(quantized)

@@ -18,6 +18,7 @@ from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.files.structures import without_unnamed
 from quantplug.core.graph.constants import written_buffers
 from quantplug.core.graph.facts import compute_nodes, operator_name, require_graph_module
+from quantplug.core.peers.glibc import give_back
 from quantplug.core.peers.torch_names import pytree
 from quantplug.core.qdq.calls import QuantizedCall
 from quantplug.core.qdq.nodes import is_conversion, is_dequantize
@@ -30,8 +31,9 @@ from quantplug.lowering.rewrites.control import submodels_are_inlined
 from quantplug.lowering.scopes import require_no_autocast
 from quantplug.lowering.signature import Signature
 from quantplug.lowering.spelling import spell_plainly
-from quantplug.lowering.starting import starting, starting_from_state, write_in_place
+from quantplug.lowering.starting import starting, starting_from_state, twin, write_in_place
 from quantplug.lowering.xnnpack.capacity import largest_sizes, one_way_to_convolve, require_capacity, require_limits
+from quantplug.lowering.xnnpack.edge import lowered_edge
 from quantplug.lowering.xnnpack.legalize import Legalized, legalize, read_tables_by_row, runs_alone
 from quantplug.lowering.xnnpack.legalize.half import compute_in_float16, compute_in_float32
 from quantplug.lowering.xnnpack.legalize.products import GEMMS
@@ -41,13 +43,16 @@ from quantplug.lowering.xnnpack.partition import (
     partitioner,
     views_infer_their_open_size,
 )
-from quantplug.lowering.xnnpack.placement import count, place
+from quantplug.lowering.xnnpack.placement import count, delegates, place
 from quantplug.lowering.xnnpack.program import XNNPACKProgram
+from quantplug.lowering.xnnpack.retracing import tensors_remembered
 from quantplug.lowering.xnnpack.run_time import as_kernels_choose, as_serializer_reads, scales_of_groups_as_stored
 from quantplug.lowering.xnnpack.runtime import Method, check_threads, quiet
 from quantplug.lowering.xnnpack.serializer.passes import idle_passes_left_out
 from quantplug.lowering.xnnpack.serializer.records import recorded_kernel_calls
 
+# Bytes of a program from which it is worth a second to collect the copies of its weights that serialization left.
+_LARGE = 2**26
 # Seen with ExecuTorch 1.4.
 _MIXED_UP = "in float, ExecuTorch's delegates refuse it or compute it wrongly here"
 
@@ -222,7 +227,7 @@ def _proved(task: _Task, legal: Legalized) -> XNNPACKProgram:
 
 def _reference(model: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
     try:
-        return copy.deepcopy(model)(*copy.deepcopy(inputs))
+        return twin(model)(*copy.deepcopy(inputs))
     except Exception as error:
         raise LoweringError(
             f"The q/dq graph does not run on the example inputs: {first_line(error)}; "
@@ -247,25 +252,28 @@ def _working_copy(model: fx.GraphModule) -> fx.GraphModule:
 
 
 def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
+    buffer, facts = _written(task, legal)
+    if len(buffer) >= _LARGE:
+        give_back()
+    return XNNPACKProgram(Method(buffer, task.threads), *facts)
+
+
+def _written(task: _Task, legal: Legalized) -> tuple[bytes, tuple[Any, ...]]:
+    """Returns the bytes of a program, which are then the only ones, and what is known of it beside its method."""
     import executorch.kernels.quantized  # noqa: F401  q/dq operators outside delegates need its out variants
-    from executorch.backends.xnnpack.utils.configs import get_transform_passes, get_xnnpack_edge_compile_config
-    from executorch.exir import to_edge_transform_and_lower
+    from executorch.backends.xnnpack.utils.configs import get_transform_passes
 
     graph = task.working.graph
-    with recorded_kernel_calls() as calls, one_way_to_convolve(), idle_passes_left_out():
+    with recorded_kernel_calls() as calls, one_way_to_convolve(), idle_passes_left_out(), tensors_remembered():
         try:
             exported = torch.export.export(task.working, task.inputs, dynamic_shapes=task.dynamic_shapes)
             signature, structure = Signature.of_exported(exported), exported.call_spec.out_spec
             largest = largest_sizes(exported)
             _structured_for_file(exported)
-            edge = to_edge_transform_and_lower(
-                exported,
-                # The stock ones drop the no-op expands around every matmul.
-                transform_passes=get_transform_passes([copies_of_dequantized_are_dropped, views_infer_their_open_size]),
-                partitioner=keeping_whole([partitioner(graph, legal), *task.partitioners]),
-                compile_config=get_xnnpack_edge_compile_config(),  # the runtime has the last word, not the verifier
-                constant_methods=dict(task.constants or {}),
-            )
+            # The stock ones drop the no-op expands around every matmul.
+            passes = get_transform_passes([copies_of_dequantized_are_dropped, views_infer_their_open_size])
+            asked = keeping_whole([partitioner(graph, legal), *task.partitioners])
+            edge = lowered_edge(exported, passes, asked, task.constants or {})
             write_in_place(edge.exported_program())
             emitted = edge.to_executorch(starting_from_state(edge.exported_program()))
         except Exception as error:
@@ -273,7 +281,11 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
     ops = place(task.recorded, task.working, edge.exported_program(), calls, legal)
     counts = count(edge.exported_program(), calls)
     require_capacity(largest, emitted.executorch_program)
-    return XNNPACKProgram(Method(emitted.buffer, task.threads), ops, counts, signature, structure, largest)
+    buffer = emitted.buffer
+    for held in (lowered.named_data_store_output for lowered in delegates(edge.exported_program())):
+        if held is not None:
+            held.buffers.clear()  # torch's cache of fake tensors keeps delegates alive
+    return buffer, (ops, counts, signature, structure, largest)
 
 
 def _structured_for_file(exported: torch.export.ExportedProgram) -> None:

@@ -72,7 +72,7 @@ def count(edge: torch.export.ExportedProgram, calls: Sequence[KernelCall]) -> Ke
         f32=sum(not c.is_integer for c in compute),
         converts=sum(c.is_convert for c in calls),
         moves=sum(c.is_movement for c in calls),
-        delegates=sum(_is_xnnpack(lowered) for lowered in _delegates(edge)),
+        delegates=sum(_is_xnnpack(lowered) for lowered in delegates(edge)),
         portable=len(_portable(edge)),
     )
 
@@ -83,7 +83,7 @@ def _portable(edge: torch.export.ExportedProgram) -> list[fx.Node]:
 
 def _taken_by_others(edge: torch.export.ExportedProgram, working: fx.GraphModule) -> dict[str, tuple[str, str]]:
     """Returns where each operator of an earlier graph runs that a delegate other than XNNPACK has."""
-    others = (lowered for lowered in _delegates(edge) if not _is_xnnpack(lowered))
+    others = (lowered for lowered in delegates(edge) if not _is_xnnpack(lowered))
     return {
         name: ("delegate", f"{lowered.backend_id} runs it")
         for lowered in others
@@ -92,7 +92,7 @@ def _taken_by_others(edge: torch.export.ExportedProgram, working: fx.GraphModule
     }
 
 
-def _delegates(edge: torch.export.ExportedProgram) -> Iterator[Any]:
+def delegates(edge: torch.export.ExportedProgram) -> Iterator[Any]:
     """Yields the lowered module of every call into a delegate."""
     for node in edge.graph.nodes:
         if "executorch_call_delegate" in str(node.target):

@@ -151,6 +151,15 @@ class Method:
     def __init__(self, buffer: bytes, threads: int | None = None) -> None:
         self.buffer = buffer
         self.threads = threads
+        self.load()
+
+    def load(self) -> None:
+        """Loads the method, which begins with the buffers that the model began with.
+
+        Raises:
+            LoweringError: the runtime does not load the program.
+        """
+        self._method: Any = None  # its weights go before they come again
         with quiet() as chatter:
             failure = self._load()
         if failure:
@@ -187,7 +196,7 @@ class Method:
             LoweringError: the runtime refuses the inputs or fails while running.
         """
         if _POOL.resize(self.threads) != self._generation:
-            self._load()
+            self.load()
         try:
             return list(self._method.execute(inputs))
         except RuntimeError as error:

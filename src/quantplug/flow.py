@@ -7,7 +7,7 @@ runs in the real runtime, with its reference q/dq graph and its report.
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,6 @@ class Artefact:
         return self.program.nbytes
 
 
-@torch.inference_mode(False)
 def quantize(
     model: nn.Module | torch.export.ExportedProgram,
     example_inputs: tuple[Any, ...] | None = None,
@@ -132,16 +131,81 @@ def quantize(
         CalibrationError: the calibration data is empty, not finite or does not fit the model.
         LoweringError: the backend cannot run the result, or the engine is not installed.
     """
-    target, chosen = _chosen(backend, config, quantizer)
-    target.require_lowering_options(lowering, engine)
+    request = Request(
+        backend=backend,
+        calibration=calibration,
+        config=config,
+        quantizer=quantizer,
+        inputs=inputs,
+        dynamic_shapes=dynamic_shapes,
+        limit=limit,
+        progress=progress,
+        correct_bias=correct_bias,
+        recipe=recipe,
+        engine=engine,
+        lowering=lowering,
+    )
+    return lowered(request, converted(request, model, example_inputs, example_kwargs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked for of a model, by the names that `quantize` has for it."""
+
+    backend: str | BackendQuantizer
+    calibration: Iterable[Any] | None = None
+    config: QuantizationConfig | str | None = None
+    quantizer: Quantizer | None = None
+    inputs: Callable[[Any], Any] | None = None
+    dynamic_shapes: Any = None
+    limit: int | None = None
+    progress: bool = True
+    correct_bias: bool | int = False
+    recipe: str | Sequence[Algorithm] = ()
+    engine: str | Sequence[str] | Mapping[str, str] | None = None
+    lowering: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A q/dq graph, which holds nothing of the float model that it does not compute with.
+
+    Attributes:
+        reference: the graph.
+        inputs: its example inputs, quantized where the graph takes integers.
+        target: the backend that lowers it.
+        applied: what each algorithm did.
+    """
+
+    reference: fx.GraphModule
+    inputs: tuple[Any, ...]
+    target: Backend
+    applied: tuple[object, ...]
+
+
+@torch.inference_mode(False)
+def converted(
+    request: Request,
+    model: nn.Module | torch.export.ExportedProgram,
+    example_inputs: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+) -> Converted:
+    """Returns the q/dq graph of a model, the first half of `quantize`.
+
+    Raises:
+        QuantplugError: as `quantize` does.
+    """
+    target, chosen = _chosen(request.backend, request.config, request.quantizer)
+    target.require_lowering_options(request.lowering, request.engine)
     _tell_of_another_backend(target, chosen)
     args, kwargs = _examples(model, example_inputs, example_kwargs)
+    calibration, inputs, progress = request.calibration, request.inputs, request.progress
     if calibration is None and isinstance(chosen, BackendQuantizer):
         _require_no_data(chosen.needs_calibration, target.name)
-    algorithms = _with_biases(recipe_of(recipe), correct_bias)
+    algorithms = _with_biases(recipe_of(request.recipe), request.correct_bias)
     if algorithms:
         _require_batches(calibration)
-    exported = export(model, args, dynamic_shapes, kwargs)
+    exported = export(model, args, request.dynamic_shapes, kwargs)
     floats, others = by_stage(algorithms)
     exported = working_copy(exported) if floats else exported
     applied = apply(floats, exported, calibration, inputs, progress=progress)
@@ -150,15 +214,28 @@ def quantize(
     if calibration is None:
         _require_no_data(waits_for_data(prepared), target.name)
     elif waits_for_data(prepared):
-        calibrate(prepared, calibration, limit=limit, progress=progress, inputs=inputs)
+        calibrate(prepared, calibration, limit=request.limit, progress=progress, inputs=inputs)
     applied += apply(others, prepared, calibration, inputs, progress=progress)
-    if not isinstance(recipe, str):
+    if not isinstance(request.recipe, str):
         _tell_of_nothing(applied)
     reference = convert_pt2e(prepared)
     values = quantized_inputs(reference, in_order(input_names(reference), args, kwargs))
-    program = target.lower(reference, values, dynamic_shapes=dynamic_shapes, engine=engine, **lowering)
-    report = replace(explain(reference), engines=getattr(program, "engines", None))
-    return Artefact(program, reference, report, target.name, tuple(applied))
+    return Converted(reference, values, target, tuple(applied))
+
+
+@torch.inference_mode(False)
+def lowered(request: Request, found: Converted) -> Artefact:
+    """Returns the artefact of a q/dq graph, the second half of `quantize`.
+
+    Raises:
+        LoweringError: the backend cannot run the result, or the engine is not installed.
+    """
+    shapes, engine = request.dynamic_shapes, request.engine
+    program = found.target.lower(
+        found.reference, found.inputs, dynamic_shapes=shapes, engine=engine, **request.lowering
+    )
+    report = replace(explain(found.reference), engines=getattr(program, "engines", None))
+    return Artefact(program, found.reference, report, found.target.name, found.applied)
 
 
 def _with_biases(algorithms: tuple[Algorithm, ...], correct: bool | int) -> tuple[Algorithm, ...]:
@@ -174,7 +251,7 @@ def _tell_of_nothing(applied: Sequence[object]) -> None:
     """Warns where an algorithm that was asked for by itself did nothing."""
     for done in applied:
         if isinstance(done, Mapping) and not done:
-            warnings.warn(str(done), QuantplugWarning, stacklevel=4)
+            warnings.warn(str(done), QuantplugWarning, stacklevel=5)
 
 
 def _tell_of_another_backend(target: Backend, chosen: Quantizer) -> None:
@@ -184,7 +261,7 @@ def _tell_of_another_backend(target: Backend, chosen: Quantizer) -> None:
             f"The quantizer is for backend '{found}' and the program is made for '{target.name}'; pass "
             f"backend='{found}' for a program of its own.",
             QuantplugWarning,
-            stacklevel=3,
+            stacklevel=5,
         )
 
 

@@ -104,7 +104,8 @@ def convert(order: Order, console: Console) -> Figures:
     with _step(console, f"read {order.model}"):
         checkpoint = load_checkpoint(order.model)
         calibrating, scored = _texts(order, checkpoint)
-    _require_space(order.out, checkpoint)
+    whole = checkpoint.nbytes
+    _require_space(order.out, whole)
     expected = perplexed = None
     if scored:
         with _step(console, f"score the float model on {_tokens(scored)} tokens"):
@@ -116,7 +117,7 @@ def convert(order: Order, console: Console) -> Figures:
     if scored:
         with _step(console, f"score the artefact on {_tokens(scored)} tokens, one by one"):
             perplexed = perplexity(artefact, scored, progress=order.progress)
-    figures = _measured(order.out, artefact, checkpoint, (expected, perplexed))
+    figures = _measured(order.out, artefact, whole, (expected, perplexed))
     console.print(_table(figures.rows()))
     console.print(escape(f"Wrote {order.out}."), soft_wrap=True)
     return figures
@@ -141,8 +142,8 @@ def _required(order: Order) -> str:
     return str(chosen)
 
 
-def _require_space(out: Path, checkpoint: Checkpoint) -> None:
-    free, least = shutil.disk_usage(out.absolute().parent).free, int(checkpoint.nbytes * SMALLEST)
+def _require_space(out: Path, whole: int) -> None:
+    free, least = shutil.disk_usage(out.absolute().parent).free, int(whole * SMALLEST)
     if free < least:
         raise ArtefactError(
             f"'{out}' will take {least / 1e6:.1f} MB or more, and there are {free / 1e6:.1f} MB; free or change its "
@@ -192,6 +193,7 @@ def _quantized(order: Order, checkpoint: Checkpoint, config: str, texts: list[Te
         progress=order.progress,
         begin=begin,
         ends=checkpoint.ends,
+        keep=False,
     )
 
 
@@ -199,10 +201,8 @@ def _tokens(texts: Iterable[Tensor]) -> int:
     return sum(ids.shape[1] for ids in texts)
 
 
-def _measured(
-    out: Path, artefact: LanguageArtefact, checkpoint: Checkpoint, scores: tuple[float | None, float | None]
-) -> Figures:
-    size, whole, found, peak = out.stat().st_size, checkpoint.nbytes, speed(artefact), _peak()
+def _measured(out: Path, artefact: LanguageArtefact, whole: int, scores: tuple[float | None, float | None]) -> Figures:
+    size, found, peak = out.stat().st_size, speed(artefact), _peak()
     return Figures(
         *scores,
         bytes=size,

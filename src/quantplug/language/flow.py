@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from quantplug.algorithms.recipe import Algorithm
 from quantplug.core.errors import CalibrationError, ConfigError, ModelError
+from quantplug.core.peers.glibc import give_back
 from quantplug.core.report.explain import explain
-from quantplug.flow import Artefact, export, quantize
+from quantplug.flow import Artefact, Request, converted, export, lowered
 from quantplug.language.artefact import LanguageArtefact
 from quantplug.language.decoder import OPERATOR, PLAIN, Decoder, objection, require_attention, require_cache
 from quantplug.language.facts import Facts
@@ -111,12 +112,13 @@ def quantize_language_model(
     progress: bool = True,
     begin: int | None = None,
     ends: Sequence[int] = (),
+    keep: bool = True,
     **lowering: Any,
 ) -> LanguageArtefact:
     """Quantizes a causal language model and lowers it with its cache.
 
     Args:
-        model: of transformers, such as `LlamaForCausalLM` in float32; it is not changed.
+        model: of transformers, such as `LlamaForCausalLM` in float32; it is not changed, unless `keep` is false.
         backend: "xnnpack" or "x86".
         config: of the backend, or "float32" for none; by default "8da4w" or "int8_dynamic", what the backend has.
         table: config of the tables of embeddings, "float32" for none; by default 4 bits in groups beside "8da4w".
@@ -131,6 +133,8 @@ def quantize_language_model(
         progress: whether bars are shown on a terminal.
         begin: the tokenizer's first id, which is written into the file.
         ends: ids that end a text, by default those of the model's own configuration.
+        keep: whether the model keeps its weights; False moves it to the device "meta" when they are quantized, and
+            their memory is free before the rest begins. With "float32" none are, and the model stays.
         lowering: options of the backend's lowering.
 
     Raises:
@@ -146,15 +150,19 @@ def quantize_language_model(
     decoder = Decoder(model, context, cache, chosen_attention).eval()
     facts = _facts(decoder, step, begin, ends)
     batches = None if calibration is None else _batches(calibration, facts, limit)
-    exported = _exported(decoder, facts, batches)
     lowering = {"constants": facts.constants(), **lowering}
     if chosen == FLOAT and rows == FLOAT:
-        made = _in_float(exported, backend, lowering)
-    else:
-        quantizer = get_quantizer(backend)
-        quantizer = quantizer if chosen == FLOAT else quantizer.set_global(chosen)
-        quantizer = _with_table(quantizer, rows, model)
-        made = quantize(exported, None, quantizer, batches, progress=progress, recipe=recipe, **lowering)
+        made = _in_float(_exported(decoder, facts, batches), backend, lowering)
+        return LanguageArtefact(made.program, facts, made)
+    quantizer = get_quantizer(backend)
+    quantizer = _with_table(quantizer if chosen == FLOAT else quantizer.set_global(chosen), rows, model)
+    request = Request(backend=quantizer, calibration=batches, progress=progress, recipe=recipe, lowering=lowering)
+    found = converted(request, _exported(decoder, facts, batches))
+    if not keep:
+        del decoder
+        model.to("meta")
+        give_back()
+    made = lowered(request, found)
     return LanguageArtefact(made.program, facts, made)
 
 

@@ -1,0 +1,64 @@
+"""From an exported program to ExecuTorch's edge program with its delegates, decomposed once.
+
+Before: an exported program. After: an edge program whose delegates are serialized. ExecuTorch's own way there
+decomposes the program three times, because a partitioner may refuse single operators of a kind that it wants whole;
+each time traces all of it, which was more than a quarter of the time that lowering a language model took.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+from torch.export import ExportedProgram
+
+from quantplug.core.graph.facts import operator_name
+from quantplug.core.peers.torch_names import schema_of
+
+
+def lowered_edge(
+    exported: ExportedProgram, passes: Sequence[Any], partitioners: Sequence[Any], constants: Mapping[str, Any]
+) -> Any:
+    """Returns an edge program in which partitioners have what they take.
+
+    Args:
+        exported: the program.
+        passes: over the edge program, before it is partitioned.
+        partitioners: in the order in which they are asked.
+        constants: what further methods return, by their names.
+    """
+    from executorch.backends.xnnpack.utils.configs import get_xnnpack_edge_compile_config
+    from executorch.exir import to_edge_transform_and_lower
+
+    edge = _decomposed_once(exported, passes, partitioners[0], constants) if len(partitioners) == 1 else None
+    return edge or to_edge_transform_and_lower(
+        exported,
+        transform_passes=list(passes),
+        partitioner=list(partitioners),
+        compile_config=get_xnnpack_edge_compile_config(),  # the runtime has the last word, not the verifier
+        constant_methods=dict(constants),
+    )
+
+
+def _decomposed_once(
+    exported: ExportedProgram, passes: Sequence[Any], partitioner: Any, constants: Mapping[str, Any]
+) -> Any | None:
+    """Returns an edge program, None if an operator that was kept whole is refused and has to be decomposed."""
+    from executorch.backends.xnnpack.utils.configs import get_xnnpack_edge_compile_config
+    from executorch.exir import to_edge
+
+    config = get_xnnpack_edge_compile_config()
+    wanted, _ = partitioner.ops_to_not_decompose(exported)
+    config.preserve_ops = list(wanted)
+    edge = to_edge(exported, constant_methods=dict(constants), compile_config=config)
+    _, takes = partitioner.ops_to_not_decompose(edge.exported_program())
+    if not all(map(takes, _whole(edge.exported_program(), wanted))):
+        return None
+    edge = edge.transform(list(passes)).to_backend(partitioner)
+    return None if _whole(edge.exported_program(), wanted) else edge
+
+
+def _whole(program: ExportedProgram, kinds: Iterable[Any]) -> list[fx.Node]:
+    """Returns the operators of some kinds, those of submodels too."""
+    names = {str(schema_of(kind).name) for kind in kinds}
+    graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
+    return [node for graph in graphs for node in graph.nodes if operator_name(node) in names]
