@@ -48,6 +48,8 @@ _TIMES = 8.0
 # Errors of less than this share of a signal (45 dB) are no fault, however little the format could lose. New data has
 # tails that a range cuts off which fits all that calibration saw: where few values are clipped, 27 dB are no fault.
 _SMALL, _TAILS, _TAIL = 10**-4.5, 10**-2.7, 0.02
+# So many values beyond a range, of however few, may be there by chance.
+_CHANCE = 2
 # The median channel loses by one scale for all what two bits are worth.
 _OUTLIER_TIMES, _OUTLIER_RATIO = 16.0, 8.0
 _SAME = 0.35
@@ -118,12 +120,15 @@ def _of_pair(fit: RangeFit) -> Iterator[Fault]:
 
 def _is_wrong(layer: LayerErrors, fit: RangeFit) -> bool:
     """Tells whether the range that a rounding has loses far more than the range of the values would."""
-    clips_tails = 0 < fit.below + fit.above < _TAIL * fit.count
+    clipped = fit.below + fit.above
+    if 0 < clipped <= _CHANCE:
+        return False
+    clips_tails = 0 < clipped < _TAIL * fit.count
     least = (_TAILS if clips_tails else _SMALL) * layer.signal
     if fit.params is None or layer.piece.passes_on or fit.noise <= least:
         return False
     is_too_much = fit.noise > _TIMES * fit.attainable
-    return is_too_much and (bool(fit.below + fit.above) or not _is_fixed(layer.piece.end))
+    return is_too_much and (bool(clipped) or not _is_fixed(layer.piece.end))
 
 
 def _is_fixed(node: fx.Node) -> bool:

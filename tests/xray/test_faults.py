@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import exported, observed
 from planted_faults import PLANTS, clean, net, planted
+from torch import nn
 
 import quantplug
 from quantplug.core.report import faults
@@ -83,6 +84,17 @@ def test_tails_of_new_data_are_no_fault(family):
     x = net(family)[1]
     found = quantplug.inspect(floats, converted, [torch.randn_like(x) for _ in range(4)])
     assert max(layer.saturated for layer in found.layers) > 0.001
+    assert found.faults == ()
+
+
+def test_a_value_beyond_a_range_is_no_fault():
+    """Of a few numbers one beyond a range is a large share, and tells nothing of the range."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(4, 8).clamp(-1, 1)
+    converted = quantplug.convert_pt2e(observed(model, quantplug.get_quantizer("x86"), x))
+    x[0, 0] = 1.5
+    found = quantplug.inspect(model, converted, [x])
+    assert found.layer("input_1").saturated == 1 / x.numel()
     assert found.faults == ()
 
 
