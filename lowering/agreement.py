@@ -110,4 +110,5 @@ class _Unsettled(fx.Interpreter):
         if not is_quantize(n):
             return value
         moved = torch.rand(value.shape, generator=self._generator) < _SHARE
-        return torch.where(moved & (value < torch.iinfo(value.dtype).max), value + 1, value)
+        integers = value.long()  # of unsigned ones of more than 8 bits torch 2.13 computes nothing
+        return torch.where(moved & (integers < torch.iinfo(value.dtype).max), integers + 1, integers).to(value.dtype)

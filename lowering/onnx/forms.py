@@ -56,6 +56,8 @@ def write_forms(graph: fx.Graph, engine: Engine) -> frozenset[str]:
         LoweringError: a node quantizes in a way that ONNX has no operators for.
     """
     narrow: set[str] = set()
+    for node in graph.find_nodes(op="call_function", target=_ATEN.clamp.default):
+        _bound_by_floats(node)
     if engine.computes_on_integers:
         apply(graph, clamp_rules(value()))
         apply(graph, [Rule(op("clamp.default", self=value("x")), _clipped)])
@@ -70,6 +72,14 @@ def write_forms(graph: fx.Graph, engine: Engine) -> frozenset[str]:
         if is_qdq(node):
             _store_numbers(node, engine)
     return frozenset(narrow)
+
+
+def _bound_by_floats(clamp: fx.Node) -> None:
+    """Writes whole bounds of floats as floats: torch 2.13's exporter makes a tensor of one beside one that is not."""
+    tensor = tensor_value(clamp)
+    if tensor is not None and tensor.is_floating_point():
+        clamp.args = (clamp.args[0], *(float(b) if isinstance(b, int) else b for b in clamp.args[1:]))
+        clamp.kwargs = {name: float(b) if isinstance(b, int) else b for name, b in clamp.kwargs.items()}
 
 
 def _leave_floats(graph: fx.Graph) -> None:

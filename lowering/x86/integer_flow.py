@@ -21,7 +21,17 @@ from quantplug.lowering.clamps import clamp_rules
 
 aten = torch.ops.aten
 
-STATIC_DEQUANTIZE = dequantize(input=value("integers"), name="dequantize").where(lambda m: is_static(m["dequantize"]))
+# torch 2.13 stores and compares unsigned integers of more bits, and computes nothing else with them.
+_STORED = (torch.uint16, torch.uint32, torch.uint64)
+
+
+def _may_flow(match: Match) -> str | None:
+    dequantize_node = match["dequantize"]
+    is_stored = qparams(dequantize_node).dtype in _STORED
+    return "torch does not compute with its integers" if is_stored else is_static(dequantize_node)
+
+
+STATIC_DEQUANTIZE = dequantize(input=value("integers"), name="dequantize").where(_may_flow)
 
 
 def move(graph: fx.Graph) -> None:

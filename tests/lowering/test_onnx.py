@@ -522,3 +522,13 @@ def test_without_vnni_weights_take_seven_bits_and_nothing_that_saturates_runs(re
     command = [sys.executable, "-c", WITHOUT_VNNI, here, here.rpartition("/")[0], str(path)]
     environment = {"ONEDNN_MAX_CPU_ISA": "AVX2", "PATH": "/usr/bin:/bin"}
     subprocess.run(command, check=True, env=environment | {"PYTHONPATH": ":".join(sys.path)})
+
+
+@pytest.mark.parametrize("bounds", [(0.1, 3), (0, 0.5), (None, 2), (-1, 1)])
+def test_bounds_of_both_kinds_of_numbers_are_written(bounds):
+    model = Function(lambda parts, x: x.clamp(*bounds) * 2)
+    x = torch.randn(4, 8)
+    graph = torch.export.export(model, (x,)).module()
+    program = quantplug.get_quantizer("onnxruntime").backend.lower(graph, (x,))
+    for values in (x, 3 * x):
+        assert torch.equal(program(values), model(values))
