@@ -110,7 +110,7 @@ def rounded(given: list[Record]) -> str:
         return ""
     (record,) = given
     noise = ", ".join(filter(None, (record["layers, dB"], record["logits, dB"])))
-    return f"{noise}; {float(record['seconds']):.0f} s" if record["layers, dB"] else noise
+    return f"{noise}; {float(record['seconds']):.1f} s" if record["layers, dB"] else noise
 
 
 def weights_alone(given: list[Record]) -> str:

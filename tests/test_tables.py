@@ -228,6 +228,7 @@ CASES = {
             ("resnet18", "int8_weight_only"),
             ("resnet18", "float16"),
             ("mobilenet_v2", "int8_weight_only"),
+            ("mobilenet_v2", "float16"),
         )
     },
     **{
