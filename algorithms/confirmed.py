@@ -55,15 +55,12 @@ def _noise(
     values: dict[fx.Node, Rounded] = {
         operands(layers[layer.node.name])["weight"]: one for one in tried for layer in one.weight.layers
     }
-    own = [
-        (by_sample(_RunWith(quantized, batch, values).result()), by_sample(FloatRun(model, batch).result()))
-        for batch in batches[ranks.rank :: ranks.size]
-    ]
-    found = OutputNoise()
-    for pairs in ranks.gather(own):
-        for pair in pairs:
-            found.add(*pair)
-    return found
+    own, every = OutputNoise(), OutputNoise()
+    for batch in batches[ranks.rank :: ranks.size]:
+        own.add(by_sample(_RunWith(quantized, batch, values).result()), by_sample(FloatRun(model, batch).result()))
+    for of_rank in ranks.gather(own):
+        every.take(of_rank)
+    return every
 
 
 class _RunWith(BatchRun):

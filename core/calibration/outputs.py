@@ -62,6 +62,11 @@ class OutputNoise:
             self._errors.append((found - wanted).square().sum(1).cpu())
             self.energy += float(wanted.square().sum())
 
+    def take(self, other: "OutputNoise") -> None:
+        """Adds what was added to another one."""
+        self._errors.append(other.errors)
+        self.energy += other.energy
+
     @property
     def errors(self) -> Tensor:
         """The squared error of each sample's outputs, [samples]."""
