@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.graph.constants import expression_value
-from quantplug.core.graph.editing import call, constant, replace
+from quantplug.core.graph.editing import call, constant, replace, set_operand
 from quantplug.core.graph.facts import held_tensor, operands, operator_name, sizes_of, tensor_value
 from quantplug.core.graph.working_copy import over_same_tensors
-from quantplug.core.patterns.language import Match, Pattern, either, op, value
+from quantplug.core.patterns.language import Match, Op, Pattern, either, op, value
 from quantplug.core.patterns.language import constant as a_constant
 from quantplug.core.patterns.rules import Rule, apply
-from quantplug.core.qdq.nodes import is_quantize
+from quantplug.core.qdq.nodes import is_dequantize, is_quantize
 
 _ATEN, _QD = torch.ops.aten, torch.ops.quantized_decomposed
 _PARTS = "export::access_subclass_inner_tensor"
@@ -51,7 +51,37 @@ def spell_quantized_tensors(graph: fx.Graph, *, integer_products: bool = True) -
             _take_out(node)
         elif operator_name(node) == "aten::to" and _keeps_dtype(node):
             replace(node, node.all_input_nodes[0])
+        elif operator_name(node) == "torchao::dequantize_affine":
+            _write_ends(node)
+            _spell_rows(node)
     apply(graph, _LAYERS if integer_products else _LAYERS_OF_FLOATS, backwards=True)
+
+
+def _write_ends(dequantize: fx.Node) -> None:
+    """Writes the ends of all integers of a dtype, which torchao leaves out, as q/dq graphs have them."""
+    given: dict[str, Any] = operands(dequantize)
+    for name, end in zip(("quant_min", "quant_max"), _ends(given["input_dtype"]), strict=True):
+        if given.get(name) is None:
+            set_operand(dequantize, name, end)
+
+
+def _held(node: Any) -> Tensor | None:
+    return held_tensor(node) if isinstance(node, fx.Node) else None
+
+
+def _spell_rows(dequantize: fx.Node) -> None:
+    """Puts torchao's operator of channels in the place of that of blocks, where a block is a row of a stored weight."""
+    given: dict[str, Any] = operands(dequantize)
+    weight, scale, zero_point = (_held(given[name]) for name in ("input", "scale", "zero_point"))
+    is_of_rows = weight is not None and list(given["block_size"]) == [1, *weight.shape[1:]]
+    if weight is None or scale is None or not is_of_rows:
+        return
+    numbers = (scale, torch.zeros(1) if zero_point is None else zero_point)
+    rows = [each.detach().flatten().expand(len(weight)).clone() for each in numbers]
+    held = [constant(dequantize, "rows", each) for each in (rows[0].float(), rows[1].long())]
+    tail = (0, given["quant_min"], given["quant_max"], given["input_dtype"])
+    found = call(dequantize, _QD.dequantize_per_channel.default, (given["input"], *held, *tail), dequantize)
+    replace(dequantize, found)
 
 
 def _keeps_dtype(cast: fx.Node) -> bool:
@@ -76,22 +106,29 @@ def _rows(inner: Pattern) -> Pattern:
 
 
 def _linear(match: Match) -> fx.Node | str:
-    x, weight, root = match["x"], match["weight"], match.root
-    integers, scale = held_tensor(weight), expression_value(match["weight_scale"])
-    if integers is None or integers.dtype != torch.int8 or scale is None or scale.numel() != len(integers):
-        return "its weight is no int8 with a scale for each row"
-    is_dynamic = "scale" in match
-    if is_dynamic and not (is_quantize(x) and match["scale"] is operands(x).get("scale")):
-        return "its activations are not quantized by the scale behind the product"
-    bias = match.get("bias")
-    if isinstance(bias, fx.Node) and sizes_of(bias) != (len(integers),):
+    x, root, bias = match["x"], match.root, match.get("bias")
+    if isinstance(bias, fx.Node) and sizes_of(bias) != (sizes_of(match["weight"])[0],):
         return "what is added is no bias"
-    dequantized = _dequantized(match["x"], root) if is_dynamic else x
-    scales = constant(root, "weight_scale", scale.detach().flatten())
+    if "scale" in match and not (is_quantize(x) and match["scale"] is operands(x).get("scale")):
+        return "its activations are not quantized by the scale behind the product"
+    weight = _read_weight(match)
+    if isinstance(weight, str):
+        return weight
+    return _shaped(root, _dequantized(x, root) if "scale" in match else x, weight, bias)
+
+
+def _read_weight(match: Match) -> fx.Node | str:
+    """Returns what dequantizes a weight whose scales the product has behind it, or has in front of it."""
+    weight, root = match["weight"], match.root
+    if "weight_scale" not in match:
+        return weight if is_dequantize(weight) else "its weight is not dequantized"
+    integers, scale = held_tensor(weight), expression_value(match["weight_scale"])
+    if integers is None or integers.dtype != torch.int8 or scale is None or scale.numel() not in (1, len(integers)):
+        return "its weight is no int8 with a scale for each row"
+    scales = constant(root, "weight_scale", scale.detach().flatten().expand(len(integers)).clone())
     zeros = constant(root, "weight_zero_point", torch.zeros(len(integers), dtype=torch.int64))
     tail = (0, *_ends(torch.int8), torch.int8)
-    read = call(root, _QD.dequantize_per_channel.default, (weight, scales, zeros, *tail), weight, torch.float32)
-    return _shaped(root, dequantized, read, bias)
+    return call(root, _QD.dequantize_per_channel.default, (weight, scales, zeros, *tail), weight, torch.float32)
 
 
 def _shaped(root: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> fx.Node:
@@ -116,11 +153,14 @@ def _ends(dtype: torch.dtype) -> tuple[int, int]:
     return held.min, held.max
 
 
-def _rules(product: Pattern) -> tuple[Rule, ...]:
-    """Returns the rules for a product whose rows of the weight have a scale each, behind it."""
-    scaled = op("mul.Tensor", self=product, other=value("weight_scale"))
-    with_bias = op("add", self=_rows(scaled), other=a_constant("bias"))
-    return tuple(Rule(pattern, _linear) for pattern in (with_bias, op("reshape", "view", self=scaled), scaled))
+def _rules(product: Op) -> tuple[Rule, ...]:
+    """Returns the rules for a product of rows, of another shape behind it, and with a bias."""
+    with_bias = op("add", self=_rows(product), other=a_constant("bias"))
+    return tuple(Rule(pattern, _linear) for pattern in (with_bias, op("reshape", "view", self=product), product))
+
+
+def _scaled(product: Pattern) -> Op:
+    return op("mul.Tensor", self=product, other=value("weight_scale"))
 
 
 _WEIGHT = op("t", self=a_constant("weight"))
@@ -130,5 +170,6 @@ _OF_INTEGERS = op(
     self=_cast(op("_int_mm", self=_rows(value("x")), mat2=_WEIGHT)),
     other=_cast(_rows(value("scale"))),
 )
-_LAYERS_OF_FLOATS = _rules(_OF_FLOATS)
-_LAYERS = (*_LAYERS_OF_FLOATS, *_rules(_cast(_OF_INTEGERS)))
+_DEQUANTIZED_BEFORE = op("mm", self=_rows(value("x")), mat2=op("t", self=value("weight")))
+_LAYERS_OF_FLOATS = (*_rules(_scaled(_OF_FLOATS)), *_rules(_DEQUANTIZED_BEFORE))
+_LAYERS = (*_LAYERS_OF_FLOATS, *_rules(_scaled(_cast(_OF_INTEGERS))))

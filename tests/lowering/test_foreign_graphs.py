@@ -13,6 +13,7 @@ from torchao.quantization import (
     IntxWeightOnlyConfig,
     PerAxis,
     PerGroup,
+    PerTensor,
     quantize_,
 )
 
@@ -136,7 +137,9 @@ ROWS = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int8, weight_gra
     ("config", "how"),
     [
         (Int8DynamicActivationInt8WeightConfig(), "the kernel takes all of int8"),
+        (Int8DynamicActivationInt8WeightConfig(granularity=PerTensor()), "the kernel chooses a scale per row"),
         (Int8WeightOnlyConfig(), ""),
+        (IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0)), ""),
     ],
 )
 def test_layers_of_torchaos_int8_tensors_run_on_integers_of_xnnpack(layers, config, how, shape):
@@ -173,6 +176,16 @@ def test_scales_that_no_kernel_of_groups_reads_are_not_rounded(layers, config):
     graph, x = exported(layers, config)
     program = quantplug.get_quantizer("xnnpack").backend.lower(graph, (x,))
     assert sqnr(program(x), graph(x)) > 100  # 52 and 47 in bfloat16, in which those kernels read them
+
+
+def test_scales_of_groups_of_torchaos_int8_tensors_go_along(layers):
+    graph, x = exported(layers, Int8WeightOnlyConfig(granularity=PerGroup(32)), (2, 3, 64))
+    for backend in ("xnnpack", "x86", "openvino", "onnxruntime"):
+        program = quantplug.get_quantizer(backend).backend.lower(graph, (x,))
+        assert sqnr(program(2 * x), graph(2 * x)) > 100
+        assert sum("linear" in op.target for op in program.ops) == 2
+    weighted = [layer for layer in quantplug.inspect(layers, graph, [x]).layers if layer.operator == "linear"]
+    assert [layer.weight for layer in weighted] == ["int8 per group"] * 2
 
 
 @pytest.mark.parametrize("config", [Int8DynamicActivationInt8WeightConfig(), Int8WeightOnlyConfig()])
