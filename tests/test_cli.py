@@ -133,7 +133,7 @@ def test_quantize_takes_a_recipe_by_its_name_and_says_what_was_done(run):
     line = "quantize model.pt2 --calibration data.npz --out better.pte"
     code, out, _ = run(f"{line} --recipe accurate")
     assert code == 0
-    assert "layers' weights rounded anew" in out
+    assert "rounded anew" in out
     code, _, errors = run(f"{line} --recipe acurate")
     assert code == 2
     assert "There is no recipe 'acurate'; choose one of ['fast', 'accurate']" in " ".join(errors.split())
