@@ -17,9 +17,6 @@ from quantplug.core.calibration.processes import Alone, Exchange
 from quantplug.core.graph.facts import operands
 from quantplug.core.pt2e.convert import convert_pt2e
 
-# Weights of fewer bits gain so much that there is nothing to ask.
-_BITS = 5
-
 
 def without_doubt(
     model: fx.GraphModule, batches: Batches, rounded: Sequence[Rounded], ranks: Exchange | Alone
@@ -32,34 +29,34 @@ def without_doubt(
         rounded: what was rounded.
         ranks: of the run; each asks its own batches.
     """
-    few = [one for one in rounded if one.weight.grid.high - one.weight.grid.low < 2**_BITS]
+    few = [one for one in rounded if one.weight.grid.is_of_few_bits]  # which gain so much that there is nothing to ask
     if len(few) == len(rounded):
         return list(rounded), None
-    quantized = convert_pt2e(model)
-    before, after = (_noise(model, quantized, batches, tried, ranks) for tried in (few, rounded))
+    before, after = _noises(model, batches, (few, rounded), ranks)
     if not len(before.errors) or after.is_less_than(before):
         return list(rounded), None
     kept = f"the model's outputs keep {before.decibels:.1f} dB, and {after.decibels:.1f} with weights rounded anew"
     return few, kept
 
 
-def _noise(
-    model: fx.GraphModule,
-    quantized: fx.GraphModule,
-    batches: Batches,
-    tried: Sequence[Rounded],
-    ranks: Exchange | Alone,
-) -> OutputNoise:
-    """Returns what the quantized model's outputs lose with some weights in the place of its own."""
+def _noises(
+    model: fx.GraphModule, batches: Batches, tried: Sequence[Sequence[Rounded]], ranks: Exchange | Alone
+) -> list[OutputNoise]:
+    """Returns what the quantized model's outputs lose with each choice of weights in the place of its own."""
+    quantized = convert_pt2e(model)
     layers = {node.name: node for node in quantized.graph.nodes}
-    values: dict[fx.Node, Rounded] = {
-        operands(layers[layer.node.name])["weight"]: one for one in tried for layer in one.weight.layers
-    }
-    own, every = OutputNoise(), OutputNoise()
+    choices: list[dict[fx.Node, Rounded]] = [
+        {operands(layers[layer.node.name])["weight"]: one for one in choice for layer in one.weight.layers}
+        for choice in tried
+    ]
+    own, every = ([OutputNoise() for _ in tried] for _ in range(2))
     for batch in batches[ranks.rank :: ranks.size]:
-        own.add(by_sample(_RunWith(quantized, batch, values).result()), by_sample(FloatRun(model, batch).result()))
+        wanted = by_sample(FloatRun(model, batch).result())
+        for noise, values in zip(own, choices, strict=True):
+            noise.add(by_sample(_RunWith(quantized, batch, values).result()), wanted)
     for of_rank in ranks.gather(own):
-        every.take(of_rank)
+        for noise, other in zip(every, of_rank, strict=True):
+            noise.take(other)
     return every
 
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quantplug.algorithms.kept import Kept, fingerprint
 from quantplug.algorithms.trainable import Trainable
-from quantplug.algorithms.weights import Weight, keep, weights_of
+from quantplug.algorithms.weights import FEW_BITS, Weight, keep, weights_of
 from quantplug.core.calibration.node_by_node import Batches, FloatRun, batches_of, move_parameter
 from quantplug.core.calibration.observer_places import require_observers
 from quantplug.core.calibration.outputs import floats_of, is_no_chance, rows_of
@@ -33,8 +33,6 @@ from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError, first_line
 from quantplug.core.specs.levels import decibels
 
-# Weights with more integers than these bits give are near enough to float that their scales do not matter.
-_BITS = 5
 # Of eight batches one is held back.
 _HELD_BACK = 8
 # The rate grows over so many steps.
@@ -248,8 +246,8 @@ def _without(
 
 def _objection(weight: Weight) -> str | None:
     """Returns why the scales of a weight stay."""
-    if weight.grid.high - weight.grid.low >= 2**_BITS:
-        return f"its weight has more than {_BITS} bits"
+    if not weight.grid.is_of_few_bits:
+        return f"its weight has more than {FEW_BITS} bits"
     if not weight.is_alone:
         return "another weight has the same scales"
     return "its scale is given" if weight.is_given else None

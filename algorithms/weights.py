@@ -23,6 +23,9 @@ from quantplug.core.observers.torchao_histogram import calculate_qparams
 from quantplug.core.pt2e.observed import calls_of_observers, observe_constants
 from quantplug.core.pt2e.quantization import kind_of, static_quantization
 
+# Weights with more integers than these bits give are near enough to float that other things matter more.
+FEW_BITS = 5
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -41,6 +44,11 @@ class Grid:
     low: int
     high: int
     shape: torch.Size
+
+    @property
+    def is_of_few_bits(self) -> bool:
+        """Whether it has no more values than `FEW_BITS` give, so that rounding takes much away."""
+        return self.high - self.low < 1 << FEW_BITS
 
     def as_given(self, numbers: Tensor) -> Tensor:
         """Returns scales or zero points of the whole weight as the observer gives them."""

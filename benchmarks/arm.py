@@ -100,9 +100,9 @@ def main() -> None:
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|")
     for name in given.models:
         for config in given.configs:
-            found = [dict(zip(COLUMNS, row, strict=True)) for row in rows(name, config, given.targets, given.size)]
-            print(*(f"| {' | '.join(row.values())} |" for row in found), sep="\n", flush=True)
-            stored.store(given.store, found, ("model", "config", "target"))
+            for row in rows(name, config, given.targets, given.size):
+                print(f"| {' | '.join(row)} |", flush=True)
+                stored.store(given.store, [dict(zip(COLUMNS, row, strict=True))], ("model", "config", "target"))
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def grid(
         heading = ", ".join(text(record[field]) for field in columns)
         headings.setdefault(heading)
         found.setdefault(tuple(text(record[field]) for field in rows), {}).setdefault(heading, []).append(record)
-    cells = {row: [cell(given.get(heading, [])) for heading in headings] for row, given in found.items()}
+    cells = {row: [cell(given[one]) if one in given else "" for one in headings] for row, given in found.items()}
     cells = {row: texts for row, texts in cells.items() if any(texts)}
     if best:
         for number in range(len(headings)):
@@ -80,8 +80,6 @@ def _number(cell: str) -> float:
 
 def speed(given: list[Record]) -> str:
     """Returns how many times as fast as fp32 an engine is, with quartiles that lie far apart, and its SQNR."""
-    if not given:
-        return ""
     (record,) = given
     if record["engine"].startswith("fp32"):
         return f"{record['milliseconds']:.4g} ms"
@@ -92,9 +90,9 @@ def speed(given: list[Record]) -> str:
 
 def spent(given: list[Record]) -> str:
     """Returns the seconds that a model took to quantize, and its size."""
-    if not given or not given[0].get("seconds"):
-        return ""
     (record,) = given
+    if not record.get("seconds"):
+        return ""
     return f"{record['seconds']:.1f} s" + (f", {record['megabytes']:.1f} MB" if record["megabytes"] else "")
 
 
@@ -106,8 +104,6 @@ def recipes(given: list[Record]) -> str:
 
 def rounded(given: list[Record]) -> str:
     """Returns decibels of the layers where there are some, decibels of the logits, and seconds."""
-    if not given:
-        return ""
     (record,) = given
     noise = ", ".join(filter(None, (record["layers, dB"], record["logits, dB"])))
     return f"{noise}; {float(record['seconds']):.1f} s" if record["layers, dB"] else noise

@@ -105,14 +105,15 @@ def main() -> None:
         records = []
         for name, (run, size) in found.items():
             ratio = statistics.median(a / b for a, b in zip(times["float, eager"], times[name], strict=True))
+            noise = sqnr(run(x), expected)
             print(
                 f"  {name:30} {statistics.median(times[name]):8.0f} us  {ratio:5.2f} x  "
-                f"{size / floats:5.3f} of float  {sqnr(run(x), expected):6.1f} dB"
+                f"{size / floats:5.3f} of float  {noise:6.1f} dB"
             )
             numbers = {
                 "speed": round(ratio, 2),
                 "share": round(size / floats, 3) if size else 1,
-                "dB": round(sqnr(run(x), expected), 1) if size else None,
+                "dB": round(noise, 1) if size else None,
             }
             records.append({"way": name, "tokens": shown, "threads": args.threads, **numbers})
         stored.store(args.store, records, ("way", "tokens", "threads"))

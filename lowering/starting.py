@@ -5,6 +5,7 @@ Export's guards are gone, scopes are inlined, and inputs and buffers that the gr
 runs changes neither what it is given nor the model that it was lowered from.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,11 +13,11 @@ from torch import fx
 
 from quantplug.core.graph.constants import expression_value, written_buffers
 from quantplug.core.graph.editing import constant, replace
-from quantplug.core.graph.facts import attribute, is_constant, operands, operator_name, tensor_value
+from quantplug.core.graph.facts import attribute, constant_value, is_constant, operands, operator_name, tensor_value
 from quantplug.core.graph.memory import name_memory_once
 from quantplug.core.graph.working_copy import over_same_tensors
 from quantplug.core.graph.written_inputs import leave_inputs_as_they_are
-from quantplug.core.qdq.nodes import is_quantize
+from quantplug.core.qdq.nodes import is_dequantize, is_quantize
 from quantplug.core.qdq.quantized_tensors import spell_quantized_tensors
 from quantplug.lowering.executorch_names import edge_operator
 from quantplug.lowering.scopes import inline_scopes
@@ -40,18 +41,25 @@ def starting(converted: fx.GraphModule, *, integer_products: bool = True) -> fx.
     leave_inputs_as_they_are(module.graph, stacklevel=4)
     read_strides_as_exported(module.graph)
     spell_quantized_tensors(module.graph, integer_products=integer_products)
-    _quantize_constants(module.graph)
+    # Weights are stored as the integers that a graph quantizes them to at every call, as others write them.
+    store_conversions(module.graph, lambda node, held: is_quantize(node))
     _convert_before_copies(module.graph)
     own_state(module)
     module.recompile()
     return module
 
 
-def _quantize_constants(graph: fx.Graph) -> None:
-    """Stores weights as the integers that a graph quantizes them to at every call, as others write them."""
+def store_conversions(graph: fx.Graph, is_wanted: Callable[[fx.Node, torch.Tensor], bool]) -> None:
+    """Puts what conversions of constants yield in their place.
+
+    Args:
+        graph: the graph, which is changed.
+        is_wanted: tells of a node, and of the constant that it converts, whether it is one of them.
+    """
     for node in list(graph.nodes):
-        source: Any = operands(node).get("input") if is_quantize(node) else None
-        value = expression_value(node) if is_constant(source) else None
+        source: Any = operands(node).get("input") if is_quantize(node) or is_dequantize(node) else None
+        held = constant_value(source) if is_constant(source) else None
+        value = expression_value(node) if held is not None and is_wanted(node, held) else None
         if value is not None:
             replace(node, constant(node, f"{source.target}_folded".replace(".", "_"), value.detach()))
 

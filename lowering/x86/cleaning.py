@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from quantplug.core.graph.constants import expression_value
-from quantplug.core.graph.editing import constant, erase_unused, replace
-from quantplug.core.graph.facts import constant_value, is_constant, operands
+from quantplug.core.graph.editing import erase_unused, replace
+from quantplug.core.graph.facts import operands
 from quantplug.core.graph.meta import REASON, absorb
 from quantplug.core.graph.operators import ALIASES
 from quantplug.core.patterns.language import Match, dropouts, op, value
@@ -30,6 +29,7 @@ from quantplug.core.peers.torch_names import (
 from quantplug.core.qdq.nodes import is_dequantize
 from quantplug.core.qdq.qparams import QD, is_static, qparams, quantize
 from quantplug.lowering.rewrites.functional import make_functional
+from quantplug.lowering.starting import store_conversions
 
 
 def clean(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:
@@ -37,7 +37,8 @@ def clean(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:
     _remove_guards(module.graph)
     make_functional(module.graph)
     _pass_by_no_ops(module.graph)
-    _dequantize_biases(module.graph)
+    # Biases: the kernels read them in float.
+    store_conversions(module.graph, lambda node, held: is_dequantize(node) and held.dtype == torch.int32)
     _give_values(module, example_inputs)
     apply(module.graph, LAYOUT_FREE)
     apply(module.graph, TO_UNSIGNED)
@@ -79,15 +80,6 @@ def _reshape(match: Match) -> fx.Node:
 
 
 LAYOUT_FREE = (Rule(op("view.default", "_unsafe_view", self=value("x")), _reshape),)
-
-
-def _dequantize_biases(graph: fx.Graph) -> None:
-    for node in list(graph.nodes):
-        source: Any = operands(node).get("input") if is_dequantize(node) else None
-        found = constant_value(source) if is_constant(source) else None
-        value = None if found is None or found.dtype != torch.int32 else expression_value(node)
-        if value is not None:
-            replace(node, constant(node, f"{source.target}_folded", value))
 
 
 class _Values(fx.Interpreter):

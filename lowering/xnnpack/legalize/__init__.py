@@ -127,9 +127,7 @@ def steps(found: Legalized, accepts: Callable[[fx.Node], bool] | None = None) ->
         Step("one spelling", _spelled_plainly, leaves=(every_node(conditions.plain),)),
         Step("contiguous constants", contiguous_constants, leaves=(every_node(conditions.contiguous),)),
         Step("pads of integers between conversions", pads_of_integers_are_moves, needs=(every_node(conditions.plain),)),
-        Step(
-            "signed integers", lambda working: signed_integers(working.graph), leaves=(every_node(conditions.signed),)
-        ),
+        Step("signed integers", _signed_integers, leaves=(every_node(conditions.signed),)),
         Step("one dequantize for each integer reader", one_dequantize_per_use, leaves=(_ONE_EACH,)),
         Step("four bits named", narrow_weights_name_four_bits),
         Step("constant biases in float", constant_biases_are_float, leaves=(every_node(conditions.float_bias),)),

@@ -1,7 +1,7 @@
 """Integers as XNNPACK has them: of the whole range, one dequantize for each reader, numbers as constants.
 
-Before: a q/dq graph with shared dequantizes, numbers beside tensors, clamps behind kernels, integers
-of fewer than 256 values, and embeddings of quantized tables. After: the same reals.
+Before: a q/dq graph with shared dequantizes, numbers beside tensors, clamps behind kernels, integers of fewer than 256
+values, and embeddings of quantized tables. After: the same reals.
 """
 
 from collections.abc import Callable, Mapping
