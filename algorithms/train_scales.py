@@ -31,6 +31,7 @@ from quantplug.core.calibration.parking import Parked, Parking
 from quantplug.core.calibration.processes import joined, telling
 from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError, first_line
+from quantplug.core.peers.glibc import give_back, return_free
 from quantplug.core.specs.levels import decibels
 
 # Of eight batches one is held back.
@@ -41,6 +42,8 @@ _WARM = 8
 _BETAS = (0.9, 0.95)
 # Numbers of an output whose losses are computed at once.
 _PART = 2**20
+# Bytes of float outputs that wait in memory: each is read once a pass, which takes seconds.
+_WAITING = 2**25
 # What the loss has to fall by, and what the squared error may grow by: 0.2 and 0.1 decibels.
 _LEAST_GAIN, _MOST_LOSS = 10**-0.02, 10**0.01
 
@@ -152,7 +155,8 @@ class TrainScales:
                 return TrainedScales(left=left)
             trainable = Trainable(model, weights)
             del weights  # so that none is there any more when its successor is
-            with Parking() as parking, torch.enable_grad():
+            give_back()
+            with Parking(_WAITING) as parking, torch.enable_grad():
                 data = _Data(model, batches, parking)
                 if not data.has_numbers:
                     reason = "the model returns no floats"
@@ -179,6 +183,7 @@ class TrainScales:
             move_parameter(model, vector.paths, vector.value().detach())
         for each in trainable.taken():
             keep(model, each.weight, each.rescaled(), each.scale)
+            return_free()
         model.recompile()
         vectors = tuple(vector.paths[0] for vector in trainable.vectors)
         return TrainedScales(scales, vectors, before.distance, after.distance, left)
@@ -198,10 +203,12 @@ class TrainScales:
         for step, place in enumerate(order):
             if step >= done:
                 loss = before.loss(data.losses(trainable, place).mean(0))
+                return_free()
                 optimizer.zero_grad()
                 _backward(loss)
                 optimizer.param_groups[0]["lr"] = self.rate * _share(step, len(order))
                 optimizer.step()
+                return_free()
                 kept.write(partial(_content, optimizer, step + 1))
             advance()
 

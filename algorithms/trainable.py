@@ -25,10 +25,14 @@ from quantplug.core.graph.editing import drop_unread_attributes, erase_dead_code
 from quantplug.core.graph.facts import attribute, observer_of, operands
 from quantplug.core.observers.from_specs import is_derived
 from quantplug.core.observers.straight_through import straight_through
+from quantplug.core.peers.glibc import return_free
 from quantplug.core.peers.torch_names import pytree
 from quantplug.core.qdq.nodes import is_qdq
 
 T = TypeVar("T")
+_LINEAR, _SLICE, _CAT = torch.ops.aten.linear.default, torch.ops.aten.slice.Tensor, torch.ops.aten.cat.default
+# Numbers of a weight that are computed at once, more or less.
+_BLOCK = 2**22
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,9 +57,14 @@ class Scaled:
             start = nearest
         return cls(weight, start, nn.Parameter(torch.zeros_like(weight.grid.scale)))
 
-    def value(self) -> Tensor:
-        """Returns what its integers stand for with the scales as they are trained so far, as the layer holds it."""
-        return self.weight.as_held(self.weight.grid.multiplied(self.start, self.trained.exp()))
+    def value(self, rows: slice = slice(None)) -> Tensor:
+        """Returns what its integers stand for with the scales as they are trained so far, as the layer holds it.
+
+        Args:
+            rows: which of them; not of a convolution.
+        """
+        trained = self.trained if self.trained.shape[1] == 1 else self.trained[:, rows]
+        return self.weight.as_held(self.weight.grid.multiplied(self.start[:, rows], trained.exp()))
 
     @property
     def scale(self) -> Tensor:
@@ -144,19 +153,23 @@ class Trainable:
 
     def _values(self) -> dict[fx.Node, Callable[[], Tensor]]:
         """Lets the graph read what is trained in place of what is rounded, and returns by node what computes it."""
-        weights = {path: each.value for each in self.scaled for path in each.weight.paths}
+        weights = {path: each for each in self.scaled for path in each.weight.paths}
         vectors = {path: each.value for each in self.vectors for path in each.paths}
         found, graph = dict[fx.Node, Callable[[], Tensor]](), self._model.graph
         for node in graph.find_nodes(op="get_attr"):
             if str(node.target) in vectors:
                 found[node] = vectors[str(node.target)]
         for back, quantize in self._pairs.items():
-            source = quantize.all_input_nodes[0]
-            if source.op == "get_attr" and str(source.target) in weights | vectors and back.users:
-                found[_read_late(back, source)] = (weights | vectors)[str(source.target)]
+            path = str(quantize.all_input_nodes[0].target)
+            if path in vectors and back.users:
+                found[_read_late(back)] = vectors[path]
+            elif path in weights and back.users:
+                late = _read_late(back)
+                found |= {late: weights[path].value} | _in_blocks(late, weights[path])
         erase_dead_code(graph)
         drop_unread_attributes(self._model)
         left = set(graph.nodes)
+        found = {node: value for node, value in found.items() if node in left}
         self._pairs = {back: quantize for back, quantize in self._pairs.items() if back in left}
         return found
 
@@ -182,13 +195,40 @@ class Trainable:
         return value
 
 
-def _read_late(back: fx.Node, source: fx.Node) -> fx.Node:
-    """Lets what reads a pair read what it rounds, in front of the first: so one weight at a time is computed."""
+def _read_late(back: fx.Node) -> fx.Node:
+    """Lets what reads a pair read what is trained, in front of the first: so one weight at a time is computed."""
     with back.graph.inserting_before(min(back.users)):
-        node = back.graph.get_attr(str(source.target))
-    node.meta = dict(source.meta)
+        node = back.graph.call_function(_trained_value)
     back.replace_all_uses_with(node)
     return node
+
+
+def _in_blocks(late: fx.Node, scaled: Scaled) -> dict[fx.Node, Callable[[], Tensor]]:
+    """Computes large linear layers in blocks of their output channels, and returns what computes the blocks' weights.
+
+    A language model's head is as large as many layers; so neither it nor its gradient is ever there as a whole.
+    """
+    rows, columns = scaled.start.shape[1:]
+    graph, size, found = late.graph, max(1, _BLOCK // columns), dict[fx.Node, Callable[[], Tensor]]()
+    for layer in list(late.users):
+        if layer.target is not _LINEAR or size >= rows:
+            continue
+        x, bias, results = layer.args[0], operands(layer)["bias"], []
+        with graph.inserting_before(layer):
+            for start in range(0, rows, size):
+                block = graph.call_function(_trained_value)
+                found[block] = partial(scaled.value, slice(start, start + size))
+                part = None if bias is None else graph.call_function(_SLICE, (bias, 0, start, start + size))
+                results.append(graph.call_function(_LINEAR, (x, block, part)))
+            whole = graph.call_function(_CAT, (results, -1))
+        whole.meta = dict(layer.meta)
+        layer.replace_all_uses_with(whole)
+    return found
+
+
+def _trained_value() -> Tensor:
+    """Stands in a graph for what `_Run` computes there, so that the graph holds no weight itself."""
+    raise NotImplementedError
 
 
 def _differentiable(values: T) -> T:
@@ -244,6 +284,7 @@ class _Run(BatchRun):
 
     def _through(self, stretch: Stretch, *values: Any) -> list[Any]:
         """Returns what a stretch yields, given what it reads."""
+        return_free()  # what lies between the pieces that another stretch left would grow from one to the next
         run = copy.copy(self)
         run.env, run._rounded, run._next = dict(zip(stretch.reads, values, strict=True)), {}, stretch.start
         run.advance(stretch.stop)
@@ -256,7 +297,7 @@ class _Run(BatchRun):
             return of.trained(n)
         if n in of._constants:
             if n not in of._computed:
-                of._computed[n] = self._alone(n)
+                of._computed[n] = pytree.tree_map_only(Tensor, Tensor.detach, self._alone(n))  # no gradient to tables
             return of._computed[n]
         if not is_qdq(n):
             return super().run_node(n)

@@ -5,6 +5,7 @@ gain while the model loses, because outputs of a layer do not count alike for wh
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from quantplug.algorithms.scaling import Scales
 from quantplug.core.calibration.node_by_node import BatchRun
 from quantplug.core.calibration.outputs import OutputNoise, by_sample
 from quantplug.core.graph.facts import is_constant
+from quantplug.core.peers.glibc import return_free
+from quantplug.core.peers.torch_names import pytree
 
 # Decibels that may be lost in a trial where another one gains.
 _LEAST_LOSS = 0.1
@@ -39,6 +42,7 @@ def trials(
         wanted = by_sample(BatchRun(scales.model, batch).result())
         for noise, given in zip(found, parameters, strict=True):
             noise.add(by_sample(_RoundedRun(scales.model, batch, given).result()), wanted)
+        return_free()
         advance()
     return found
 
@@ -60,28 +64,51 @@ def told(before: list[OutputNoise], after: list[OutputNoise], changed: str = "wi
 STEPS, STEPS_OF_WEIGHTS = 255, 127
 
 
-def _parameters(scales: Scales, *, per_channel: bool) -> dict[fx.Node, Tensor]:
-    """Returns the parameters that have scales, and the weights of all layers in 8 bits."""
-    found = {node: scales.value(node) for node in scales.parameters}
-    for layer in filter(None, map(layer_of, scales.model.graph.nodes)):
-        if is_constant(layer.weight):
-            found[layer.weight] = _weight(scales, layer, per_channel=per_channel)
-    return {node: value.to(scales.original(node).dtype) for node, value in found.items()}
+@dataclass(frozen=True)
+class _Rounded:
+    """A layer's weight in 8 bits, kept as integers: in float all weights would be one more model for each trial.
+
+    Attributes:
+        layer: whose it is.
+        integers: int8 [out, in / groups, ...].
+        step: what 1 of them stands for, one for each row.
+        dtype: of the weight.
+    """
+
+    layer: Layer
+    integers: Tensor
+    step: Tensor
+    dtype: torch.dtype
+
+    def value(self) -> Tensor:
+        """Returns the weight as the layer holds it."""
+        return self.layer.as_held(self.integers * self.step).to(self.dtype)
 
 
-def _weight(scales: Scales, layer: Layer, *, per_channel: bool) -> Tensor:
+def _parameters(scales: Scales, *, per_channel: bool) -> dict[fx.Node, Tensor | _Rounded]:
+    """Returns the weights of all layers in 8 bits, and the other parameters that have scales."""
+    layers = [layer for layer in map(layer_of, scales.model.graph.nodes) if layer and is_constant(layer.weight)]
+    weights = {layer.weight: _rounded(scales, layer, per_channel=per_channel) for layer in layers}
+    others = [node for node in scales.parameters if node not in weights]
+    return {node: scales.value(node).to(scales.original(node).dtype) for node in others} | weights
+
+
+def _rounded(scales: Scales, layer: Layer, *, per_channel: bool) -> _Rounded:
     weight, folded = layer.by_rows(scales.value(layer.weight)), scales.folded(layer)
     rows, own = (each.flatten(1).abs().amax(1) for each in (folded, weight))
     # Rows that a batch norm makes larger have smaller steps before it.
     step = own if per_channel else own * (rows.max() / rows)
     step = step.nan_to_num(0.0, 0.0).reshape(-1, *[1] * (weight.dim() - 1)) / STEPS_OF_WEIGHTS
-    return layer.as_held(round_to(weight, step))
+    integers = torch.where(step > 0, weight / step, 0).round_().to(torch.int8)
+    return _Rounded(layer, integers, step, scales.original(layer.weight).dtype)
 
 
 class _RoundedRun(BatchRun):
     """Runs a model on other parameters, with what its layers read rounded to 8 bits."""
 
-    def __init__(self, model: fx.GraphModule, batch: tuple[Any, ...], parameters: dict[fx.Node, Tensor]) -> None:
+    def __init__(
+        self, model: fx.GraphModule, batch: tuple[Any, ...], parameters: dict[fx.Node, Tensor | _Rounded]
+    ) -> None:
         super().__init__(model, batch)
         self._parameters = parameters
 
@@ -91,6 +118,10 @@ class _RoundedRun(BatchRun):
             return self._parameters[n]
         layer = layer_of(n)
         return super().run_node(n) if layer is None else self._result(layer)
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        """Returns what a node reads; weights are float from here on, for export reads all of them at the beginning."""
+        return pytree.tree_map_only(_Rounded, _Rounded.value, super().fetch_args_kwargs_from_env(n))
 
     def _result(self, layer: Layer) -> Any:
         value = self.env[layer.input]

@@ -169,8 +169,8 @@ class Weight:
         )
 
     def as_held(self, matrix: Tensor) -> Tensor:
-        """Returns a matrix [groups, rows, columns] in the tensor's shape and dtype."""
-        held = self.layers[0].operator.as_held(matrix.reshape(self.by_rows.shape))
+        """Returns a matrix [groups, rows, columns], or some of its rows, as the tensor is laid out, in its dtype."""
+        held = self.layers[0].operator.as_held(matrix.reshape(-1, *self.by_rows.shape[1:]))
         return held.to(self.value.dtype).contiguous()
 
 

@@ -9,8 +9,13 @@ import sys
 
 
 def give_back() -> None:
-    """Collects what is free and returns it; glibc keeps pieces that lie between others until it is asked."""
+    """Collects what nobody refers to any more, such as graphs, whose nodes refer to each other, and returns it."""
     gc.collect()
+    return_free()
+
+
+def return_free() -> None:
+    """Returns what is free; glibc keeps pieces that lie between others until it is asked."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # musl has none
         trim(0)

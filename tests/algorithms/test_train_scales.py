@@ -10,12 +10,14 @@ from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
     get_symmetric_quantization_config as executorch_config,
 )
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e as torchao_convert
 from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e as torchao_prepare
 from torchao.quantization.pt2e.quantizer import FixedQParamsQuantizationSpec, QuantizationAnnotation, Quantizer
 
 import quantplug
 from quantplug.algorithms import kept, stretches, train_scales
+from quantplug.algorithms import trainable as trainable_module
 from quantplug.algorithms.train_scales import TrainScales
 from quantplug.algorithms.trainable import Trainable
 from quantplug.algorithms.weights import weights_of
@@ -172,6 +174,43 @@ def test_what_is_computed_again_has_the_same_gradients_and_keeps_less(kind, monk
     assert all(torch.equal(one, other) for one, other in zip(whole, again, strict=True))
     assert all(each.any() for each in again)
     assert less < 0.7 * kept
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many numbers the largest memory holds that an operator fills with floats, on the way back too."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **kwargs or {})
+        given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+        if isinstance(found, torch.Tensor) and found.is_floating_point():
+            memory = found.untyped_storage()
+            self.numbers = max(self.numbers, 0 if memory.data_ptr() in given else memory.nbytes() // found.itemsize)
+        return found
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_large_head_is_never_there_whole_and_has_the_same_gradients(has_bias, monkeypatch):
+    model = Language(words=960).eval()  # the head, 960 x 64, is larger than all else by far
+    if has_bias:
+        model.head = nn.Linear(64, 960)
+    exported = torch.export.export(model, (texts(1)[0],)).module()
+    prepared = quantplug.prepare_pt2e(exported, quantplug.get_quantizer("xnnpack").set_global("int4_dynamic_groups"))
+    quantplug.calibrate(prepared, texts(2), progress=False)
+    whole, _, _ = gradients(prepared, texts(1)[0], monkeypatch)
+    monkeypatch.setattr(trainable_module, "_BLOCK", 100 * 64)
+    trainable = Trainable(prepared, weights_of(prepared)[0])
+    with Largest() as largest:
+        found = trainable.result((texts(1)[0],))[0]
+        found.square().sum().backward()
+    assert largest.numbers == found.numel() < 960 * 64
+    parts = [each.grad for each in trainable.parameters()]
+    assert all((one - other).norm() < 1e-4 * one.norm() for one, other in zip(whole, parts, strict=True))
+    assert all(each.any() for each in parts)
+    assert all(parameter.grad is None for parameter in prepared.parameters())  # of the table of embeddings neither
 
 
 @pytest.mark.few(1)
