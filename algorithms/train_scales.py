@@ -31,7 +31,7 @@ from quantplug.core.calibration.parking import Parked, Parking
 from quantplug.core.calibration.processes import joined, telling
 from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.errors import ArtefactError, CalibrationError, ConfigError, first_line
-from quantplug.core.peers.glibc import give_back, return_free
+from quantplug.core.peers.glibc import give_back
 from quantplug.core.specs.levels import decibels
 
 # Of eight batches one is held back.
@@ -183,7 +183,6 @@ class TrainScales:
             move_parameter(model, vector.paths, vector.value().detach())
         for each in trainable.taken():
             keep(model, each.weight, each.rescaled(), each.scale)
-            return_free()
         model.recompile()
         vectors = tuple(vector.paths[0] for vector in trainable.vectors)
         return TrainedScales(scales, vectors, before.distance, after.distance, left)
@@ -203,12 +202,10 @@ class TrainScales:
         for step, place in enumerate(order):
             if step >= done:
                 loss = before.loss(data.losses(trainable, place).mean(0))
-                return_free()
                 optimizer.zero_grad()
                 _backward(loss)
                 optimizer.param_groups[0]["lr"] = self.rate * _share(step, len(order))
                 optimizer.step()
-                return_free()
                 kept.write(partial(_content, optimizer, step + 1))
             advance()
 

@@ -25,7 +25,6 @@ from quantplug.core.graph.editing import drop_unread_attributes, erase_dead_code
 from quantplug.core.graph.facts import attribute, observer_of, operands
 from quantplug.core.observers.from_specs import is_derived
 from quantplug.core.observers.straight_through import straight_through
-from quantplug.core.peers.glibc import return_free
 from quantplug.core.peers.torch_names import pytree
 from quantplug.core.qdq.nodes import is_qdq
 
@@ -284,7 +283,6 @@ class _Run(BatchRun):
 
     def _through(self, stretch: Stretch, *values: Any) -> list[Any]:
         """Returns what a stretch yields, given what it reads."""
-        return_free()  # what lies between the pieces that another stretch left would grow from one to the next
         run = copy.copy(self)
         run.env, run._rounded, run._next = dict(zip(stretch.reads, values, strict=True)), {}, stretch.start
         run.advance(stretch.stop)

@@ -16,7 +16,6 @@ from quantplug.algorithms.scaling import Scales
 from quantplug.core.calibration.node_by_node import BatchRun
 from quantplug.core.calibration.outputs import OutputNoise, by_sample
 from quantplug.core.graph.facts import is_constant
-from quantplug.core.peers.glibc import return_free
 from quantplug.core.peers.torch_names import pytree
 
 # Decibels that may be lost in a trial where another one gains.
@@ -42,7 +41,6 @@ def trials(
         wanted = by_sample(BatchRun(scales.model, batch).result())
         for noise, given in zip(found, parameters, strict=True):
             noise.add(by_sample(_RoundedRun(scales.model, batch, given).result()), wanted)
-        return_free()
         advance()
     return found
 

@@ -19,6 +19,7 @@ from quantplug.core.graph.constants import written_buffers
 from quantplug.core.graph.editing import replace_parameter
 from quantplug.core.graph.facts import attribute, is_observer, is_written
 from quantplug.core.graph.meta import FLOATS
+from quantplug.core.peers.glibc import freed_at_once
 from quantplug.core.peers.torch_names import pytree
 
 Batch: TypeAlias = tuple[Any, ...]
@@ -199,7 +200,8 @@ def batches_of(
     """Yields batches as the graph's positional inputs, until they hold so many samples.
 
     In a job of several processes each reads its own shard, and all have the batches of all: the first of each process,
-    then the second of each, as one process has them that reads them in this order.
+    then the second of each, as one process has them that reads them in this order. Meanwhile freed tensors go back to
+    the system.
 
     Args:
         model: the prepared graph module.
@@ -213,7 +215,7 @@ def batches_of(
         CalibrationError: `samples` is no positive number, a batch does not fit the model, there are too few, or another
             process failed.
     """
-    with Parking() as parking:
+    with freed_at_once(), Parking() as parking:
         found, seen = list[Parked](), 0
         with joined() as ranks, telling(ranks):
             if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
