@@ -1,6 +1,7 @@
 """Equalization and smoothing: other parameters, the same function, and better integers with anybody's quantizer."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
     X86InductorQuantizer,
     get_default_x86_inductor_quantization_config,
@@ -20,7 +22,9 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 import quantplug
 from quantplug.algorithms.equalize import Equalize
 from quantplug.algorithms.rotate import Rotate
+from quantplug.algorithms.scaling import Scales
 from quantplug.algorithms.smooth import Smooth
+from quantplug.algorithms.trial import trials
 from quantplug.core.errors import CalibrationError, ConfigError, ModelError
 from quantplug.core.specs.levels import sqnr
 
@@ -635,3 +639,34 @@ def test_multiplications_and_biases_take_open_sizes_and_halves(dtype):
     assert Equalize(absorb="seen").apply(graph, batches).absorbed
     assert all(difference(graph(x).float(), shifted(x).float()) < most for x in (*batches, batches[0][:3]))
     assert {value.dtype for value in graph.parameters()} == {dtype}
+
+
+class Copies(TorchDispatchMode):
+    """Notes how many float tensors as large as a weight there are at most beside the model's when a layer runs."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.own = {each.untyped_storage().data_ptr() for each in model.parameters()}
+        self.most = self.layers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.addmm.default:
+            memories = {
+                each.untyped_storage().data_ptr()
+                for each in gc.get_objects()
+                if type(each) is torch.Tensor and each.shape == (40, 40) and each.dtype == torch.float32
+            }
+            self.most, self.layers = max(self.most, len(memories - self.own)), self.layers + 1
+        return func(*args, **kwargs or {})
+
+
+def test_a_trial_keeps_no_second_model_in_float():
+    """Of a language model it would be as large as the model, for each kind of scales."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(each for _ in range(6) for each in (nn.Linear(40, 40), nn.ReLU()))).eval()
+    graph, batches = torch.export.export(model, (torch.randn(3, 40),)).module(), [(torch.randn(3, 40),)]
+    with torch.no_grad(), Copies(graph) as copies:
+        noises = trials(Scales(graph, []), batches, None, lambda: None)
+    assert all(20 < noise.decibels < 60 for noise in noises)
+    assert copies.layers == 3 * 6
+    assert 1 <= copies.most <= 2
