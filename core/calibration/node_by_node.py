@@ -6,13 +6,13 @@ between two such nodes; meanwhile the others wait with what later nodes read of 
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias, overload
 
 from torch import Tensor, fx
 
 from quantplug.core.calibration.batches import BatchReader, loader_iterator, picked, sample_count
-from quantplug.core.calibration.parking import Parked, Parking, memories
+from quantplug.core.calibration.parking import BUDGET, Parked, Parking, memories
 from quantplug.core.calibration.processes import in_turns, joined, telling
 from quantplug.core.errors import CalibrationError
 from quantplug.core.graph.constants import written_buffers
@@ -200,8 +200,7 @@ def batches_of(
     """Yields batches as the graph's positional inputs, until they hold so many samples.
 
     In a job of several processes each reads its own shard, and all have the batches of all: the first of each process,
-    then the second of each, as one process has them that reads them in this order. Meanwhile freed tensors go back to
-    the system.
+    then the second of each, as one process has them that reads them in this order.
 
     Args:
         model: the prepared graph module.
@@ -215,7 +214,7 @@ def batches_of(
         CalibrationError: `samples` is no positive number, a batch does not fit the model, there are too few, or another
             process failed.
     """
-    with freed_at_once(), Parking() as parking:
+    with _returning_memory(model), Parking() as parking:
         found, seen = list[Parked](), 0
         with joined() as ranks, telling(ranks):
             if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
@@ -231,6 +230,11 @@ def batches_of(
                 "be read only once); pass more."
             )
         yield Batches(parking, found)
+
+
+def _returning_memory(model: fx.GraphModule) -> AbstractContextManager[None]:
+    """Lets freed tensors go back to the system beside a large model; beside a small one it is not worth the time."""
+    return freed_at_once() if sum(each.nbytes for each in model.parameters()) > BUDGET else nullcontext()
 
 
 def _read(
