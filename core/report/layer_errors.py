@@ -24,6 +24,7 @@ from quantplug.core.qdq.nodes import is_dequantize, range_of, stored_dtype
 from quantplug.core.qdq.qparams import StaticQParams, qparams, static_qparams
 from quantplug.core.report.layers import Piece, Rounding, fixed_nodes, pieces
 from quantplug.core.report.runs import FloatRuns, OwnRun, Run, as_quantized
+from quantplug.core.specs.levels import STEP_ROUNDING
 
 BINS = 48
 _POINTS = 160
@@ -97,6 +98,8 @@ class ConstantFit:
         largest: the largest magnitude of the float constant, for each channel.
         held: the largest magnitude of the quantized one, for each channel.
         clipped: the share of its integers that are the lowest or the highest, for each channel.
+        floored: for each channel whether its numbers went to the nearest integers by the smallest scale of the channels,
+            as where a spec keeps scales from being smaller.
     """
 
     operand: str
@@ -113,6 +116,7 @@ class ConstantFit:
     largest: Tensor
     held: Tensor
     clipped: Tensor
+    floored: Tensor
 
 
 @dataclass
@@ -383,10 +387,12 @@ def _constant_fits(piece: Piece, reference: FloatRuns, fixed: dict[fx.Node, Any]
         if not isinstance(wanted, Tensor) or not isinstance(found, Tensor) or wanted.shape != found.shape:
             continue
         if wanted.is_floating_point() and wanted.dim():
-            yield _constant_fit(piece, name, node, wanted, found)
+            yield _constant_fit(piece, name, node, wanted, found, fixed)
 
 
-def _constant_fit(piece: Piece, name: str, node: fx.Node, wanted: Tensor, found: Tensor) -> ConstantFit:
+def _constant_fit(
+    piece: Piece, name: str, node: fx.Node, wanted: Tensor, found: Tensor, fixed: dict[fx.Node, Any]
+) -> ConstantFit:
     source = node
     while not is_dequantize(source) and len(source.all_input_nodes) == 1:
         source = source.all_input_nodes[0]
@@ -414,7 +420,16 @@ def _constant_fit(piece: Piece, name: str, node: fx.Node, wanted: Tensor, found:
         largest=w.abs().amax(1),
         held=q.abs().amax(1),
         clipped=_clipped(w, q),
+        floored=_floored(w, q, fixed.get(given.get("scales")) if scale_axis == axis else None),
     )
+
+
+def _floored(w: Tensor, q: Tensor, scales: Any) -> Tensor:
+    if not isinstance(scales, Tensor) or scales.shape != (len(w),):
+        return torch.zeros(len(w), dtype=torch.bool)
+    scales = scales.detach().double()
+    is_nearest = (q - w).abs().amax(1) <= scales / 2 * (1 + STEP_ROUNDING)
+    return is_nearest & (scales == scales.min()) & (scales.min() < scales.max())
 
 
 def weight_axis(piece: Piece, operand: str) -> int:

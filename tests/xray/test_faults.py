@@ -55,6 +55,18 @@ def test_a_sound_model_accuses_nobody(family, backend):
     assert all(layer.own["reference"] is not None for layer in found.layers)
 
 
+@pytest.mark.parametrize("share", [0.05, 1e-4], ids=["some steps are left", "all are zero"])
+def test_channels_below_the_smallest_scale_are_no_fault_of_the_graph(share):
+    """As batch norms of trained models leave them: such channels are rounded as the config asks, by 2**-12."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 3)).eval()
+    model[1].weight.data[5] = share
+    x = torch.randn(8, 3, 12, 12)
+    for _ in range(2):
+        artefact = quantplug.quantize(model, (x,), "xnnpack", [x])
+        assert quantplug.inspect(model, artefact, [x]).faults == ()
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("config", ["int8_per_tensor", "int8_dynamic", "int8_weight_only", "int4_weight_only"])
 @pytest.mark.parametrize("backend", TARGETS)
