@@ -98,8 +98,8 @@ class ConstantFit:
         largest: the largest magnitude of the float constant, for each channel.
         held: the largest magnitude of the quantized one, for each channel.
         clipped: the share of its integers that are the lowest or the highest, for each channel.
-        floored: for each channel whether its numbers went to the nearest integers by the smallest scale of the channels,
-            as where a spec keeps scales from being smaller.
+        floored: for each channel whether its numbers are the nearest integers by the smallest scale of all channels, as
+            where a spec keeps scales from being smaller.
     """
 
     operand: str
