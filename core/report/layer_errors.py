@@ -420,12 +420,12 @@ def _constant_fit(
         largest=w.abs().amax(1),
         held=q.abs().amax(1),
         clipped=_clipped(w, q),
-        floored=_floored(w, q, fixed.get(given.get("scales")) if scale_axis == axis else None),
+        floored=_floored(w, q, fixed.get(given["scales"]) if scale_axis == axis else None),
     )
 
 
-def _floored(w: Tensor, q: Tensor, scales: Any) -> Tensor:
-    if not isinstance(scales, Tensor) or scales.shape != (len(w),):
+def _floored(w: Tensor, q: Tensor, scales: Tensor | None) -> Tensor:
+    if scales is None or scales.shape != (len(w),):
         return torch.zeros(len(w), dtype=torch.bool)
     scales = scales.detach().double()
     is_nearest = (q - w).abs().amax(1) <= scales / 2 * (1 + STEP_ROUNDING)
