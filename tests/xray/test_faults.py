@@ -161,3 +161,19 @@ def test_leaving_the_costliest_layer_float_gains_what_was_said():
     after = quantplug.inspect(model, quantplug.convert_pt2e(observed(model, quantizer, x)), [x])
     # The float layer gives away neither its weight nor the rounding in front of it.
     assert after.decibels() - before.decibels() > before.gain(costly.node) - 0.5
+
+
+def test_what_is_advised_of_a_layer_that_others_read_in_integers_gains_what_was_said():
+    """Its readers round what it yields though it is float itself, so that they are named too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.SiLU(), nn.Conv2d(16, 16, 3), nn.SiLU(), nn.Conv2d(16, 4, 3)).eval()
+    model[2].weight.data[0] *= 60
+    x = torch.randn(8, 3, 12, 12)
+    for _ in range(2):
+        quantizer = quantplug.get_quantizer("xnnpack").set_global("int8")
+        before = quantplug.inspect(model, quantplug.convert_pt2e(observed(model, quantizer, x)), [x])
+        costly = next(layer for layer in before.by_noise() if "with what reads it" in layer.says)
+        exec(costly.remedy, {"quantizer": quantizer})
+        after = quantplug.inspect(model, quantplug.convert_pt2e(observed(model, quantizer, x)), [x])
+        assert before.gain(costly.node) > 1
+        assert after.decibels() - before.decibels() > before.gain(costly.node) - 0.5
