@@ -22,7 +22,7 @@ from quantplug.core.graph.facts import operands, operator_name, sizes_of
 from quantplug.core.qdq.integer_io import dequantized_outputs, quantized_inputs
 from quantplug.core.qdq.nodes import is_dequantize, range_of, stored_dtype
 from quantplug.core.qdq.qparams import StaticQParams, qparams, static_qparams
-from quantplug.core.report.layers import Piece, Rounding, fixed_nodes, pieces
+from quantplug.core.report.layers import Piece, Rounding, fixed_nodes, pieces, rounds_activations
 from quantplug.core.report.runs import FloatRuns, OwnRun, Run, as_quantized
 from quantplug.core.specs.levels import STEP_ROUNDING
 
@@ -235,7 +235,8 @@ class _Measurement:
                 self._add(layer, floats[piece.end], own[piece.end], quantized, fixed)
                 if self._alone and not piece.passes_on:
                     value = _own_value(run, piece, own[piece.end], floats[piece.end], fixed)
-                    _add_output(layer, reference.with_value(piece.end.name, value), wanted)
+                    unrounded = dict.fromkeys(_float_readers(piece, self._constants), own[piece.end])
+                    _add_output(layer, reference.with_value(piece.end.name, value, unrounded), wanted)
 
     def _passed(self, reference: FloatRuns, batch: tuple[Any, ...]) -> tuple[dict[fx.Node, Any], dict[fx.Node, Tensor]]:
         """Returns what each layer yields on float inputs, and its float value."""
@@ -310,6 +311,11 @@ def _own_value(run: Run, piece: Piece, own: Tensor, wanted: Tensor, fixed: dict[
         values[rounding.back] = run.rounded(rounding, values[rounding.quantize.all_input_nodes[0]], fixed)
     del values[piece.end]
     return max(values.values(), key=lambda value: error_energy(value, wanted))
+
+
+def _float_readers(piece: Piece, constants: set[fx.Node]) -> list[str]:
+    """Returns the readers of what a layer yields that read it as it is before it is rounded."""
+    return [reader.name for reader in piece.end.users if piece.roundings and not rounds_activations(reader, constants)]
 
 
 def _add_output(layer: LayerErrors, found: Any, wanted: list[Tensor]) -> None:

@@ -177,3 +177,17 @@ def test_what_is_advised_of_a_layer_that_others_read_in_integers_gains_what_was_
         after = quantplug.inspect(model, quantplug.convert_pt2e(observed(model, quantizer, x)), [x])
         assert before.gain(costly.node) > 1
         assert after.decibels() - before.decibels() > before.gain(costly.node) - 0.5
+
+
+def test_a_layer_costs_what_its_readers_in_integers_lose():
+    """A norm behind a sum is read by a layer in integers, and in float by the next sum, which keeps all of it."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, activation="gelu")
+    model, x = nn.Sequential(layer, nn.Linear(64, 5)).eval(), torch.randn(16, 16, 64)
+    quantizer = quantplug.get_quantizer("x86").set_global("int8")
+    before = quantplug.inspect(model, quantplug.convert_pt2e(observed(model, quantizer, x)), [x])
+    (norm,) = (layer for layer in before.layers if layer.module_path.endswith("norm1"))
+    quantizer = quantizer.set_module_name("0.linear1", None)
+    after = quantplug.inspect(model, quantplug.convert_pt2e(observed(model, quantizer, x)), [x])
+    gained = after.decibels() - before.decibels()
+    assert 0 < before.gain(norm.node) < gained + 0.2
