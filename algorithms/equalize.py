@@ -82,13 +82,16 @@ class Equalized(ByLayer[EqualizedLayer]):
 class Equalize:
     """Evens out the ranges of weights, channel by channel, over layers that follow each other; see `apply`.
 
+    Cross-layer equalization (Nagel et al., arXiv:1906.04721, section 4.1): a channel of a producer is divided by a
+    number, and the columns of the layers that read it are multiplied by that. The model computes the same.
+
     Attributes:
-        per_channel: whether batches tell what is gained for weights that have a scale for each output channel, or for
-            those with one for all; None for both, of which none may lose.
-        samples: batches that tell are taken until they hold so many samples.
-        absorb: which biases move into the layers behind them, if the outputs gain by it: "exact" for those that nothing
-            clips on the way; "seen" for those besides that a relu clips on no batch, by far, which changes what the
-            model computes for inputs that go beyond; None for none.
+        per_channel: which weights the gain is measured with: True for per-channel scales, False for per-tensor ones;
+            None for both, of which none may lose.
+        samples: batches to measure the gain on are taken until they hold so many samples.
+        absorb: which parts of biases move into the layers behind (section 4.2 of the paper), if the outputs gain: None
+            for none. "exact" for those that nothing clips on the way. "seen" for those besides whose channels stay
+            far above a relu's 0 on all batches; for inputs beyond these the model computes something else.
         stage: which graph it is for.
 
     Raises:

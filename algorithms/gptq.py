@@ -78,6 +78,10 @@ class RoundedWeights(ByLayer[RoundedLayer]):
 class GPTQ:
     """Rounds the weights of a calibrated model so that its layers' results change least; see `apply`.
 
+    GPTQ (Frantar et al., arXiv:2210.17323): a weight is rounded column by column, and the columns that follow make up
+    for each error. Scales are searched before it, and scales and integers fitted to each other behind it (QuantEase,
+    arXiv:2309.01885).
+
     Attributes:
         samples: batches are taken until they hold so many samples.
         damping: what is added to the Hessian's diagonal, as a share of its mean.

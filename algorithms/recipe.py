@@ -53,7 +53,7 @@ class Algorithm(Protocol):
 
 @dataclass(frozen=True)
 class CorrectBiases:
-    """Lets biases undo the mean error of quantization; see `correct_biases`.
+    """Lets biases undo the mean error of quantization (Nagel et al., arXiv:1906.04721, 4.2); see `correct_biases`.
 
     Attributes:
         samples: batches are taken until they hold so many samples, but two at least.

@@ -68,11 +68,15 @@ class Rotated(ByLayer[RotatedLayer]):
 class Rotate:
     """Spreads outliers over all channels of residual streams and of attentions' values; see `apply`.
 
+    QuaRot (Ashkboos et al., arXiv:2404.00456, section 4) and SpinQuant (Liu et al., arXiv:2405.16406, R1 and R2 of
+    section 3): what writes a stream is multiplied by an orthogonal matrix made of Hadamard's, and what reads it by the
+    inverse. The model computes the same.
+
     Attributes:
         seed: of the signs of the Hadamard matrices.
-        samples: batches that tell are taken until they hold so many samples.
-        per_channel: whether batches tell what is gained for weights that have a scale for each output channel, or for
-            those with one for all; None for both, of which none may lose.
+        samples: batches to measure the gain on are taken until they hold so many samples.
+        per_channel: which weights the gain is measured with: True for per-channel scales, False for per-tensor ones;
+            None for both, of which none may lose.
         stage: which graph it is for.
     """
 

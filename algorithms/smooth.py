@@ -91,14 +91,18 @@ class Smoothed(ByLayer[SmoothedLayer]):
 class Smooth:
     """Moves outliers of activations into weights; see `apply`.
 
+    SmoothQuant (Xiao et al., arXiv:2211.10438, section 4): for each channel j that layers read, activations are divided
+    by s_j = max|X_j|^alpha / max|W_j|^(1 - alpha) and weights multiplied by it. alpha is searched as in AWQ (Lin et
+    al., arXiv:2306.00978, section 3.2).
+
     Attributes:
         alpha: how much of the outliers moves, from 0 (ranges of weights alone are evened out) to 1; None to search it
             for each group of layers, which is left alone where no alpha gains.
         samples: batches are taken until they hold so many samples.
-        per_channel: whether weights will have a scale for each output channel, or one for all; None for either, of
-            which none may lose.
-        multiply: whether a multiplication may be inserted before layers whose scales nothing takes; it runs in float
-            where the quantizer leaves it in float, and helps there alone.
+        per_channel: which weights the gain is measured with: True for per-channel scales, False for per-tensor ones;
+            None for both, of which none may lose.
+        multiply: whether a multiplication may be inserted in front of layers whose producer cannot take the scales. It
+            helps only where the quantizer leaves it in float.
         stage: which graph it is for.
 
     Raises:

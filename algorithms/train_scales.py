@@ -96,11 +96,14 @@ class TrainedScales:
 class TrainScales:
     """Trains scales of weights of few bits, biases and norms, for the outputs of the whole model; see `apply`.
 
+    As EfficientQAT trains scales end to end (Chen et al., arXiv:2407.11062, section 3.3), with the float model as the
+    teacher instead of labels (Hinton et al., arXiv:1503.02531).
+
     Attributes:
         samples: batches are taken until they hold so many samples, but two at least; one of eight is held back.
         epochs: how often each batch that is not held back is taken, for one step of the optimizer; few large batches
             want more.
-        rate: of learning, as a share of each number.
+        rate: the learning rate, as a share of each number.
         checkpoint: file to keep what is trained in, from which a run that was killed goes on with the same bits.
             Removed at the end.
         resume: takes up an existing checkpoint; model, batches and options must be the same.

@@ -14,7 +14,7 @@ from quantplug.core.specs.dtypes import group_size
 
 
 def embedding() -> Annotator:
-    """Returns the annotator of embedding tables."""
+    """Returns the annotator of embedding tables, for weight-only configs: a kernel looks rows up as integers."""
 
     def decide(match: Match, config: QuantizationConfig) -> Annotations:
         return annotate_piece(match, {match["w"]: get_weight_qspec(config)}, None)

@@ -26,7 +26,7 @@ def half_weight(match: Match | None, config: QuantizationConfig) -> str | None:
 
 
 def half_table() -> Annotator:
-    """Returns the annotator of embedding tables in half precision."""
+    """Returns the annotator of embedding tables that are stored in float16 or bfloat16."""
     return embedding().where(half_weight)
 
 
@@ -42,7 +42,10 @@ def half_constants() -> Annotator:
 
 
 def half_weights() -> tuple[Annotator, ...]:
-    """Returns the annotators of targets that widen every kind of weight from float16; put them behind the others."""
+    """Returns annotators of all constants that operators read in half precision, whatever the operator.
+
+    They are for targets that widen stored halves to float32. Put them behind the other rows, which go first.
+    """
     rows = (convolution(DIMS, ()), transposed_convolution(DIMS, ()), linear(()), embedding())
     return (*(row.where(half_weight).writing_float() for row in rows), half_constants())
 

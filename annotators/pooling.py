@@ -30,7 +30,7 @@ def pooling(*names: str, own_output: bool = False, follows: tuple[str, ...] = ()
 
 
 def resize() -> Annotator:
-    """Returns the annotator of bilinear resizing, which mixes neighbours in the scale of its input."""
+    """Returns the annotator of bilinear resizing, whose output has the scale of its input: it averages neighbours."""
 
     def decide(match: Match, config: QuantizationConfig) -> Annotations:
         source = match["x"]

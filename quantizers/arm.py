@@ -75,6 +75,10 @@ ARM = Backend(
 
 
 class ArmQuantizer(BackendQuantizer):
-    """Quantizes for TOSA and Arm Ethos-U."""
+    """Quantizes for Arm's NPUs Ethos-U55, U65 and U85, by TOSA graphs.
+
+    Its configs are keys of `backend.configs`: "int8", the default, and "int16_activations". Needs the extra `arm` to
+    lower.
+    """
 
     backend = ARM

@@ -55,6 +55,9 @@ CORTEX_M = Backend(
 
 
 class CortexMQuantizer(BackendQuantizer):
-    """Quantizes for CMSIS-NN on Cortex-M."""
+    """Quantizes for CMSIS-NN's kernels on Arm Cortex-M, for ExecuTorch programs (`.pte`).
+
+    Its config is "int8". Needs the extra `cortex-m` to lower.
+    """
 
     backend = CORTEX_M

@@ -21,6 +21,9 @@ EMBEDDING = Backend(
 
 
 class EmbeddingQuantizer(BackendQuantizer):
-    """Quantizes the tables of embeddings."""
+    """Quantizes tables of embeddings to int8, which ExecuTorch programs read row by row; the rest stays float.
+
+    It is meant as one of several in a `ComposableQuantizer`.
+    """
 
     backend = EMBEDDING

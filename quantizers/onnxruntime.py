@@ -119,6 +119,9 @@ ONNXRUNTIME = Backend(
 
 
 class ONNXRuntimeQuantizer(BackendQuantizer):
-    """Quantizes for ONNX Runtime on CPUs."""
+    """Quantizes for ONNX Runtime's kernels on CPUs, for `.onnx` files.
+
+    Its configs are keys of `backend.configs`, the default one "int8". Needs the extra `onnx` to lower.
+    """
 
     backend = ONNXRUNTIME

@@ -140,6 +140,9 @@ OPENVINO = derive(
 
 
 class OpenVINOQuantizer(BackendQuantizer):
-    """Quantizes for OpenVINO on x86."""
+    """Quantizes for OpenVINO on x86, with the integers of `X86Quantizer`.
+
+    Its configs are keys of `backend.configs`, the default one "int8". Needs the extra `openvino` to lower.
+    """
 
     backend = OPENVINO

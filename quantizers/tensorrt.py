@@ -93,6 +93,10 @@ TENSORRT = Backend(
 
 
 class TensorRTQuantizer(BackendQuantizer):
-    """Quantizes for TensorRT."""
+    """Quantizes for TensorRT's explicit quantization, for `.onnx` files.
+
+    Its configs are keys of `backend.configs`, the default one "int8": symmetric int8 activations, calibrated by
+    entropy, and int8 weights with per-channel scales. Needs the extra `onnx` to lower.
+    """
 
     backend = TENSORRT

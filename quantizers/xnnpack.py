@@ -131,6 +131,10 @@ XNNPACK = Backend(
 
 
 class XNNPACKQuantizer(BackendQuantizer):
-    """Quantizes for XNNPACK."""
+    """Quantizes for XNNPACK, for ExecuTorch programs (`.pte`) on phones and servers.
+
+    Its configs are keys of `backend.configs`, the default one "int8": int8 activations with per-tensor scales, int8
+    weights with per-channel scales.
+    """
 
     backend = XNNPACK

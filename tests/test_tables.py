@@ -45,7 +45,7 @@ WITHOUT_MODELS = {
         "",
         "architecture",  # test_architectures.py has those
     ),
-    *("what", "observer", "weights", "fault", "File", "id", "word", "our word"),
+    *("what", "column", "observer", "weights", "fault", "File", "id", "word", "our word"),
     *("what you want", "you", "backend", "format", "observer in the config", "framework", "where", "kind", "quantizer"),
 }
 BACKENDS = {"XNNPACK": "xnnpack", "x86": "x86"}

@@ -67,5 +67,5 @@ class Surroundings:
         if turns is not None and (not is_weighted or reads is not None):
             return f"{describe(turns)} is an angle of sin or cos, which 8 bits do not hold"
         if reads is not None and not is_weighted:
-            return f"operand {describe(reads)} counts positions, which 8 bits do not hold"
+            return f"operand {describe(reads)} is made from integers alone, as positions are, which 8 bits do not hold"
         return None

@@ -165,11 +165,17 @@ def _scaled(product: Pattern) -> Op:
 
 _WEIGHT = op("t", self=a_constant("weight"))
 _OF_FLOATS = op("mm", self=_rows(value("x")), mat2=_cast(_WEIGHT))
-_OF_INTEGERS = op(
-    "mul.Tensor",
-    self=_cast(op("_int_mm", self=_rows(value("x")), mat2=_WEIGHT)),
-    other=_cast(_rows(value("scale"))),
+_AS_UINT8 = op("to.dtype", self=op("add", self=op("to.dtype", self=_rows(value("x"))), other=128))
+_SUM = either(
+    op("_int_mm", self=_rows(value("x")), mat2=_WEIGHT),
+    # On processors with VNNI and without AMX (`torchao.kernel.intmm`): activations 128 higher, and what that adds.
+    op(
+        "sub",
+        self=op("_int_mm", self=_AS_UINT8, mat2=_WEIGHT),
+        other=op("mul.Tensor", self=op("sum", self=_WEIGHT), other=128),
+    ),
 )
+_OF_INTEGERS = op("mul.Tensor", self=_cast(_SUM), other=_cast(_rows(value("scale"))))
 _DEQUANTIZED_BEFORE = op("mm", self=_rows(value("x")), mat2=op("t", self=value("weight")))
 _LAYERS_OF_FLOATS = (*_rules(_scaled(_OF_FLOATS)), *_rules(_DEQUANTIZED_BEFORE))
 _LAYERS = (*_LAYERS_OF_FLOATS, *_rules(_scaled(_cast(_OF_INTEGERS))))

@@ -197,6 +197,7 @@ def _is_bias(fit: ConstantFit) -> bool:
 
 def _of_weight(layer: LayerErrors, fit: ConstantFit, others: Sequence[LayerErrors]) -> Iterator[Fault]:
     wrong = (fit.noise > _TIMES * fit.attainable) & (fit.noise > _SMALL * fit.energy) & (fit.energy > 0)
+    wrong &= ~fit.floored
     name = next((n.name for n in (layer.piece.constants.get(fit.operand),) if n is not None), layer.piece.root.name)
     dead = wrong & (fit.held == 0)
     if bool(dead.any()):

@@ -22,8 +22,9 @@ from quantplug.core.graph.facts import operands, operator_name, sizes_of
 from quantplug.core.qdq.integer_io import dequantized_outputs, quantized_inputs
 from quantplug.core.qdq.nodes import is_dequantize, range_of, stored_dtype
 from quantplug.core.qdq.qparams import StaticQParams, qparams, static_qparams
-from quantplug.core.report.layers import Piece, Rounding, fixed_nodes, pieces
+from quantplug.core.report.layers import Piece, Rounding, fixed_nodes, pieces, rounds_activations
 from quantplug.core.report.runs import FloatRuns, OwnRun, Run, as_quantized
+from quantplug.core.specs.levels import STEP_ROUNDING
 
 BINS = 48
 _POINTS = 160
@@ -97,6 +98,8 @@ class ConstantFit:
         largest: the largest magnitude of the float constant, for each channel.
         held: the largest magnitude of the quantized one, for each channel.
         clipped: the share of its integers that are the lowest or the highest, for each channel.
+        floored: for each channel whether its numbers are the nearest integers by the smallest scale of all channels, as
+            where a spec keeps scales from being smaller.
     """
 
     operand: str
@@ -113,6 +116,7 @@ class ConstantFit:
     largest: Tensor
     held: Tensor
     clipped: Tensor
+    floored: Tensor
 
 
 @dataclass
@@ -231,7 +235,8 @@ class _Measurement:
                 self._add(layer, floats[piece.end], own[piece.end], quantized, fixed)
                 if self._alone and not piece.passes_on:
                     value = _own_value(run, piece, own[piece.end], floats[piece.end], fixed)
-                    _add_output(layer, reference.with_value(piece.end.name, value), wanted)
+                    unrounded = dict.fromkeys(_float_readers(piece, self._constants), own[piece.end])
+                    _add_output(layer, reference.with_value(piece.end.name, value, unrounded), wanted)
 
     def _passed(self, reference: FloatRuns, batch: tuple[Any, ...]) -> tuple[dict[fx.Node, Any], dict[fx.Node, Tensor]]:
         """Returns what each layer yields on float inputs, and its float value."""
@@ -306,6 +311,11 @@ def _own_value(run: Run, piece: Piece, own: Tensor, wanted: Tensor, fixed: dict[
         values[rounding.back] = run.rounded(rounding, values[rounding.quantize.all_input_nodes[0]], fixed)
     del values[piece.end]
     return max(values.values(), key=lambda value: error_energy(value, wanted))
+
+
+def _float_readers(piece: Piece, constants: set[fx.Node]) -> list[str]:
+    """Returns the readers of what a layer yields that read it as it is before it is rounded."""
+    return [reader.name for reader in piece.end.users if piece.roundings and not rounds_activations(reader, constants)]
 
 
 def _add_output(layer: LayerErrors, found: Any, wanted: list[Tensor]) -> None:
@@ -383,10 +393,12 @@ def _constant_fits(piece: Piece, reference: FloatRuns, fixed: dict[fx.Node, Any]
         if not isinstance(wanted, Tensor) or not isinstance(found, Tensor) or wanted.shape != found.shape:
             continue
         if wanted.is_floating_point() and wanted.dim():
-            yield _constant_fit(piece, name, node, wanted, found)
+            yield _constant_fit(piece, name, node, wanted, found, fixed)
 
 
-def _constant_fit(piece: Piece, name: str, node: fx.Node, wanted: Tensor, found: Tensor) -> ConstantFit:
+def _constant_fit(
+    piece: Piece, name: str, node: fx.Node, wanted: Tensor, found: Tensor, fixed: dict[fx.Node, Any]
+) -> ConstantFit:
     source = node
     while not is_dequantize(source) and len(source.all_input_nodes) == 1:
         source = source.all_input_nodes[0]
@@ -414,7 +426,16 @@ def _constant_fit(piece: Piece, name: str, node: fx.Node, wanted: Tensor, found:
         largest=w.abs().amax(1),
         held=q.abs().amax(1),
         clipped=_clipped(w, q),
+        floored=_floored(w, q, fixed.get(given["scales"]) if scale_axis == axis else None),
     )
+
+
+def _floored(w: Tensor, q: Tensor, scales: Tensor | None) -> Tensor:
+    if scales is None or scales.shape != (len(w),):
+        return torch.zeros(len(w), dtype=torch.bool)
+    scales = scales.detach().double()
+    is_nearest = (q - w).abs().amax(1) <= scales / 2 * (1 + STEP_ROUNDING)
+    return is_nearest & (scales == scales.min()) & (scales.min() < scales.max())
 
 
 def weight_axis(piece: Piece, operand: str) -> int:

@@ -177,15 +177,35 @@ class FloatRuns:
         found = None if node is None else find(node).get(operand)
         return self._env.get(found) if isinstance(found, fx.Node) else None
 
-    def with_value(self, name: str, value: Tensor) -> Any:
-        """Returns what the float model returns where one node yields another value, None if it has no such node."""
+    def with_value(self, name: str, value: Tensor, apart: Mapping[str, Tensor]) -> Any:
+        """Returns what the float model returns where one node yields another value, None if it has no such node.
+
+        Args:
+            name: of the node.
+            value: what it yields.
+            apart: readers, by name, that read something else.
+        """
         node = self._nodes.get(name)
         if node is None:
             return None
         behind = _readers(node)
         known = {other: found for other, found in self._env.items() if other not in behind}
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            return Run(self._model).run(initial_env={**known, node: value.clone()}, enable_io_processing=False)
+            run = _ReadApart(self._model, node, value.clone(), apart)
+            return run.run(initial_env={**known, node: run.value}, enable_io_processing=False)
+
+
+class _ReadApart(Run):
+    """Runs a graph of which some nodes read another value of a node than the others do."""
+
+    def __init__(self, module: fx.GraphModule, node: fx.Node, value: Tensor, apart: Mapping[str, Tensor]) -> None:
+        super().__init__(module)
+        self.value, self._node, self._apart = value, node, apart
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs a node on the value that is for it."""
+        self.env[self._node] = self._apart.get(n.name, self.value)
+        return super().run_node(n)
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:

@@ -13,14 +13,14 @@ Asked: TypeAlias = str | Sequence[str] | Mapping[str, str]
 
 @dataclass(frozen=True)
 class Engine:
-    """One that runs the q/dq graphs of a backend.
+    """A runtime that a backend's q/dq graphs can be lowered to, for `lower(..., engine=...)`.
 
     Attributes:
         lowering: the name of its lowering, "package.module:function".
         needs: packages that it imports, which may not be installed.
         extra: what brings them, as `pip install` takes it.
-        halves_products_alone: whether its option `float_dtype` changes nothing but products that stay float, so that it
-            makes no other program where none does.
+        halves_products_alone: whether its option `float_dtype` concerns only products that stay float. Where a graph
+            has none, the engine is not tried in bfloat16 too.
     """
 
     lowering: str

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torchao.kernel.intmm as intmm
 from torch import nn
 from torch.nn import functional as F
 from torchao.quantization import (
@@ -115,6 +116,13 @@ def test_a_range_that_is_too_small_for_a_relu_is_clipped(aimet):
     assert [(layer.node, layer.fault) for layer in found.faults] == [("conv2d", "clipped range")]
 
 
+@pytest.fixture(params=[False, True], ids=["product of int8", "product of uint8"])
+def as_uint8(request, monkeypatch):
+    """Has torchao write products as it does on processors with VNNI and without AMX, or as on others."""
+    monkeypatch.setattr(intmm, "_cpu_is_vnni_supported", lambda: request.param)
+    monkeypatch.setattr(intmm, "_cpu_is_amx_tile_supported", lambda: not request.param)
+
+
 @pytest.fixture
 def layers():
     torch.manual_seed(0)
@@ -132,6 +140,7 @@ GROUPS = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))
 ROWS = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int8, weight_granularity=PerAxis(0))
 
 
+@pytest.mark.usefixtures("as_uint8")
 @pytest.mark.parametrize("shape", [(8, 64), (2, 3, 64)])
 @pytest.mark.parametrize(
     ("config", "how"),
@@ -153,6 +162,7 @@ def test_layers_of_torchaos_int8_tensors_run_on_integers_of_xnnpack(layers, conf
         assert sqnr(program(batch), layers(batch)) > sqnr(graph(batch), layers(batch)) - 0.5
 
 
+@pytest.mark.usefixtures("as_uint8")
 @pytest.mark.parametrize("config", [Int8DynamicActivationInt8WeightConfig(), ROWS, Int8WeightOnlyConfig()])
 def test_x86_computes_what_torchaos_tensors_say(layers, config):
     graph, x = exported(layers, config)
@@ -188,6 +198,7 @@ def test_scales_of_groups_of_torchaos_int8_tensors_go_along(layers):
     assert [layer.weight for layer in weighted] == ["int8 per group"] * 2
 
 
+@pytest.mark.usefixtures("as_uint8")
 @pytest.mark.parametrize("config", [Int8DynamicActivationInt8WeightConfig(), Int8WeightOnlyConfig()])
 def test_layers_of_torchaos_tensors_are_inspected_by_what_the_float_model_calls_them(layers, config):
     graph, x = exported(layers, config)

@@ -55,6 +55,18 @@ def test_a_sound_model_accuses_nobody(family, backend):
     assert all(layer.own["reference"] is not None for layer in found.layers)
 
 
+@pytest.mark.parametrize("share", [0.05, 1e-4], ids=["some steps are left", "all are zero"])
+def test_channels_below_the_smallest_scale_are_no_fault_of_the_graph(share):
+    """As batch norms of trained models leave them: such channels are rounded as the config asks, by 2**-12."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 3)).eval()
+    model[1].weight.data[5] = share
+    x = torch.randn(8, 3, 12, 12)
+    for _ in range(2):
+        artefact = quantplug.quantize(model, (x,), "xnnpack", [x])
+        assert quantplug.inspect(model, artefact, [x]).faults == ()
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("config", ["int8_per_tensor", "int8_dynamic", "int8_weight_only", "int4_weight_only"])
 @pytest.mark.parametrize("backend", TARGETS)
@@ -149,3 +161,33 @@ def test_leaving_the_costliest_layer_float_gains_what_was_said():
     after = quantplug.inspect(model, quantplug.convert_pt2e(observed(model, quantizer, x)), [x])
     # The float layer gives away neither its weight nor the rounding in front of it.
     assert after.decibels() - before.decibels() > before.gain(costly.node) - 0.5
+
+
+def test_what_is_advised_of_a_layer_that_others_read_in_integers_gains_what_was_said():
+    """Its readers round what it yields though it is float itself, so that they are named too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.SiLU(), nn.Conv2d(16, 16, 3), nn.SiLU(), nn.Conv2d(16, 4, 3)).eval()
+    model[2].weight.data[0] *= 60
+    x = torch.randn(8, 3, 12, 12)
+    for _ in range(2):
+        quantizer = quantplug.get_quantizer("xnnpack").set_global("int8")
+        before = quantplug.inspect(model, quantplug.convert_pt2e(observed(model, quantizer, x)), [x])
+        costly = next(layer for layer in before.by_noise() if "with what reads it" in layer.says)
+        exec(costly.remedy, {"quantizer": quantizer})
+        after = quantplug.inspect(model, quantplug.convert_pt2e(observed(model, quantizer, x)), [x])
+        assert before.gain(costly.node) > 1
+        assert after.decibels() - before.decibels() > before.gain(costly.node) - 0.5
+
+
+def test_a_layer_costs_what_its_readers_in_integers_lose():
+    """A norm behind a sum is read by a layer in integers, and in float by the next sum, which keeps all of it."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, activation="gelu")
+    model, x = nn.Sequential(layer, nn.Linear(64, 5)).eval(), torch.randn(16, 16, 64)
+    quantizer = quantplug.get_quantizer("x86").set_global("int8")
+    before = quantplug.inspect(model, quantplug.convert_pt2e(observed(model, quantizer, x)), [x])
+    (norm,) = (layer for layer in before.layers if layer.module_path.endswith("norm1"))
+    quantizer = quantizer.set_module_name("0.linear1", None)
+    after = quantplug.inspect(model, quantplug.convert_pt2e(observed(model, quantizer, x)), [x])
+    gained = after.decibels() - before.decibels()
+    assert 0 < before.gain(norm.node) < gained + 0.2

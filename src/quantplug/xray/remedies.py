@@ -97,8 +97,11 @@ class Remedies:
             )
             return Advice(said, self._scope(layer.piece, _OBSERVER.format("minmax")))
         gains = "loses nothing" if math.isinf(gain) else f"gains up to {gain:.1f} dB"
-        said = f"most is the rounding of what it yields; in float the output {gains}:"
-        return Advice(said, self._scope(layer.piece, "None"))
+        readers = self._readers(layer.piece) if layer.piece.reads_integers else []
+        where = "in float, with what reads it," if readers else "in float"
+        said = f"most is the rounding of what it yields; {where} the output {gains}:"
+        scopes = dict.fromkeys(self._scope(piece, "None") for piece in (layer.piece, *readers))
+        return Advice(said, "\n".join(scopes))
 
     def of_time(self, layer: LayerErrors, op: LoweredOp | None) -> Advice:
         """Returns what may make a layer faster."""
@@ -134,5 +137,8 @@ class Remedies:
         """Returns the layer whose spec rounds what a layer yields: that which reads it, where it computes in float."""
         if piece.reads_integers:
             return piece
-        readers = (other for other in self._layers if piece.end in other.sources and other.reads_integers)
-        return next(readers, piece)
+        return next(iter(self._readers(piece)), piece)
+
+    def _readers(self, piece: Piece) -> list[Piece]:
+        """Returns the layers that read in integers what a layer yields: they round it whoever yields it."""
+        return [other for other in self._layers if piece.end in other.sources and other.reads_integers]

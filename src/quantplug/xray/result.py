@@ -141,7 +141,10 @@ def ratio(noise: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What an inspection found.
+    """What an inspection found, layer by layer.
+
+    Noise is the energy of an error over the energy of the float value; `decibels` and `gain` return decibels. Times are
+    microseconds. A form is "reference" (the q/dq graph), "emulation" or "program" (the artefact).
 
     Attributes:
         backend: the name of the backend; "" for a q/dq graph alone.

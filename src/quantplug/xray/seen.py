@@ -162,7 +162,7 @@ class Seen:
             self._time_alone(backend)
         else:
             self.notes.append(
-                "Layers are not timed: the runtime tells no times, and a program for each takes long (times=True)."
+                "Layers are not timed: the runtime tells no times. `times=True` (`--times`) times each as a program."
             )
 
     def _time_alone(self, backend: Backend) -> None:
