@@ -75,10 +75,6 @@ ARM = Backend(
 
 
 class ArmQuantizer(BackendQuantizer):
-    """Quantizes for Arm's NPUs Ethos-U55, U65 and U85, by TOSA graphs.
-
-    Its configs are keys of `backend.configs`: "int8", the default, and "int16_activations". Needs the extra `arm` to
-    lower.
-    """
+    """Quantizes for Arm's NPUs Ethos-U55, U65 and U85, by TOSA graphs; the extra `arm` lowers."""
 
     backend = ARM

@@ -55,9 +55,6 @@ CORTEX_M = Backend(
 
 
 class CortexMQuantizer(BackendQuantizer):
-    """Quantizes for CMSIS-NN's kernels on Arm Cortex-M, for ExecuTorch programs (`.pte`).
-
-    Its config is "int8". Needs the extra `cortex-m` to lower.
-    """
+    """Quantizes to int8 for CMSIS-NN's kernels on Arm Cortex-M, for `.pte` programs; the extra `cortex-m` lowers."""
 
     backend = CORTEX_M

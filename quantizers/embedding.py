@@ -21,9 +21,6 @@ EMBEDDING = Backend(
 
 
 class EmbeddingQuantizer(BackendQuantizer):
-    """Quantizes tables of embeddings to int8, which ExecuTorch programs read row by row; the rest stays float.
-
-    It is meant as one of several in a `ComposableQuantizer`.
-    """
+    """Quantizes tables of embeddings to int8 and nothing else, as one of several in a `ComposableQuantizer`."""
 
     backend = EMBEDDING

@@ -119,9 +119,6 @@ ONNXRUNTIME = Backend(
 
 
 class ONNXRuntimeQuantizer(BackendQuantizer):
-    """Quantizes for ONNX Runtime's kernels on CPUs, for `.onnx` files.
-
-    Its configs are keys of `backend.configs`, the default one "int8". Needs the extra `onnx` to lower.
-    """
+    """Quantizes for ONNX Runtime's kernels on CPUs, for `.onnx` files; the extra `onnx` lowers."""
 
     backend = ONNXRUNTIME

@@ -140,9 +140,6 @@ OPENVINO = derive(
 
 
 class OpenVINOQuantizer(BackendQuantizer):
-    """Quantizes for OpenVINO on x86, with the integers of `X86Quantizer`.
-
-    Its configs are keys of `backend.configs`, the default one "int8". Needs the extra `openvino` to lower.
-    """
+    """Quantizes for OpenVINO on x86, to the integers of `X86Quantizer`; the extra `openvino` lowers."""
 
     backend = OPENVINO

@@ -93,10 +93,6 @@ TENSORRT = Backend(
 
 
 class TensorRTQuantizer(BackendQuantizer):
-    """Quantizes for TensorRT's explicit quantization, for `.onnx` files.
-
-    Its configs are keys of `backend.configs`, the default one "int8": symmetric int8 activations, calibrated by
-    entropy, and int8 weights with per-channel scales. Needs the extra `onnx` to lower.
-    """
+    """Quantizes for TensorRT (`.onnx` files): symmetric int8, calibrated by entropy; the extra `onnx` lowers."""
 
     backend = TENSORRT

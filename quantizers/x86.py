@@ -129,10 +129,6 @@ X86 = Backend(
 
 
 class X86Quantizer(BackendQuantizer):
-    """Quantizes for oneDNN's kernels on x86, through torch's own operators.
-
-    Its configs are keys of `backend.configs`, the default one "int8": uint8 activations with per-tensor scales, int8
-    weights with per-channel scales, of 7 bits on processors without VNNI.
-    """
+    """Quantizes for oneDNN's kernels in torch on x86: uint8 activations per tensor, int8 weights per channel."""
 
     backend = X86

@@ -131,10 +131,6 @@ XNNPACK = Backend(
 
 
 class XNNPACKQuantizer(BackendQuantizer):
-    """Quantizes for XNNPACK, for ExecuTorch programs (`.pte`) on phones and servers.
-
-    Its configs are keys of `backend.configs`, the default one "int8": int8 activations with per-tensor scales, int8
-    weights with per-channel scales.
-    """
+    """Quantizes for XNNPACK in ExecuTorch programs (`.pte`): int8 activations per tensor, weights per channel."""
 
     backend = XNNPACK
