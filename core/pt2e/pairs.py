@@ -145,6 +145,6 @@ class _Pairs:
         # that stay they would leave holes in the heap, half as large as the weights in sum.
         stored = stored.clone()
         with self._graph.inserting_before(quantize):
-            quantized = self._held(self._storage.keep(stored, f"{name}_quantized"))
+            quantized = self._held(self._storage.keep_made(value, stored, f"{name}_quantized"))
         quantize.replace_all_uses_with(quantized)
         self._graph.erase_node(quantize)
