@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 IS_HERE = sys.platform == "linux"
 _PAGEMAP = Path("/proc/self/pagemap")
@@ -37,6 +37,12 @@ def let_go(tensor: Tensor) -> bool:
         return False
     start, length = ctypes.c_void_p(first * mmap.PAGESIZE), ctypes.c_size_t(count * mmap.PAGESIZE)
     return bool(ctypes.CDLL(None).madvise(start, length, _DONT_NEED) == 0)
+
+
+def let_all_go(module: nn.Module) -> None:
+    """Lets the pages of a module's parameters and buffers go that lie in mapped files."""
+    for held in (*module.parameters(), *module.buffers()):
+        let_go(held)
 
 
 def _are_of_a_file(first: int, count: int) -> bool:

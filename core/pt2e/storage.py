@@ -58,15 +58,18 @@ class Storage:
 
     def keep_made(self, value: Tensor, stored: Tensor, name: str) -> str:
         """Registers integers that were made of a constant by other means; returns the path of the buffer."""
-        return self._once(("made", id(stored)), value, stored, name)
+        return register(self._model, name, _beside(value, stored.detach()))
 
     def _once(self, key: Any, source: Tensor, stored: Tensor, name: str) -> str:
         if key not in self._paths:
-            if stored is not source and let_go(source):
-                stored = in_scratch(stored)
-            self._paths[key] = register(self._model, name, stored.detach())
+            self._paths[key] = register(self._model, name, _beside(source, stored.detach()))
             self._held.append(source)
         return self._paths[key]
+
+
+def _beside(source: Tensor, stored: Tensor) -> Tensor:
+    """Returns what is stored of a constant, in a file if the constant is in one."""
+    return in_scratch(stored) if let_go(source) and stored.data_ptr() != source.data_ptr() else stored
 
 
 def _content(number: float | Tensor) -> Any:

@@ -5,10 +5,12 @@ decomposes the program three times, because a partitioner may refuse single oper
 each time traces all of it, which was more than a quarter of the time that lowering a language model took.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch.export import ExportedProgram
 
 from quantplug.core.graph.facts import operator_name
@@ -62,3 +64,27 @@ def _whole(program: ExportedProgram, kinds: Iterable[Any]) -> list[fx.Node]:
     names = {str(schema_of(kind).name) for kind in kinds}
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
     return [node for graph in graphs for node in graph.nodes if operator_name(node) in names]
+
+
+@contextmanager
+def constants_shared(program: ExportedProgram) -> Iterator[None]:
+    """Lets copies of a program have its own constants, inside of the block, but for buffers that it writes.
+
+    ExecuTorch copies each delegate's part twice, "in case backends change graph", and keeps the copies: twice the
+    weights of a model.
+    """
+    signature = program.graph_signature
+    written = set(signature.buffers_to_mutate.values())
+    held = {**program.state_dict, **program.constants}
+    shared = [value for name, value in held.items() if isinstance(value, Tensor) and name not in written]
+    for value in shared:
+        vars(value)["__deepcopy__"] = partial(_itself, value)
+    try:
+        yield
+    finally:
+        for value in shared:
+            vars(value).pop("__deepcopy__", None)  # of two names of one tensor
+
+
+def _itself(tensor: Tensor, memo: object) -> Tensor:
+    return tensor

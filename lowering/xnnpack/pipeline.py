@@ -19,6 +19,7 @@ from quantplug.core.files.structures import without_unnamed
 from quantplug.core.graph.constants import written_buffers
 from quantplug.core.graph.facts import compute_nodes, operator_name, require_graph_module
 from quantplug.core.peers.glibc import give_back
+from quantplug.core.peers.linux import let_all_go
 from quantplug.core.peers.torch_names import pytree
 from quantplug.core.qdq.calls import QuantizedCall
 from quantplug.core.qdq.nodes import is_conversion, is_dequantize
@@ -33,7 +34,7 @@ from quantplug.lowering.signature import Signature
 from quantplug.lowering.spelling import spell_plainly
 from quantplug.lowering.starting import starting, starting_from_state, twin, write_in_place
 from quantplug.lowering.xnnpack.capacity import largest_sizes, one_way_to_convolve, require_capacity, require_limits
-from quantplug.lowering.xnnpack.edge import lowered_edge
+from quantplug.lowering.xnnpack.edge import constants_shared, lowered_edge
 from quantplug.lowering.xnnpack.legalize import Legalized, legalize, read_tables_by_row, runs_alone
 from quantplug.lowering.xnnpack.legalize.half import compute_in_float16, compute_in_float32
 from quantplug.lowering.xnnpack.legalize.products import GEMMS
@@ -105,6 +106,7 @@ def lower(
         notes, is_rounded = as_kernels_choose(working), scales_of_groups_as_stored(working)
         # Where the graph says less than the kernels do, the program is compared with what they are asked for.
         expected = _reference(working if notes or is_rounded else model, inputs)
+        let_all_go(working)
         halves = compute_in_float16(working, expected)
         compute_in_float32(working, expected)
         tables = read_tables_by_row(working)
@@ -113,6 +115,7 @@ def lower(
         legal = replace(legal, portable=left | legal.portable, notes=notes | halves | tables)
         written = as_serializer_reads(working, legal.floats.keys() | legal.portable.keys())
         others = tuple(partitioners)
+        let_all_go(working)
         task = _Task(recorded, written, working, inputs, shapes, threads, expected, minimum_sqnr, others, constants)
         return _proved_or_next_best(task, legal)
 
@@ -273,11 +276,13 @@ def _written(task: _Task, legal: Legalized) -> tuple[bytes, tuple[Any, ...]]:
             # The stock ones drop the no-op expands around every matmul.
             passes = get_transform_passes([copies_of_dequantized_are_dropped, views_infer_their_open_size])
             asked = keeping_whole([partitioner(graph, legal), *task.partitioners])
-            edge = lowered_edge(exported, passes, asked, task.constants or {})
-            write_in_place(edge.exported_program())
-            emitted = edge.to_executorch(starting_from_state(edge.exported_program()))
+            with constants_shared(exported):
+                edge = lowered_edge(exported, passes, asked, task.constants or {})
+                write_in_place(edge.exported_program())
+                emitted = edge.to_executorch(starting_from_state(edge.exported_program()))
         except Exception as error:
             raise refusal("XNNPACK", error) from error
+    let_all_go(task.working)
     ops = place(task.recorded, task.working, edge.exported_program(), calls, legal)
     counts = count(edge.exported_program(), calls)
     require_capacity(largest, emitted.executorch_program)
