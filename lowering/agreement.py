@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.errors import LoweringError
+from quantplug.core.peers.linux import let_go
 from quantplug.core.peers.torch_names import pytree
-from quantplug.core.qdq.nodes import is_quantize
+from quantplug.core.qdq.by_rows import computed_by_rows
+from quantplug.core.qdq.nodes import is_dequantize, is_quantize
 from quantplug.core.qdq.qparams import DEQUANTIZE_PER_TENSOR, qparams
 from quantplug.core.specs.levels import STEP_ROUNDING, Deviation, sqnr
 from quantplug.lowering.starting import twin
@@ -97,7 +99,20 @@ def _require(index: int, decibels: float, minimum_sqnr: float, remedy: str) -> N
         )
 
 
-class _Unsettled(fx.Interpreter):
+class Sparing(fx.Interpreter):
+    """Runs a q/dq graph with few floats at a time: weights are dequantized by rows, and pages of their integers go."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs a node."""
+        if not is_dequantize(n) or any(source.op != "get_attr" for source in n.all_input_nodes):
+            return super().run_node(n)
+        value = computed_by_rows(n, self.env.__getitem__)
+        for source in n.all_input_nodes:
+            let_go(self.env[source])
+        return value
+
+
+class _Unsettled(Sparing):
     """Runs a q/dq graph of which a few integers, the same ones every time, are one step higher."""
 
     def __init__(self, module: fx.GraphModule) -> None:

@@ -24,7 +24,7 @@ from quantplug.core.peers.torch_names import pytree
 from quantplug.core.qdq.calls import QuantizedCall
 from quantplug.core.qdq.nodes import is_conversion, is_dequantize
 from quantplug.core.specs.decision import decision
-from quantplug.lowering.agreement import agreement
+from quantplug.lowering.agreement import Sparing, agreement
 from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.placement import record
 from quantplug.lowering.program import LoweredOp, refusal
@@ -106,7 +106,6 @@ def lower(
         notes, is_rounded = as_kernels_choose(working), scales_of_groups_as_stored(working)
         # Where the graph says less than the kernels do, the program is compared with what they are asked for.
         expected = _reference(working if notes or is_rounded else model, inputs)
-        let_all_go(working)
         halves = compute_in_float16(working, expected)
         compute_in_float32(working, expected)
         tables = read_tables_by_row(working)
@@ -230,7 +229,7 @@ def _proved(task: _Task, legal: Legalized) -> XNNPACKProgram:
 
 def _reference(model: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
     try:
-        return twin(model)(*copy.deepcopy(inputs))
+        return Sparing(twin(model)).run(*copy.deepcopy(inputs))
     except Exception as error:
         raise LoweringError(
             f"The q/dq graph does not run on the example inputs: {first_line(error)}; "

@@ -153,6 +153,10 @@ class Method:
         self.threads = threads
         self.load()
 
+    def unload(self) -> None:
+        """Lets the loaded method go; the next call loads it again, and begins with the buffers of the model."""
+        self._method = None
+
     def load(self) -> None:
         """Loads the method, which begins with the buffers that the model began with.
 
@@ -195,7 +199,7 @@ class Method:
         Raises:
             LoweringError: the runtime refuses the inputs or fails while running.
         """
-        if _POOL.resize(self.threads) != self._generation:
+        if self._method is None or _POOL.resize(self.threads) != self._generation:
             self.load()
         try:
             return list(self._method.execute(inputs))

@@ -1,0 +1,48 @@
+"""Weights quantized and dequantized a few rows at a time.
+
+Before: a quantize or dequantize node and the tensors that it reads. After: what it yields. Its operator computes several
+tensors of floats on the way, each as large as a whole head or table of a language model; here they have a few rows.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from quantplug.core.graph.constants import computed
+from quantplug.core.graph.facts import operands
+from quantplug.core.qdq.nodes import is_dequantize, is_quantize
+
+# Elements at a time: 1 MB of float32 stays in the caches.
+_SLAB = 2**18
+
+
+def computed_by_rows(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
+    """Returns what a node yields where the nodes that it reads have these values; as `computed`, bit by bit."""
+    given: Any = operands(node).get("input")
+    whole = value_of(given) if _has_rows_apart(node) and isinstance(given, fx.Node) else None
+    if not isinstance(whole, Tensor) or whole.dim() < 2 or whole.numel() <= _SLAB:
+        return computed(node, value_of)
+    step = max(1, _SLAB // whole[:1].numel())
+    target: Any = node.target
+    found: Tensor | None = None
+    for start in range(0, len(whole), step):
+        args, kwargs = map_arg((node.args, node.kwargs), lambda source, at=start: _rows(value_of(source), at, step))
+        rows = target(*args, **kwargs)
+        found = rows.new_empty(whole.shape) if found is None else found
+        found[start : start + step] = rows
+    return found
+
+
+def _rows(value: Any, start: int, step: int) -> Any:
+    return value[start : start + step] if isinstance(value, Tensor) and value.dim() else value
+
+
+def _has_rows_apart(node: fx.Node) -> bool:
+    """Tells whether each row has scales of its own, so that all tensors that are read have as many rows."""
+    if not (is_quantize(node) or is_dequantize(node)):
+        return False
+    given: Any = operands(node)
+    block = given.get("block_size")
+    return given.get("axis") == 0 if block is None else block[0] == 1 and len(block) == 2
