@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from quantplug.core.errors import LoweringError
 from quantplug.core.peers.linux import let_go
 from quantplug.core.peers.torch_names import pytree
-from quantplug.core.qdq.by_rows import computed_by_rows
-from quantplug.core.qdq.nodes import is_dequantize, is_quantize
+from quantplug.core.qdq.by_rows import computed_by_rows, has_rows_apart
+from quantplug.core.qdq.nodes import is_quantize
 from quantplug.core.qdq.qparams import DEQUANTIZE_PER_TENSOR, qparams
 from quantplug.core.specs.levels import STEP_ROUNDING, Deviation, sqnr
 from quantplug.lowering.starting import twin
@@ -104,7 +104,7 @@ class Sparing(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs a node."""
-        if not is_dequantize(n) or any(source.op != "get_attr" for source in n.all_input_nodes):
+        if not has_rows_apart(n) or n.all_input_nodes[0].op != "get_attr":
             return super().run_node(n)
         value = computed_by_rows(n, self.env.__getitem__)
         for source in n.all_input_nodes:

@@ -6,10 +6,11 @@ serialized, loaded into the real runtime, run on the example inputs and compared
 
 import contextlib
 import copy
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, fx
@@ -52,7 +53,7 @@ from quantplug.lowering.xnnpack.runtime import Method, check_threads, quiet
 from quantplug.lowering.xnnpack.serializer.passes import idle_passes_left_out
 from quantplug.lowering.xnnpack.serializer.records import recorded_kernel_calls
 
-# Bytes of a program from which it is worth a second to collect the copies of its weights that serialization left.
+# Bytes of weights from which it is worth a second to collect the copies of them, and of graphs, that steps left.
 _LARGE = 2**26
 # Seen with ExecuTorch 1.4.
 _MIXED_UP = "in float, ExecuTorch's delegates refuse it or compute it wrongly here"
@@ -254,14 +255,19 @@ def _working_copy(model: fx.GraphModule) -> fx.GraphModule:
 
 
 def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
-    buffer, facts = _written(task, legal)
-    if len(buffer) >= _LARGE:
+    is_large = sum(held.nbytes for held in task.working.buffers()) >= _LARGE
+    if is_large:
         give_back()
-    return XNNPACKProgram(Method(buffer, task.threads), *facts)
+    with tempfile.TemporaryFile() as file:
+        facts = _written(task, legal, file)
+        if is_large:
+            give_back()
+        file.seek(0)
+        return XNNPACKProgram(Method(file.read(), task.threads), *facts)
 
 
-def _written(task: _Task, legal: Legalized) -> tuple[bytes, tuple[Any, ...]]:
-    """Returns the bytes of a program, which are then the only ones, and what is known of it beside its method."""
+def _written(task: _Task, legal: Legalized, file: BinaryIO) -> tuple[Any, ...]:
+    """Writes a program and returns what is known of it beside its method; what it was put together from is gone."""
     import executorch.kernels.quantized  # noqa: F401  q/dq operators outside delegates need its out variants
     from executorch.backends.xnnpack.utils.configs import get_transform_passes
 
@@ -285,11 +291,14 @@ def _written(task: _Task, legal: Legalized) -> tuple[bytes, tuple[Any, ...]]:
     ops = place(task.recorded, task.working, edge.exported_program(), calls, legal)
     counts = count(edge.exported_program(), calls)
     require_capacity(largest, emitted.executorch_program)
-    buffer = emitted.buffer
+    try:
+        emitted.write_to_file(file)
+    except OSError as error:
+        raise refusal("XNNPACK", error) from error
     for held in (lowered.named_data_store_output for lowered in delegates(edge.exported_program())):
         if held is not None:
             held.buffers.clear()  # torch's cache of fake tensors keeps delegates alive
-    return buffer, (ops, counts, signature, structure, largest)
+    return ops, counts, signature, structure, largest
 
 
 def _structured_for_file(exported: torch.export.ExportedProgram) -> None:
