@@ -1,7 +1,7 @@
 """Weights quantized and dequantized a few rows at a time.
 
-Before: a quantize or dequantize node and the tensors that it reads. After: what it yields. Its operator computes several
-tensors of floats on the way, each as large as a whole head or table of a language model; here they have a few rows.
+Before: a quantize or dequantize node and the tensors that it reads. After: what it yields. Its operator computes
+several tensors of floats on the way, each as large as a whole head or table of a language model; here of a few rows.
 """
 
 from collections.abc import Callable

@@ -19,6 +19,7 @@ from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.files.structures import without_unnamed
 from quantplug.core.graph.constants import written_buffers
 from quantplug.core.graph.facts import compute_nodes, operator_name, require_graph_module
+from quantplug.core.graph.lazy import compiled_when_run
 from quantplug.core.peers.glibc import give_back
 from quantplug.core.peers.linux import let_all_go
 from quantplug.core.peers.torch_names import pytree
@@ -98,7 +99,7 @@ def lower(
     model = require_graph_module(converted, "lower")
     inputs = pytree.tree_map(lambda v: v.detach().contiguous() if isinstance(v, Tensor) else v, tuple(example_inputs))
     working = _working_copy(model)
-    with quiet(), torch.no_grad():
+    with quiet(), torch.no_grad(), compiled_when_run():
         # As the graph has them: the user's own may name parameters that it has no longer, as those of `*args`.
         shapes = open_sizes(model.graph, inputs) or dynamic_shapes
         require_limits(model.graph)

@@ -16,6 +16,7 @@ from torch import nn
 
 from quantplug.core.errors import ArtefactError, ConfigError, QuantplugError, first_line, shown
 from quantplug.core.files.whole import kind_at
+from quantplug.core.peers.glibc import give_back
 from quantplug.language.torchvision import reason_of, usable_torchvision
 from quantplug.language.weights import of_folder, of_gguf
 
@@ -78,7 +79,9 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
             "whole checkpoint."
         )
     vocabulary = config.get_text_config().vocab_size
-    return Checkpoint(model.eval(), load_tokenizer(path, vocabulary))
+    tokenizer = load_tokenizer(path, vocabulary)
+    give_back()  # what transformers and gguf made on the way
+    return Checkpoint(model.eval(), tokenizer)
 
 
 def load_tokenizer(path: str | Path, vocabulary: int | None = None) -> Any:

@@ -109,9 +109,9 @@ def convert(order: Order, console: Console) -> Figures:
     _require_space(order.out, whole)
     expected = perplexed = None
     if scored:
-        with _step(console, f"score the float model on {_tokens(scored)} tokens"):
-            with weights_let_go(checkpoint.model):
-                expected = perplexity(checkpoint.model, scored, progress=order.progress)
+        what = f"score the float model on {_tokens(scored)} tokens"
+        with _step(console, what), weights_let_go(checkpoint.model):
+            expected = perplexity(checkpoint.model, scored, progress=order.progress)
     with _step(console, f"quantize with {chosen} and lower to {order.backend}"):
         artefact = _quantized(order, checkpoint, chosen, calibrating)
     with _step(console, f"write {order.out}"):
