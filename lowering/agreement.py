@@ -6,15 +6,17 @@ weights are, is no yardstick: its program may differ from it as much as the grap
 takes few of its integers, one step is many decibels: there the step counts.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from quantplug.core.errors import LoweringError
+from quantplug.core.graph.facts import operator_name, sole_user, tensor_value
 from quantplug.core.peers.linux import let_go
 from quantplug.core.peers.torch_names import pytree
-from quantplug.core.qdq.by_rows import computed_by_rows, has_rows_apart
+from quantplug.core.qdq.by_rows import computed_by_rows, has_rows_apart, in_rows
 from quantplug.core.qdq.nodes import is_quantize
 from quantplug.core.qdq.qparams import DEQUANTIZE_PER_TENSOR, qparams
 from quantplug.core.specs.levels import STEP_ROUNDING, Deviation, sqnr
@@ -25,6 +27,8 @@ _DECIBELS = 25.0
 _COARSE = 12.0
 # Sums and leaky relu differ from the graph in more of their elements than this, products in far fewer.
 _SHARE = 2.0**-6
+# Elements of a weight that is never there in floats as a whole: the head of a language model.
+_LARGE = 2**24
 # Decibels by which two such runs of one graph differ from each other: SmolLM2's keep 24.7 to 31.8.
 _MARGIN = 6.0
 _OF_HALVES = (
@@ -100,16 +104,50 @@ def _require(index: int, decibels: float, minimum_sqnr: float, remedy: str) -> N
 
 
 class Sparing(fx.Interpreter):
-    """Runs a q/dq graph with few floats at a time: weights are dequantized by rows, and pages of their integers go."""
+    """Runs a q/dq graph with few floats at a time.
+
+    Weights are dequantized by rows, those of the largest linear layers while the layer computes, and pages of their
+    integers go.
+    """
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs a node."""
         if not has_rows_apart(n) or n.all_input_nodes[0].op != "get_attr":
             return super().run_node(n)
-        value = computed_by_rows(n, self.env.__getitem__)
-        for source in n.all_input_nodes:
-            let_go(self.env[source])
-        return value
+        values = {source: self.env[source] for source in n.all_input_nodes}
+        if _is_for_one_large_linear(n):
+            return _Rows(n, values)
+        found = computed_by_rows(n, values.__getitem__)
+        _let_go(values)
+        return found
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls an operator; a linear layer of a weight that waits yields its channels one after the other."""
+        if len(args) < 2 or not isinstance(args[1], _Rows):
+            return super().call_function(target, args, kwargs)
+        x, weight, *bias = args
+        channels = torch.cat([target(x, rows) for rows in in_rows(weight.node, weight.values.__getitem__)], -1)
+        _let_go(weight.values)
+        return channels if not bias or bias[0] is None else channels + bias[0]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A weight that is yet to be dequantized."""
+
+    node: fx.Node
+    values: dict[fx.Node, Any]
+
+
+def _is_for_one_large_linear(node: fx.Node) -> bool:
+    reader, value = sole_user(node), tensor_value(node)
+    is_weight = reader is not None and operator_name(reader) == "aten::linear" and reader.args[1] is node
+    return is_weight and value is not None and value.dim() == 2 and value.numel() > _LARGE and not reader.kwargs
+
+
+def _let_go(values: dict[fx.Node, Any]) -> None:
+    for value in values.values():
+        let_go(value)
 
 
 class _Unsettled(Sparing):

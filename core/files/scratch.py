@@ -6,6 +6,7 @@ mapped file, whose pages can be let go. The file is gone with the tensor, whatev
 
 import os
 import tempfile
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ def in_scratch(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
             os.posix_fallocate(
                 file.fileno(), 0, size
             )  # where a disk is full, a write to a mapped file ends the process
-            storage = torch.UntypedStorage.from_file(file.name, True, size)
+            storage: Any = torch.UntypedStorage.from_file(file.name, True, size)
     except OSError as error:
         raise ArtefactError(
             f"The folder of temporary files '{tempfile.gettempdir()}' has no room for weights of {size / 1e6:.1f} MB "

@@ -4,7 +4,8 @@ Before: a quantize or dequantize node and the tensors that it reads. After: what
 several tensors of floats on the way, each as large as a whole head or table of a language model; here of a few rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,28 +30,38 @@ def computed_by_rows(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
     whole = value_of(given) if has_rows_apart(node) else None
     if not isinstance(whole, Tensor) or whole.dim() < 2 or whole.numel() <= _SLAB:
         return computed(node, value_of)
-    step = max(1, _SLAB // whole[:1].numel())
-    target: Any = node.target
     found: Tensor | None = None
-    for start in range(0, len(whole), step):
-        args, kwargs = map_arg((node.args, node.kwargs), lambda source, at=start: _rows(value_of(source), at, step))
-        rows = target(*args, **kwargs)
+    start = 0
+    for rows in in_rows(node, value_of):
         found = rows.new_empty(whole.shape) if found is None else found
-        found[start : start + step] = rows
+        found[start : start + len(rows)] = rows
+        start += len(rows)
     return found
+
+
+def in_rows(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Iterator[Tensor]:
+    """Yields what a node of rows apart yields, a megabyte after the other."""
+    given: Any = node.args[0]
+    target: Any = node.target
+    whole = value_of(given)
+    step = max(1, _SLAB // whole[:1].numel())
+    for start in range(0, len(whole), step):
+        few: Any = map_arg((node.args, node.kwargs), partial(_rows, value_of, start, step))
+        yield target(*few[0], **few[1])
 
 
 def _looked_up(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
     """Returns rows of a table of integers; the operator makes floats of the whole table first."""
     target: Any = node.target
-    args, kwargs = map_arg((node.args, node.kwargs), value_of)
-    *numbers, low, high, indices = args
+    read: Any = map_arg((node.args, node.kwargs), value_of)
+    (*numbers, low, high, indices), kwargs = read
     wanted = indices.reshape(-1)
     few = (value[wanted] if isinstance(value, Tensor) else value for value in numbers)
     return target(*few, low, high, torch.arange(len(wanted)).reshape(indices.shape), **kwargs)
 
 
-def _rows(value: Any, start: int, step: int) -> Any:
+def _rows(value_of: Callable[[fx.Node], Any], start: int, step: int, source: fx.Node) -> Any:
+    value = value_of(source)
     return value[start : start + step] if isinstance(value, Tensor) and value.dim() else value
 
 

@@ -259,10 +259,12 @@ def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
     is_large = sum(held.nbytes for held in task.working.buffers()) >= _LARGE
     if is_large:
         give_back()
-    with tempfile.TemporaryFile() as file:
-        facts = _written(task, legal, file)
-        if is_large:
-            give_back()
+    file = tempfile.TemporaryFile()  # noqa: SIM115  # a large program stays in it
+    facts = _written(task, legal, file)
+    if is_large:
+        give_back()
+        return XNNPACKProgram(Method(file, task.threads), *facts)
+    with file:
         file.seek(0)
         return XNNPACKProgram(Method(file.read(), task.threads), *facts)
 
@@ -294,6 +296,7 @@ def _written(task: _Task, legal: Legalized, file: BinaryIO) -> tuple[Any, ...]:
     require_capacity(largest, emitted.executorch_program)
     try:
         emitted.write_to_file(file)
+        file.flush()
     except OSError as error:
         raise refusal("XNNPACK", error) from error
     for held in (lowered.named_data_store_output for lowered in delegates(edge.exported_program())):

@@ -90,7 +90,7 @@ class XNNPACKProgram(Program):
     @property
     def nbytes(self) -> int:
         """Size of the `.pte` in bytes."""
-        return len(self._method.buffer)
+        return self._method.nbytes
 
     @property
     def delegates(self) -> int:

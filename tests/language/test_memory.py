@@ -14,6 +14,7 @@ import quantplug
 from quantplug.core.files.scratch import in_scratch
 from quantplug.core.peers.linux import let_go
 from quantplug.language.weights import weights_let_go
+from quantplug.lowering.xnnpack.program import XNNPACKProgram
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells whose a page is")
 REPOSITORY = Path(__file__).parents[2]
@@ -27,7 +28,9 @@ def of_files():
 
 
 def bytes_of(model, **options):
-    return quantplug.quantize_language_model(model, context=32, progress=False, **options).program.buffer
+    made = quantplug.quantize_language_model(model, context=32, progress=False, **options)
+    assert isinstance(made.program, XNNPACKProgram)
+    return made.program.buffer
 
 
 @pytest.fixture(scope="module")
