@@ -141,8 +141,9 @@ class _Rows:
 
 def _is_for_one_large_linear(node: fx.Node) -> bool:
     reader, value = sole_user(node), tensor_value(node)
-    is_weight = reader is not None and operator_name(reader) == "aten::linear" and reader.args[1] is node
-    return is_weight and value is not None and value.dim() == 2 and value.numel() > _LARGE and not reader.kwargs
+    if reader is None or value is None or value.dim() != 2 or value.numel() <= _LARGE:
+        return False
+    return operator_name(reader) == "aten::linear" and reader.args[1] is node and not reader.kwargs
 
 
 def _let_go(values: dict[fx.Node, Any]) -> None:
