@@ -13,8 +13,12 @@ from typing import Any
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
-from quantplug.core.graph.facts import operator_name
+from quantplug.core.graph.facts import is_written, operator_name
+from quantplug.core.peers.glibc import give_back
 from quantplug.core.peers.torch_names import schema_of
+
+# Bytes of weights from which it is worth a second to collect the copies of them, and of graphs, that steps left.
+LARGE = 2**26
 
 
 def lowered_edge(
@@ -52,11 +56,21 @@ def _decomposed_once(
     wanted, _ = partitioner.ops_to_not_decompose(exported)
     config.preserve_ops = list(wanted)
     edge = to_edge(exported, constant_methods=dict(constants), compile_config=config)
+    _collect_if_large(exported)
     _, takes = partitioner.ops_to_not_decompose(edge.exported_program())
     if not all(map(takes, _whole(edge.exported_program(), wanted))):
         return None
-    edge = edge.transform(list(passes)).to_backend(partitioner)
+    edge = edge.transform(list(passes))
+    _collect_if_large(exported)
+    edge = edge.to_backend(partitioner)
+    _collect_if_large(exported)
     return None if _whole(edge.exported_program(), wanted) else edge
+
+
+def _collect_if_large(program: ExportedProgram) -> None:
+    """Collects the graphs that steps of the lowering of a large program left, which refer to themselves."""
+    if sum(value.nbytes for value in program.state_dict.values()) >= LARGE:
+        give_back()
 
 
 def _whole(program: ExportedProgram, kinds: Iterable[Any]) -> list[fx.Node]:
@@ -73,8 +87,9 @@ def constants_shared(program: ExportedProgram) -> Iterator[None]:
     ExecuTorch copies each delegate's part twice, "in case backends change graph", and keeps the copies: twice the
     weights of a model.
     """
-    signature = program.graph_signature
-    written = set(signature.buffers_to_mutate.values())
+    buffers = program.graph_signature.inputs_to_buffers
+    written = {buffers.get(node.name) for node in program.graph.find_nodes(op="placeholder") if is_written(node)}
+    written |= {*program.graph_signature.buffers_to_mutate.values()}
     held = {**program.state_dict, **program.constants}
     shared = [value for name, value in held.items() if isinstance(value, Tensor) and name not in written]
     for value in shared:

@@ -36,7 +36,7 @@ from quantplug.lowering.signature import Signature
 from quantplug.lowering.spelling import spell_plainly
 from quantplug.lowering.starting import starting, starting_from_state, twin, write_in_place
 from quantplug.lowering.xnnpack.capacity import largest_sizes, one_way_to_convolve, require_capacity, require_limits
-from quantplug.lowering.xnnpack.edge import constants_shared, lowered_edge
+from quantplug.lowering.xnnpack.edge import LARGE, constants_shared, lowered_edge
 from quantplug.lowering.xnnpack.legalize import Legalized, legalize, read_tables_by_row, runs_alone
 from quantplug.lowering.xnnpack.legalize.half import compute_in_float16, compute_in_float32
 from quantplug.lowering.xnnpack.legalize.products import GEMMS
@@ -54,8 +54,6 @@ from quantplug.lowering.xnnpack.runtime import Method, check_threads, quiet
 from quantplug.lowering.xnnpack.serializer.passes import idle_passes_left_out
 from quantplug.lowering.xnnpack.serializer.records import recorded_kernel_calls
 
-# Bytes of weights from which it is worth a second to collect the copies of them, and of graphs, that steps left.
-_LARGE = 2**26
 # Seen with ExecuTorch 1.4.
 _MIXED_UP = "in float, ExecuTorch's delegates refuse it or compute it wrongly here"
 
@@ -256,7 +254,7 @@ def _working_copy(model: fx.GraphModule) -> fx.GraphModule:
 
 
 def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
-    is_large = sum(held.nbytes for held in task.working.buffers()) >= _LARGE
+    is_large = sum(held.nbytes for held in task.working.buffers()) >= LARGE
     if is_large:
         give_back()
     file = tempfile.TemporaryFile()  # noqa: SIM115  # a large program stays in it
