@@ -71,7 +71,7 @@ def test_a_graph_runs_the_same_with_few_floats(monkeypatch, large):
 
 
 def test_rows_of_a_table_are_those_of_the_whole_table():
-    pytest.importorskip("executorch.exir.passes._quant_patterns_and_replacements")
+    pytest.importorskip("executorch.exir.passes.quant_fusion_pass")
     graph = fx.Graph()
     table, scales, ids = graph.get_attr("table"), graph.get_attr("scales"), graph.placeholder("ids")
     graph.output(graph.call_function(DECOMPOSED.embedding_byte.default, (table, scales, None, -128, 127, ids)))
