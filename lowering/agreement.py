@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.errors import LoweringError
-from quantplug.core.graph.facts import operator_name, sole_user, tensor_value
+from quantplug.core.graph.facts import operator_name, sole_user
 from quantplug.core.peers.linux import let_go
 from quantplug.core.peers.torch_names import pytree
 from quantplug.core.qdq.by_rows import computed_by_rows, has_rows_apart, in_rows
@@ -135,7 +135,8 @@ class Sparing(fx.Interpreter):
         if not has_rows_apart(n) or n.all_input_nodes[0].op != "get_attr":
             return super().run_node(n)
         values = {source: self.env[source] for source in n.all_input_nodes}
-        if _is_for_one_large_linear(n):
+        integers = values[n.all_input_nodes[0]]
+        if integers.dim() == 2 and integers.numel() > _LARGE and _is_for_one_linear(n):
             return _Rows(n, values)
         found = computed_by_rows(n, values.__getitem__)
         _let_go(values)
@@ -159,11 +160,11 @@ class _Rows:
     values: dict[fx.Node, Any]
 
 
-def _is_for_one_large_linear(node: fx.Node) -> bool:
-    reader, value = sole_user(node), tensor_value(node)
-    if reader is None or value is None or value.dim() != 2 or value.numel() <= _LARGE:
+def _is_for_one_linear(node: fx.Node) -> bool:
+    reader = sole_user(node)
+    if reader is None or operator_name(reader) != "aten::linear":
         return False
-    return operator_name(reader) == "aten::linear" and reader.args[1] is node and not reader.kwargs
+    return reader.args[1] is node and not reader.kwargs
 
 
 def _let_go(values: dict[fx.Node, Any]) -> None:
