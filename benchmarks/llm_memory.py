@@ -52,10 +52,10 @@ def random_llama(folder: Path, layers: int, hidden: int, vocabulary: int, dtype:
         held[name] = (torch.ones(weight.shape) if weight.dim() == 1 else torch.randn(weight.shape) * 0.02).to(dtype)
         if sum(tensor.nbytes for tensor in held.values()) >= SHARD or name == list(state)[-1]:
             file = f"model-{len(set(shards.values()))}.safetensors"
-            save_file(held, folder / file)
+            save_file(held, folder / file, metadata={"format": "pt"})
             shards |= dict.fromkeys(held, file)
             held = {}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
 
 
 def measure(model: Path, context: int) -> dict[str, float]:
