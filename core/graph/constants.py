@@ -123,12 +123,18 @@ def computed(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
     return target(*args, **kwargs)
 
 
+def is_expression(node: fx.Node) -> bool:
+    """Tells whether a node is an expression over constants, whose value `expression_value` computes."""
+    if node.op == "get_attr":
+        return constant_value(node) is not None
+    return bool(operator_name(node) and node.all_input_nodes) and all(map(is_expression, node.all_input_nodes))
+
+
 def expression_value(node: fx.Node) -> Tensor | None:
     """Returns the value of an expression over constants, None if any part of it is computed at run time."""
     if node.op == "get_attr":
         return constant_value(node)
-    values = {source: expression_value(source) for source in node.all_input_nodes}
-    if not operator_name(node) or not values or any(value is None for value in values.values()):
+    if not is_expression(node):
         return None
-    result = computed(node, values.__getitem__)
+    result = computed(node, {source: expression_value(source) for source in node.all_input_nodes}.__getitem__)
     return result if isinstance(result, Tensor) else None

@@ -14,6 +14,7 @@ from quantplug.core.errors import CalibrationError, ConvertError, QuantplugError
 from quantplug.core.graph.constants import constant_nodes, evaluate_constants
 from quantplug.core.graph.facts import observer_of
 from quantplug.core.observers.from_specs import needs_data, observe_constant, waits_for_constants
+from quantplug.core.peers.linux import let_go
 from quantplug.core.pt2e.quantization import kind_of
 
 Calls: TypeAlias = dict[fx.Node, nn.Module]
@@ -49,6 +50,7 @@ def observe_constants(graph: fx.Graph, observers: Calls) -> dict[fx.Node, Tensor
         if observer in waiting and (observer, id(value)) not in seen:
             seen.add((observer, id(value)))
             _observe(call, observer, value)
+            let_go(value)
     return {call: values[call.all_input_nodes[0]] for call in calls}
 
 

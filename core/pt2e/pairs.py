@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from quantplug.core.graph.constants import computed
 from quantplug.core.graph.facts import held_tensor
 from quantplug.core.pt2e.metadata import Metadata
 from quantplug.core.pt2e.numbers import Numbers
 from quantplug.core.pt2e.observed import Calls, in_words, origin
 from quantplug.core.pt2e.quantization import add_dynamic, kind_of, output_dtype
 from quantplug.core.pt2e.storage import Storage
+from quantplug.core.qdq.by_rows import computed_by_rows
 from quantplug.core.qdq.nodes import CAST_OP, QUANTIZE_OPS
 
 
@@ -140,11 +140,11 @@ class _Pairs:
     def _store(self, quantize: fx.Node, value: Tensor, name: str) -> None:
         """Puts the integers of a constant in the place of the node that quantizes it."""
         with torch.no_grad():
-            stored = computed(quantize, lambda n: value if n is quantize.args[0] else held_tensor(n))
+            stored = computed_by_rows(quantize, lambda n: value if n is quantize.args[0] else held_tensor(n))
         # A copy, made when the float intermediates are gone, stands in their place and not behind it: between integers
         # that stay they would leave holes in the heap, half as large as the weights in sum.
         stored = stored.clone()
         with self._graph.inserting_before(quantize):
-            quantized = self._held(self._storage.keep(stored, f"{name}_quantized"))
+            quantized = self._held(self._storage.keep_made(value, stored, f"{name}_quantized"))
         quantize.replace_all_uses_with(quantized)
         self._graph.erase_node(quantize)

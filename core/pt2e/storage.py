@@ -1,7 +1,8 @@
 """Where a converted graph keeps its constants: integers, halves, scales and zero points.
 
 Before: float constants behind quantize nodes. After: buffers of the stored dtype under names that say
-which constant they were. Equal content is kept once, so tied weights stay tied.
+which constant they were. Equal content is kept once, so tied weights stay tied. What lay in a mapped file, as the
+weights of a checkpoint do, has its integers in one too, and its pages are let go.
 """
 
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.errors import ConvertError
+from quantplug.core.files.scratch import in_scratch
 from quantplug.core.graph.editing import register
+from quantplug.core.peers.linux import let_go
 from quantplug.core.pt2e.quantization import Quantization
 from quantplug.core.specs.stored_dtypes import overflows
 
@@ -53,11 +56,20 @@ class Storage:
             )
         return self._once(key, value, stored, f"{name}_{str(dtype).removeprefix('torch.')}")
 
+    def keep_made(self, value: Tensor, stored: Tensor, name: str) -> str:
+        """Registers integers that were made of a constant by other means; returns the path of the buffer."""
+        return register(self._model, name, _beside(value, stored.detach()))
+
     def _once(self, key: Any, source: Tensor, stored: Tensor, name: str) -> str:
         if key not in self._paths:
-            self._paths[key] = register(self._model, name, stored.detach())
+            self._paths[key] = register(self._model, name, _beside(source, stored.detach()))
             self._held.append(source)
         return self._paths[key]
+
+
+def _beside(source: Tensor, stored: Tensor) -> Tensor:
+    """Returns what is stored of a constant, in a file if the constant is in one."""
+    return in_scratch(stored) if let_go(source) and stored.data_ptr() != source.data_ptr() else stored
 
 
 def _content(number: float | Tensor) -> Any:

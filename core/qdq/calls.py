@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from quantplug.core.graph.constants import is_expression
 from quantplug.core.graph.facts import constant_value, operands, operator_name, sole_user
 from quantplug.core.graph.operators import CLAMPS, schema_names
 from quantplug.core.qdq.nodes import is_dequantize, is_dynamic
@@ -75,6 +76,11 @@ class QuantizedCall:
         """The constant that the file has for the weight, in integers if it is quantized."""
         held = self.weight.args[0] if is_dequantize(self.weight) else self.weight
         return constant_value(held) if isinstance(held, fx.Node) else None
+
+    @cached_property
+    def is_known(self) -> bool:
+        """Tells whether the weight is the same at every call; `kernel` then computes it."""
+        return is_expression(self.weight) if is_dequantize(self.weight) else self.stored is not None
 
     @cached_property
     def kernel(self) -> Tensor | None:

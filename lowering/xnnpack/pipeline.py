@@ -6,10 +6,11 @@ serialized, loaded into the real runtime, run on the example inputs and compared
 
 import contextlib
 import copy
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, fx
@@ -18,12 +19,14 @@ from quantplug.core.errors import LoweringError, first_line
 from quantplug.core.files.structures import without_unnamed
 from quantplug.core.graph.constants import written_buffers
 from quantplug.core.graph.facts import compute_nodes, operator_name, require_graph_module
+from quantplug.core.graph.lazy import compiled_when_run
 from quantplug.core.peers.glibc import give_back
+from quantplug.core.peers.linux import let_all_go
 from quantplug.core.peers.torch_names import pytree
 from quantplug.core.qdq.calls import QuantizedCall
 from quantplug.core.qdq.nodes import is_conversion, is_dequantize
 from quantplug.core.specs.decision import decision
-from quantplug.lowering.agreement import agreement
+from quantplug.lowering.agreement import Sparing, agreement
 from quantplug.lowering.open_sizes import open_sizes
 from quantplug.lowering.placement import record
 from quantplug.lowering.program import LoweredOp, refusal
@@ -33,7 +36,7 @@ from quantplug.lowering.signature import Signature
 from quantplug.lowering.spelling import spell_plainly
 from quantplug.lowering.starting import starting, starting_from_state, twin, write_in_place
 from quantplug.lowering.xnnpack.capacity import largest_sizes, one_way_to_convolve, require_capacity, require_limits
-from quantplug.lowering.xnnpack.edge import lowered_edge
+from quantplug.lowering.xnnpack.edge import LARGE, constants_shared, lowered_edge
 from quantplug.lowering.xnnpack.legalize import Legalized, legalize, read_tables_by_row, runs_alone
 from quantplug.lowering.xnnpack.legalize.half import compute_in_float16, compute_in_float32
 from quantplug.lowering.xnnpack.legalize.products import GEMMS
@@ -51,8 +54,6 @@ from quantplug.lowering.xnnpack.runtime import Method, check_threads, quiet
 from quantplug.lowering.xnnpack.serializer.passes import idle_passes_left_out
 from quantplug.lowering.xnnpack.serializer.records import recorded_kernel_calls
 
-# Bytes of a program from which it is worth a second to collect the copies of its weights that serialization left.
-_LARGE = 2**26
 # Seen with ExecuTorch 1.4.
 _MIXED_UP = "in float, ExecuTorch's delegates refuse it or compute it wrongly here"
 
@@ -96,7 +97,7 @@ def lower(
     model = require_graph_module(converted, "lower")
     inputs = pytree.tree_map(lambda v: v.detach().contiguous() if isinstance(v, Tensor) else v, tuple(example_inputs))
     working = _working_copy(model)
-    with quiet(), torch.no_grad():
+    with quiet(), torch.no_grad(), compiled_when_run():
         # As the graph has them: the user's own may name parameters that it has no longer, as those of `*args`.
         shapes = open_sizes(model.graph, inputs) or dynamic_shapes
         require_limits(model.graph)
@@ -113,6 +114,7 @@ def lower(
         legal = replace(legal, portable=left | legal.portable, notes=notes | halves | tables)
         written = as_serializer_reads(working, legal.floats.keys() | legal.portable.keys())
         others = tuple(partitioners)
+        let_all_go(working)
         task = _Task(recorded, written, working, inputs, shapes, threads, expected, minimum_sqnr, others, constants)
         return _proved_or_next_best(task, legal)
 
@@ -227,7 +229,7 @@ def _proved(task: _Task, legal: Legalized) -> XNNPACKProgram:
 
 def _reference(model: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
     try:
-        return twin(model)(*copy.deepcopy(inputs))
+        return Sparing(twin(model)).run(*copy.deepcopy(inputs))
     except Exception as error:
         raise LoweringError(
             f"The q/dq graph does not run on the example inputs: {first_line(error)}; "
@@ -252,14 +254,21 @@ def _working_copy(model: fx.GraphModule) -> fx.GraphModule:
 
 
 def _emit(task: _Task, legal: Legalized) -> XNNPACKProgram:
-    buffer, facts = _written(task, legal)
-    if len(buffer) >= _LARGE:
+    is_large = sum(held.nbytes for held in task.working.buffers()) >= LARGE
+    if is_large:
         give_back()
-    return XNNPACKProgram(Method(buffer, task.threads), *facts)
+    file = tempfile.TemporaryFile()  # noqa: SIM115  # a large program stays in it
+    facts = _written(task, legal, file)
+    if is_large:
+        give_back()
+        return XNNPACKProgram(Method(file, task.threads), *facts)
+    with file:
+        file.seek(0)
+        return XNNPACKProgram(Method(file.read(), task.threads), *facts)
 
 
-def _written(task: _Task, legal: Legalized) -> tuple[bytes, tuple[Any, ...]]:
-    """Returns the bytes of a program, which are then the only ones, and what is known of it beside its method."""
+def _written(task: _Task, legal: Legalized, file: BinaryIO) -> tuple[Any, ...]:
+    """Writes a program and returns what is known of it beside its method; what it was put together from is gone."""
     import executorch.kernels.quantized  # noqa: F401  q/dq operators outside delegates need its out variants
     from executorch.backends.xnnpack.utils.configs import get_transform_passes
 
@@ -273,19 +282,25 @@ def _written(task: _Task, legal: Legalized) -> tuple[bytes, tuple[Any, ...]]:
             # The stock ones drop the no-op expands around every matmul.
             passes = get_transform_passes([copies_of_dequantized_are_dropped, views_infer_their_open_size])
             asked = keeping_whole([partitioner(graph, legal), *task.partitioners])
-            edge = lowered_edge(exported, passes, asked, task.constants or {})
-            write_in_place(edge.exported_program())
-            emitted = edge.to_executorch(starting_from_state(edge.exported_program()))
+            with constants_shared(exported):
+                edge = lowered_edge(exported, passes, asked, task.constants or {})
+                write_in_place(edge.exported_program())
+                emitted = edge.to_executorch(starting_from_state(edge.exported_program()))
         except Exception as error:
             raise refusal("XNNPACK", error) from error
+    let_all_go(task.working)
     ops = place(task.recorded, task.working, edge.exported_program(), calls, legal)
     counts = count(edge.exported_program(), calls)
     require_capacity(largest, emitted.executorch_program)
-    buffer = emitted.buffer
+    try:
+        emitted.write_to_file(file)
+        file.flush()
+    except OSError as error:
+        raise refusal("XNNPACK", error) from error
     for held in (lowered.named_data_store_output for lowered in delegates(edge.exported_program())):
         if held is not None:
             held.buffers.clear()  # torch's cache of fake tensors keeps delegates alive
-    return buffer, (ops, counts, signature, structure, largest)
+    return ops, counts, signature, structure, largest
 
 
 def _structured_for_file(exported: torch.export.ExportedProgram) -> None:

@@ -16,13 +16,13 @@ from quantplug.core.graph.facts import compute_nodes
 from quantplug.core.graph.meta import ORIGINS
 from quantplug.core.graph.traits import clamp_bounds, is_identity, moves, repeats
 from quantplug.core.peers.torch_names import schema_or_none
+from quantplug.core.qdq.by_rows import ROWS_OF_INTEGERS
 from quantplug.core.qdq.calls import is_activation
 from quantplug.core.qdq.nodes import is_conversion, is_dequantize
 from quantplug.core.qdq.qparams import quantized_output, static_qparams
 from quantplug.lowering.placement import NOTHING
 from quantplug.lowering.program import LoweredOp
 from quantplug.lowering.xnnpack.legalize import Legalized
-from quantplug.lowering.xnnpack.legalize.integers import ROWS_OF_INTEGERS
 from quantplug.lowering.xnnpack.legalize.refusals import FLOAT_RESULT
 from quantplug.lowering.xnnpack.program import KernelCounts
 from quantplug.lowering.xnnpack.serializer.records import KernelCall

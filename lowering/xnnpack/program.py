@@ -80,7 +80,7 @@ class XNNPACKProgram(Program):
 
     def restart(self) -> None:
         """Puts the buffers that the program writes (a cache, a counter) back to what the model began with."""
-        self._method.load()
+        self._method.unload()
 
     @property
     def buffer(self) -> bytes:
@@ -90,7 +90,7 @@ class XNNPACKProgram(Program):
     @property
     def nbytes(self) -> int:
         """Size of the `.pte` in bytes."""
-        return len(self._method.buffer)
+        return self._method.nbytes
 
     @property
     def delegates(self) -> int:

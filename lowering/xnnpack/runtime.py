@@ -5,6 +5,7 @@ the process's standard error, experimental-API warnings) is held back and only q
 """
 
 import logging
+import mmap
 import os
 import re
 import sys
@@ -13,9 +14,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from quantplug.core.errors import ConfigError, LoweringError, first_line
+from quantplug.core.peers.linux import IS_HERE
 from quantplug.lowering.executorch_names import reset_pool, threads_of_pool
 
 # The runtime logs as `[file.cpp:123] text`, its operators for PyTorch as `E 12:34:56.78 executorch:file.h:91] text`;
@@ -141,17 +144,37 @@ class Method:
     """A `.pte`'s forward method in the runtime, loaded again whenever the thread pool was replaced.
 
     Args:
-        buffer: the bytes of the program.
+        content: the bytes of the program, or an open file of its own that has them and stays open: memory has room
+            for other things then.
         threads: threads to run on, None for as many as the runtime chooses.
 
     Raises:
         LoweringError: the runtime does not load the program.
     """
 
-    def __init__(self, buffer: bytes, threads: int | None = None) -> None:
-        self.buffer = buffer
+    _method: Any
+
+    def __init__(self, content: bytes | BinaryIO, threads: int | None = None) -> None:
+        self._content = content
         self.threads = threads
         self.load()
+
+    @property
+    def buffer(self) -> bytes:
+        """The bytes of the program."""
+        if isinstance(self._content, bytes):
+            return self._content
+        self._content.seek(0)
+        return self._content.read()
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the program has."""
+        return len(self._content) if isinstance(self._content, bytes) else os.fstat(self._content.fileno()).st_size
+
+    def unload(self) -> None:
+        """Lets the loaded method go; the next call loads it again, and begins with the buffers of the model."""
+        self._method = None
 
     def load(self) -> None:
         """Loads the method, which begins with the buffers that the model began with.
@@ -159,7 +182,7 @@ class Method:
         Raises:
             LoweringError: the runtime does not load the program.
         """
-        self._method: Any = None  # its weights go before they come again
+        self._method = None  # its weights go before they come again
         with quiet() as chatter:
             failure = self._load()
         if failure:
@@ -176,18 +199,31 @@ class Method:
         runtime = Runtime.get()
         try:
             self._register_kernels(runtime)
-            self._method = runtime.load_program(self.buffer).load_method("forward")
+            self._method = runtime.load_program(self._loadable()).load_method("forward")
         except (RuntimeError, ValueError, ImportError) as error:
             return first_line(error)
         return ""
+
+    def _loadable(self) -> bytes | Path:
+        """Returns what the runtime reads: of a file it maps what it needs, and lets weights go that it has packed."""
+        if isinstance(self._content, bytes) or not IS_HERE:
+            return self.buffer
+        return Path(f"/proc/self/fd/{self._content.fileno()}")
 
     def _register_kernels(self, runtime: Any) -> None:
         """Imports what has the kernels that run outside of delegates, each for the operators of one namespace."""
         registered = runtime.operator_registry.operator_names
         for namespace, module in _KERNELS.items():
             is_there = any(name.startswith(namespace) for name in registered)
-            if not is_there and namespace.encode() in self.buffer:  # a file names its operators as they are
+            if not is_there and self._names(namespace.encode()):
                 import_module(module)
+
+    def _names(self, text: bytes) -> bool:
+        """Tells whether the program has a text: it names its operators as they are."""
+        if isinstance(self._content, bytes):
+            return text in self._content
+        with mmap.mmap(self._content.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return content.find(text) >= 0
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Runs the method on flat inputs and returns its flat outputs.
@@ -195,7 +231,7 @@ class Method:
         Raises:
             LoweringError: the runtime refuses the inputs or fails while running.
         """
-        if _POOL.resize(self.threads) != self._generation:
+        if self._method is None or _POOL.resize(self.threads) != self._generation:
             self.load()
         try:
             return list(self._method.execute(inputs))

@@ -78,7 +78,7 @@ def joined(node: fx.Node) -> str | None:
 def product(node: fx.Node) -> str | None:
     """A product that reads integers yields them and has an integer weight, or its weight is no constant."""
     call = QuantizedCall.of(node) if operator_name(node) in GEMMS else None
-    if call is None or not is_dequantize(call.weight) or call.kernel is None or not is_dequantize(call.input):
+    if call is None or not is_dequantize(call.weight) or not call.is_known or not is_dequantize(call.input):
         return None
     return None if call.is_dynamic or call.output is not None else "has integers for operands and yields floats"
 

@@ -16,6 +16,7 @@ from quantplug.core.graph.editing import call_like, constant, erase_dead_code, l
 from quantplug.core.graph.facts import constant_value, operands, operator_name, rank, tensor_value
 from quantplug.core.graph.operators import CLAMPS, schema_names
 from quantplug.core.graph.traits import clamp_bounds
+from quantplug.core.qdq.by_rows import ROWS_OF_INTEGERS
 from quantplug.core.qdq.calls import QuantizedCall, is_activation, quantized_calls
 from quantplug.core.qdq.nodes import AFFINE_OPS, DEQUANTIZE_OPS, is_dequantize, is_quantize
 from quantplug.core.qdq.qparams import INT8, StaticQParams, requantize, static_qparams
@@ -35,7 +36,6 @@ _BESIDE_NUMBERS: Mapping[str, Any] = MappingProxyType(
         "aten::div": _ATEN.mul.Tensor,
     }
 )
-ROWS_OF_INTEGERS = ("quantized_decomposed::embedding_byte", "quantized_decomposed::embedding_4bit")
 _BY_ROW = "outside of the delegates, on a portable kernel that reads the integers of the rows it is asked for"
 _CASTS = schema_names(("to", "_to_copy"))
 # The rows of a table of which a kernel reads some have one scale each, and its integers one byte.

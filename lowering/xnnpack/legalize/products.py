@@ -41,7 +41,7 @@ def constant_biases_are_float(working: fx.GraphModule) -> None:
 
 def _weight_only(call: QuantizedCall) -> str | None:
     """XNNPACK multiplies float activations with int8 or int4 weights that have no zero points."""
-    if not is_dequantize(call.weight) or is_dequantize(call.input) or call.kernel is None:
+    if not is_dequantize(call.weight) or is_dequantize(call.input) or not call.is_known:
         return None
     by_row = operands(call.weight).get("axis") == 0 or (static_qparams(call.weight) and call.stored is not None)
     return "its weights are integers, its input is not quantized" if by_row and not _has_zero_points(call) else None
@@ -72,7 +72,7 @@ def _why_no_integer_gemm(call: QuantizedCall) -> str | None:
     """Returns why XNNPACK has no integer kernel for a convolution or linear with quantized weights."""
     if not is_dequantize(call.weight) or (operator_name(call.node) == "aten::linear" and _weight_only(call)):
         return None
-    if call.kernel is None:
+    if not call.is_known:
         return "its weight is computed at run time"
     if _has_zero_points(call):
         return "its weights have zero points other than 0"

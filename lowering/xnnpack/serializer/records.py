@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from quantplug.core.peers.linux import let_go
 from quantplug.lowering.xnnpack.serializer.graph import break_chains, make_room, operands, tensor
 
 
@@ -101,6 +102,8 @@ def _recording(original: Any, calls: list[KernelCall]) -> type:
         if node.next.op == "output":
             break_chains(xnn_graph)
             make_room(xnn_graph)
+            for constant in self.exported_program.state_dict.values():
+                let_go(constant)
 
     return type(f"Recording{original.__name__}", (original,), {"define_node": define_node})
 

@@ -1,7 +1,7 @@
 """Causal language models and their tokenizers from files on this machine, read by transformers.
 
-Before: a folder with `config.json` and safetensors, or a GGUF file. After: a model in float32 and its tokenizer;
-nothing is downloaded, and no code of the checkpoint runs.
+Before: a folder with `config.json` and safetensors, or a GGUF file. After: a model in float32, whose weights lie in
+files until something reads them, and its tokenizer; nothing is downloaded, and no code of the checkpoint runs.
 """
 
 import warnings
@@ -16,7 +16,9 @@ from torch import nn
 
 from quantplug.core.errors import ArtefactError, ConfigError, QuantplugError, first_line, shown
 from quantplug.core.files.whole import kind_at
+from quantplug.core.peers.glibc import give_back
 from quantplug.language.torchvision import reason_of, usable_torchvision
+from quantplug.language.weights import of_folder, of_gguf
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,9 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     """Reads a causal language model and its tokenizer.
 
     Args:
-        path: a Hugging Face folder with safetensors, or a GGUF file, whose weights are expanded.
+        path: a Hugging Face folder with safetensors, or a GGUF file. Weights in float32 are read from there when they
+            are needed; others are expanded to the folder of temporary files, on Linux, where they are gone with the
+            model.
 
     Raises:
         ConfigError: transformers is not installed.
@@ -58,18 +62,16 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     path = Path(path)
     where, options = _place(path)
     with _reading(path, "model"):
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
         config = AutoConfig.from_pretrained(where, local_files_only=True, **options)
         _require_causal(path, config)
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            where,
-            dtype=torch.float32,
-            local_files_only=True,
-            use_safetensors=None if options else True,
-            output_loading_info=True,
-            **options,
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        weights = dict(of_gguf(path, kind, config) if options else of_folder(path))
+        model, loaded = kind.from_pretrained(
+            None, config=config, state_dict=weights, dtype=torch.float32, output_loading_info=True
         )
+        _take_generation_settings(model, path)
     missing = sorted({*loaded["missing_keys"], *(found[0] for found in loaded["mismatched_keys"])})
     if missing:
         raise ArtefactError(
@@ -77,7 +79,9 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
             "whole checkpoint."
         )
     vocabulary = config.get_text_config().vocab_size
-    return Checkpoint(model.eval(), load_tokenizer(path, vocabulary))
+    tokenizer = load_tokenizer(path, vocabulary)
+    give_back()  # what transformers and gguf made on the way
+    return Checkpoint(model.eval(), tokenizer)
 
 
 def load_tokenizer(path: str | Path, vocabulary: int | None = None) -> Any:
@@ -132,6 +136,14 @@ def _require_causal(path: Path, config: Any) -> None:
         raise ArtefactError(
             f"'{path}' is no causal language model but a {shown(kind)}; pass one that ends in ForCausalLM."
         )
+
+
+def _take_generation_settings(model: Any, path: Path) -> None:
+    """Gives a model the settings that stand beside its weights, such as the tokens that end a text."""
+    from transformers import GenerationConfig
+
+    if (path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
 
 
 @contextmanager

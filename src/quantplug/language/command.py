@@ -26,6 +26,7 @@ from quantplug.language.checkpoint import Checkpoint, load_checkpoint, load_toke
 from quantplug.language.decoder import PLAIN, require_attention, require_cache
 from quantplug.language.flow import STEP, config_of, quantize_language_model, table_of
 from quantplug.language.measure import perplexity, speed
+from quantplug.language.weights import weights_let_go
 
 SUFFIXES = {"xnnpack": ".pte", "x86": ".pt2"}
 # Of the text, behind what calibrates.
@@ -108,7 +109,8 @@ def convert(order: Order, console: Console) -> Figures:
     _require_space(order.out, whole)
     expected = perplexed = None
     if scored:
-        with _step(console, f"score the float model on {_tokens(scored)} tokens"):
+        what = f"score the float model on {_tokens(scored)} tokens"
+        with _step(console, what), weights_let_go(checkpoint.model):
             expected = perplexity(checkpoint.model, scored, progress=order.progress)
     with _step(console, f"quantize with {chosen} and lower to {order.backend}"):
         artefact = _quantized(order, checkpoint, chosen, calibrating)

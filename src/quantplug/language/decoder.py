@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from quantplug.core.errors import ConfigError, ModelError, first_line
 from quantplug.core.specs.levels import sqnr
 from quantplug.language.attention import beginning_at, registered, requiring_causal_masks
+from quantplug.language.weights import weights_let_go
 
 
 def _shapes(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
@@ -28,7 +29,7 @@ def _shapes(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
 
     cache = DynamicCache()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), weights_let_go(model):
             model(input_ids=torch.zeros((1, 1), dtype=torch.int64), use_cache=True, **_given(model, cache))
         found = [(layer.keys, layer.values) for layer in cache.layers]
     except Exception as error:  # whatever a model of another kind does with a cache
@@ -168,7 +169,8 @@ def objection(model: nn.Module, context: int) -> str | None:
     try:
         with torch.no_grad(), requiring_causal_masks(context):
             decoders = [Decoder(model, few, attention=name).eval() for name in ATTENTIONS]
-            pairs = [(run(tokens[:, :-1], starts[0]), run(tokens[:, -1:], starts[1])) for run in decoders]
+            with weights_let_go(*decoders):
+                pairs = [(run(tokens[:, :-1], starts[0]), run(tokens[:, -1:], starts[1])) for run in decoders]
     except Exception as error:  # whatever a model of another kind does with an attention that is not its own
         return first_line(error).rstrip(".")
     levels = [sqnr(found, expected) for expected, found in zip(*pairs, strict=True)]
