@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import stored
 import torch
 from memory import resident
 from vision import torchvision_models
@@ -96,6 +97,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--context", type=int, default=512)
+    stored.add_option(parser)
     arguments = parser.parse_args()
     torchvision_models()
     folder = Path(tempfile.mkdtemp(prefix="llama-"))
@@ -107,6 +109,23 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     print(json.dumps({name: round(value, 3) for name, value in found.items()}))
+    name = (
+        f"Llama, {arguments.layers} layers of {arguments.hidden}" if arguments.model is None else arguments.model.stem
+    )
+    stored.store(arguments.store, [{"checkpoint": name, **shown(found)}], ["checkpoint"])
+
+
+def shown(found: dict[str, float]) -> dict[str, str]:
+    """Returns what the documents show."""
+    return {
+        "weights": f"{found['weights']:.0f}",
+        "libraries": f"{found['libraries']:.0f}",
+        "peak": f"{found['peak']:.0f}",
+        "peak / weights": f"{found['times_weights']:.2f}",
+        "above the libraries": f"{found['above_libraries']:.0f}",
+        "`.pte`": f"{found['file']:.0f}",
+        "s of processor": f"{found['seconds_of_processor']:.0f}",
+    }
 
 
 if __name__ == "__main__":

@@ -8,13 +8,18 @@ for a new compilation, as passes do, and none is made: compiling takes longer th
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
+from inspect import unwrap
 from typing import Any
 
 from torch import fx
 
 from quantplug.core.peers.torch_names import calling_structure
 
-_compiled = fx.GraphModule.recompile
+
+def _compile(module: fx.GraphModule) -> None:
+    """Compiles a module now, whatever `compiled_when_run` has put in the place of torch's way to."""
+    unwrap(fx.GraphModule.recompile)(module)
 
 
 class _Compilation:
@@ -30,7 +35,7 @@ class _Compilation:
         compiled = self._module()
         if compiled is None:
             raise AttributeError(f"The {owner.__name__} that this class was made for is gone, and its forward with it.")
-        _compiled(compiled)
+        _compile(compiled)
         return owner.forward if module is None else module.forward
 
 
@@ -64,7 +69,7 @@ class LazyGraphModule(fx.GraphModule):
 
     def _compile(self) -> None:
         if not self._is_compiled:
-            _compiled(self)
+            _compile(self)
 
 
 @contextmanager
@@ -85,7 +90,9 @@ def compiled_when_run() -> Iterator[None]:
     Passes ask for code after each change, and torch keeps the text of each: an eighth of the time that lowering a
     language model took.
     """
+    own = fx.GraphModule.recompile
 
+    @wraps(own)
     def wait(self: fx.GraphModule) -> None:
         called = calling_structure(self.graph)
         if called is not None:  # they stand beside the code
@@ -97,4 +104,4 @@ def compiled_when_run() -> Iterator[None]:
     try:
         yield
     finally:
-        fx.GraphModule.recompile = _compiled  # type: ignore[method-assign]
+        fx.GraphModule.recompile = own  # type: ignore[method-assign]
