@@ -44,6 +44,7 @@ WITHOUT_MODELS = {
         "way",
         "",
         "architecture",  # test_architectures.py has those
+        "checkpoint",  # tests/language/test_memory.py has smaller ones
     ),
     *("what", "column", "observer", "weights", "fault", "File", "id", "word", "our word"),
     *("what you want", "you", "backend", "format", "observer in the config", "framework", "where", "kind", "quantizer"),
