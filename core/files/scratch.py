@@ -31,9 +31,8 @@ def in_scratch(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     size = values.numel() * dtype.itemsize
     try:
         with tempfile.NamedTemporaryFile(prefix="quantplug-") as file:
-            os.posix_fallocate(
-                file.fileno(), 0, size
-            )  # where a disk is full, a write to a mapped file ends the process
+            # Where a disk is full, a write to a mapped file would end the process.
+            os.posix_fallocate(file.fileno(), 0, size)
             storage: Any = torch.UntypedStorage.from_file(file.name, True, size)
     except OSError as error:
         raise ArtefactError(

@@ -8,8 +8,6 @@ for a new compilation, as passes do, and none is made: compiling takes longer th
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
-from inspect import unwrap
 from typing import Any
 
 from torch import fx
@@ -17,9 +15,9 @@ from torch import fx
 from quantplug.core.peers.torch_names import calling_structure
 
 
-def _compile(module: fx.GraphModule) -> None:
-    """Compiles a module now, whatever `compiled_when_run` has put in the place of torch's way to."""
-    unwrap(fx.GraphModule.recompile)(module)
+def _own_recompile() -> Any:
+    """Returns torch's way to compile, also where `compiled_when_run` has put another one in its place."""
+    return getattr(fx.GraphModule.recompile, "in_place_of", fx.GraphModule.recompile)
 
 
 class _Compilation:
@@ -35,7 +33,7 @@ class _Compilation:
         compiled = self._module()
         if compiled is None:
             raise AttributeError(f"The {owner.__name__} that this class was made for is gone, and its forward with it.")
-        _compile(compiled)
+        _own_recompile()(compiled)
         return owner.forward if module is None else module.forward
 
 
@@ -69,7 +67,7 @@ class LazyGraphModule(fx.GraphModule):
 
     def _compile(self) -> None:
         if not self._is_compiled:
-            _compile(self)
+            _own_recompile()(self)
 
 
 @contextmanager
@@ -88,11 +86,10 @@ def compiled_when_run() -> Iterator[None]:
     """Lets every graph module wait with its code until it is run, inside of the block.
 
     Passes ask for code after each change, and torch keeps the text of each: an eighth of the time that lowering a
-    language model took.
+    language model took. Blocks may overlap, in threads: what the last one leaves is torch's own way.
     """
-    own = fx.GraphModule.recompile
+    own = _own_recompile()
 
-    @wraps(own)
     def wait(self: fx.GraphModule) -> None:
         called = calling_structure(self.graph)
         if called is not None:  # they stand beside the code
@@ -100,6 +97,7 @@ def compiled_when_run() -> Iterator[None]:
         vars(self).setdefault("_code", "")  # for who only logs it
         type(self).forward = _Compilation(self)  # type: ignore[assignment]
 
+    wait.in_place_of = own  # type: ignore[attr-defined]
     fx.GraphModule.recompile = wait  # type: ignore[method-assign, assignment]
     try:
         yield

@@ -12,7 +12,7 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 )
 
 from quantplug import XNNPACKQuantizer
-from quantplug.core.graph.lazy import LazyGraphModule
+from quantplug.core.graph.lazy import LazyGraphModule, compiled_when_run
 from quantplug.core.graph.working_copy import working_copy
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e
@@ -174,3 +174,13 @@ def test_a_quantizers_rewrites_compile_a_caller_s_graph_once(compilations):
     torch.testing.assert_close(rewritten(X), expected)
     rewritten.recompile()
     assert len(compilations) == 2
+
+
+def test_blocks_that_overlap_leave_torchs_own_way_to_compile():
+    own = fx.GraphModule.recompile
+    first, second = compiled_when_run(), compiled_when_run()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert fx.GraphModule.recompile is own
