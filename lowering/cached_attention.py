@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 @torch.library.custom_op("quantplug::cached_attention", mutates_args=())
 def cached_attention(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float) -> Tensor:
-    """Returns causal attention of queries at successive positions, [1, n, heads, channels].
+    """Returns causal attention of queries at successive positions, [1, n, heads, channels of values].
 
     Args:
         query: [1, n, heads, channels].
@@ -22,16 +22,24 @@ def cached_attention(query: Tensor, keys: Tensor, values: Tensor, start: Tensor,
         start: position of the first query, int64 [1]; that and n are no more than the cache holds.
         scale: what the products of queries and keys are multiplied by.
     """
-    first, count = int(start), query.shape[1]
-    seen = torch.arange(first + count) <= torch.arange(first, first + count)[:, None]
+    return attend(query, keys, values, start, scale)
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float) -> Tensor:
+    """Computes what `cached_attention` says, called without torch's dispatcher."""
+    first, (_, count, heads, channels) = int(start), query.shape
     read, given = (cache[:, : first + count].transpose(1, 2) for cache in (keys, values))
+    if count == 1:  # nothing is masked, and queries of one head of keys are rows beside each other
+        rows = query.reshape(1, read.shape[1], -1, channels)
+        return scaled_dot_product_attention(rows, read, given, scale=scale).reshape(1, 1, heads, -1)
+    seen = torch.arange(first + count) <= torch.arange(first, first + count)[:, None]
     rows = scaled_dot_product_attention(query.transpose(1, 2), read, given, seen, scale=scale, enable_gqa=True)
     return rows.transpose(1, 2).contiguous()
 
 
 @cached_attention.register_fake
 def _(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float) -> Tensor:
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
+    return query.new_empty((*query.shape[:-1], values.shape[-1]))
 
 
 CACHED_ATTENTION = torch.ops.quantplug.cached_attention.default

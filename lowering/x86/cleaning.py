@@ -6,6 +6,7 @@ the one activation dtype that all integer kernels of oneDNN in torch take (x - 1
 """
 
 import itertools
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -34,7 +35,7 @@ from quantplug.lowering.starting import store_conversions
 
 def clean(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:
     """Removes what computes nothing, folds constants, gives every node a value, makes activations uint8."""
-    _remove_guards(module.graph)
+    remove_guards(module.graph)
     make_functional(module.graph)
     _pass_by_no_ops(module.graph)
     # Biases: the kernels read them in float.
@@ -44,7 +45,8 @@ def clean(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:
     apply(module.graph, TO_UNSIGNED)
 
 
-def _remove_guards(graph: fx.Graph) -> None:
+def remove_guards(graph: fx.Graph) -> None:
+    """Erases assertions, and constants that nobody reads."""
     for node in reversed(list(graph.nodes)):
         is_guard = node.op == "call_module" and not node.users
         if is_guard or _schema_name(node).startswith("aten::_assert"):
@@ -108,6 +110,11 @@ def _give_values(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> Non
         mode = FakeTensorMode()
         leaves = pytree.tree_leaves(example_inputs)
         inputs = [mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    give_values(module, mode, inputs)
+
+
+def give_values(module: fx.GraphModule, mode: FakeTensorMode, inputs: Iterable[Any]) -> None:
+    """Gives every node of a graph the value that it has on fake inputs."""
     # Recurrences know symbolic sizes only by way of the dispatcher that export uses.
     # What kernels ask of the example's sizes is no condition of the model's.
     unchanged = mode.shape_env.suppress_guards() if mode.shape_env else nullcontext()

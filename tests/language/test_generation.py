@@ -129,6 +129,21 @@ def test_attention_of_executorch(family):
     _check("xnnpack", "float32", family, layers=1, parts=(20, 10), steps=20)
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", ["Llama", "GPTNeoX", "Gemma"])
+def test_attention_of_x86_reads_the_rows_that_are_filled(family):
+    """Rows behind the last position are not even multiplied by 0: they may be no numbers."""
+    artefact = made("x86", "float32", family, layers=1)[1]
+    _check("x86", "float32", family, layers=1, parts=(20, 10), steps=20)
+    artefact.reset()
+    expected = artefact.logits([3, 1, 4, 1, 5], 0)
+    for name, rows in artefact.program.module.named_buffers():
+        if name.startswith(("keys", "values")):
+            rows[:, 5:] = float("nan")
+    assert torch.equal(artefact.logits([3, 1, 4, 1, 5], 0), expected)
+    artefact.reset()
+
+
 def test_attention_of_executorch_is_quiet(capfd):
     """Its operator for PyTorch tells of each call that it has no allocator, where programs are compared."""
     rows = torch.randn(1, 4, 2, 8)
@@ -151,6 +166,7 @@ def test_attention_that_is_another_one_stays():
         ({"attention": "flash"}, "choose one of"),
         ({"attention": "executorch", "cache": "int8"}, "leave one of them out"),
         ({"attention": "executorch", "backend": "x86"}, "leave it out"),
+        ({"attention": "filled"}, "leave it out"),
     ],
 )
 def test_attention_that_is_not_there(options, said):

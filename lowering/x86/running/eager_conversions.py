@@ -19,6 +19,8 @@ from quantplug.core.graph.facts import operands, tensor_value
 from quantplug.core.patterns.language import Match, value
 from quantplug.core.patterns.rules import Rule, apply
 from quantplug.core.qdq.qparams import QD, QParams, dequantize, is_static, qparams, quantize
+from quantplug.lowering.cached_attention import CACHED_ATTENTION, attend
+from quantplug.lowering.x86.kernels.few_rows import OF_NUMBERS, of_parameters
 from quantplug.lowering.x86.running.runtime_ranges import UNSIGNED_MIDDLE
 
 aten, onednn = torch.ops.aten, torch.ops.onednn
@@ -29,6 +31,8 @@ def spell_out(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target in _CHOICES:
             _choose_numbers(node)
+        elif node.target is CACHED_ATTENTION:
+            node.target = attend
     apply(graph, CONVERSIONS)
 
 
@@ -94,6 +98,7 @@ _KERNELS = (onednn.qlinear_pointwise, onednn.qconv_pointwise, onednn.qconv2d_poi
 _OF_NUMBERS: Mapping[Any, Any] = {
     QD.quantize_per_tensor.tensor: integers_of,
     QD.dequantize_per_tensor.tensor: QD.dequantize_per_tensor.default,
+    of_parameters: OF_NUMBERS,
     **{kernel.tensor: kernel.default for kernel in _KERNELS},
     **{kernel.binary_tensor: kernel.binary for kernel in _KERNELS if hasattr(kernel, "binary")},
 }

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.graph.editing import erase_unused, finish, free_name
-from quantplug.core.graph.facts import constant_value, is_constant
+from quantplug.core.graph.facts import attribute, constant_value, is_constant
 from quantplug.lowering.halves import is_half_constant
 from quantplug.lowering.rewrites.folding import all_constant_expressions_are_folded
-from quantplug.lowering.starting import starting
+from quantplug.lowering.x86.cleaning import remove_guards
 from quantplug.lowering.x86.kernels.few_rows import read_faster
 from quantplug.lowering.x86.kernels.four_bits import UNPACK as UNPACK_FOUR_BITS
 from quantplug.lowering.x86.kernels.sums import fuse_sums
@@ -34,13 +34,22 @@ UNPACK = (
 )
 
 
-def pack(portable: fx.GraphModule) -> fx.GraphModule:
-    """Returns a copy of a lowered module that runs as fast as this machine's kernels and eager mode allow."""
-    module = starting(portable)
+def pack(module: fx.GraphModule, made: dict[str, Tensor]) -> fx.GraphModule:
+    """Makes a lowered module run as fast as this machine's kernels and eager mode allow, in place, and returns it.
+
+    Args:
+        module: a copy of a lowered module.
+        made: weights that are packed already, by the names of their nodes, from another copy; it gets those of this.
+    """
+    own = {node.name for node in module.graph.nodes}  # what is written from here on has names of its own
+    remove_guards(module.graph)
     read_faster(module.graph)
     fuse_sums(module.graph)
     has_halves = any(is_half_constant(node.args[0]) for node in module.graph.find_nodes(op=_CALL, target=WIDEN))
-    fold(module, PREPACK + UNPACK)
+    for node in [node for node in module.graph.nodes if node.name in own & made.keys()]:
+        _hold(module, node, made[node.name])
+    packed = fold(module, PREPACK + UNPACK)
+    made |= {name: attribute(module, str(node.target)) for name, node in packed.items() if name in own and node.users}
     if has_halves:  # what is computed from them alone, which the graph had folded if they were floats
         all_constant_expressions_are_folded(module)
     spell_out(module.graph)
@@ -48,18 +57,24 @@ def pack(portable: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def fold(module: fx.GraphModule, targets: Container[Any]) -> None:
-    """Computes operators of constants once, here and now; the module then holds their results."""
+def fold(module: fx.GraphModule, targets: Container[Any]) -> dict[str, fx.Node]:
+    """Computes operators of constants once, here and now; the module then holds their results.
+
+    Returns:
+        What reads the results, by the names of the operators' nodes.
+    """
+    held: dict[str, fx.Node] = {}
     for node in list(module.graph.nodes):
         sources = node.all_input_nodes
         if node.target in targets and sources and all(map(is_constant, sources)):
-            _fold(module, node)
+            args = fx.node.map_arg(node.args, constant_value)
+            with torch.no_grad():
+                held[node.name] = _hold(module, node, node.target(*args, **node.kwargs))
+    return held
 
 
-def _fold(module: fx.GraphModule, node: fx.Node) -> None:
-    args = fx.node.map_arg(node.args, constant_value)
-    with torch.no_grad():
-        packed = node.target(*args, **node.kwargs)  # type: ignore[operator]
+def _hold(module: fx.GraphModule, node: fx.Node, packed: Tensor) -> fx.Node:
+    """Puts a constant in the place of an operator of constants, and returns what reads it."""
     name = free_name(module, "packed")
     module.register_buffer(name, packed, persistent=False)
     with module.graph.inserting_before(node):
@@ -68,6 +83,7 @@ def _fold(module: fx.GraphModule, node: fx.Node) -> None:
         constant.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(constant)
     erase_unused((node,))
+    return constant
 
 
 _registered: list[Any] = []

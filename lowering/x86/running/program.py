@@ -30,6 +30,7 @@ from quantplug.lowering.timing import KernelTime, node_times
 from quantplug.lowering.x86.running.compiled import compiled, package
 from quantplug.lowering.x86.running.inductor import for_compilers
 from quantplug.lowering.x86.running.packing import pack, register_fakes
+from quantplug.lowering.x86.running.single_rows import is_single, of_single_rows, share_state
 from quantplug.lowering.x86.running.straight_line import straight
 
 OPS_FILE = "quantplug_x86.json"
@@ -51,6 +52,7 @@ class X86Program(Program):
         example_inputs: zeros of the shapes and dtypes of those that the model was lowered with; their data is not kept.
         portable: the lowered graph with unpacked int8 weights; what is saved and compiled.
         module: the same with weights packed for this machine; what runs.
+        single: what runs instead where every open size is 1, over the same state; None where there is none of these.
         pair: how large the sum of two products can get; beyond 16 bits the kernels need a processor with VNNI.
         ops: every compute operator of the q/dq graph with its placement.
         constants: what it carries along, by name.
@@ -71,9 +73,12 @@ class X86Program(Program):
         self.ops = ops
         self.pair = pair
         self.constants = dict(constants or {})
-        self.module = pack(portable)
         self._signature = Signature.of_graph(portable, example_inputs)
-        self._run = straight(self.module)
+        packed: dict[str, Tensor] = {}
+        self.module = pack(starting(portable), packed)
+        single = of_single_rows(portable, self._signature)
+        self.single = single and share_state(pack(single, packed), self.module)
+        self._run, self._run_single = straight(self.module), self.single and straight(self.single)
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """Runs the program without autograd; takes and returns what the exported model does.
@@ -89,7 +94,8 @@ class X86Program(Program):
         if any(isinstance(leaf, Tensor) and leaf.numel() == 0 for leaf in flat):
             return self.module.graph.process_outputs(_of_nothing(self.portable, flat))
         with torch.inference_mode():
-            return self.module.graph.process_outputs(self._run(*flat))
+            run = self._run_single if self._run_single and is_single(self._signature, flat) else self._run
+            return self.module.graph.process_outputs(run(*flat))
 
     def kernel_times(self, *inputs: Any) -> tuple[KernelTime, ...]:
         """Returns how long each kernel takes, run one by one; what stands between them in a call is left out.

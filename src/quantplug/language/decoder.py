@@ -127,7 +127,9 @@ def _attending(model: nn.Module) -> nn.Module:
 
 
 _ROWS = {"float32": _Rows, "int8": _IntegerRows}
-PLAIN, OPERATOR = ATTENTIONS = ("aten", "executorch")
+# Attention by an operator that reads the rows that are filled, by the backend that has a kernel for it.
+PLAIN, BY_BACKEND = "aten", {"xnnpack": "executorch", "x86": "filled"}
+ATTENTIONS = (PLAIN, *BY_BACKEND.values())
 # Decibels that logits keep where two ways to compute them differ by the order of sums only.
 _LEAST = 80.0
 
@@ -154,21 +156,26 @@ def require_attention(name: str, cache: str) -> None:
         raise ConfigError(f"Attention '{name}' reads a cache in float32, not in '{cache}'; leave one of them out.")
 
 
-def objection(model: nn.Module, context: int) -> str | None:
-    """Returns why a model of transformers cannot take the operator for attention to a cache, None if it can.
+def objection(model: nn.Module, context: int, attention: str = BY_BACKEND["xnnpack"]) -> str | None:
+    """Returns why a model of transformers cannot take an operator for attention to a cache, None if it can.
 
     What it computes with the operator is compared with what it computes without.
 
     Args:
         model: as for `Decoder`, in float32.
         context: positions of the cache.
+        attention: the operator's name; ExecuTorch's reads keys and values of one width.
     """
+    widths = [[part.shape[-1] for part in pair] for pair in _shapes(model)]
+    apart = next((pair for pair in widths if len({*pair}) > 1), None)
+    if apart is not None and attention == BY_BACKEND["xnnpack"]:
+        return f"its keys have {apart[0]} channels and its values {apart[1]}"
     few = min(context, 16)
     tokens = torch.arange(1, few)[None] % model.config.get_text_config().vocab_size  # type: ignore[operator,union-attr]
     starts = torch.tensor([[0], [tokens.shape[1] - 1]])
     try:
         with torch.no_grad(), requiring_causal_masks(context):
-            decoders = [Decoder(model, few, attention=name).eval() for name in ATTENTIONS]
+            decoders = [Decoder(model, few, attention=name).eval() for name in (PLAIN, attention)]
             with weights_let_go(*decoders):
                 pairs = [(run(tokens[:, :-1], starts[0]), run(tokens[:, -1:], starts[1])) for run in decoders]
     except Exception as error:  # whatever a model of another kind does with an attention that is not its own
@@ -187,8 +194,8 @@ class Decoder(nn.Module):
         model: of transformers, such as `LlamaForCausalLM`; its weights are shared.
         context: positions of the cache.
         cache: "float32", or "int8" with a scale for each head and position.
-        attention: "aten" for the model's own over all positions, "executorch" for an operator that ExecuTorch has a
-            kernel for, which stops at the last position that is filled.
+        attention: "aten" for the model's own over all positions, "executorch" or "filled" for an operator that stops
+            at the last position that is filled.
 
     Raises:
         ConfigError: there is no such cache or attention.

@@ -26,7 +26,7 @@ class Facts:
         layers: of the model.
         begin: the id that a text begins with, None where the tokenizer has none.
         ends: ids that end a text.
-        attends_to_rows: whether ExecuTorch's operator attends to the cache.
+        attends_to_rows: whether an operator attends to the rows of the cache that are filled.
     """
 
     context: int

@@ -15,7 +15,7 @@ from quantplug.core.peers.glibc import give_back
 from quantplug.core.report.explain import explain
 from quantplug.flow import Artefact, Request, converted, export, lowered
 from quantplug.language.artefact import LanguageArtefact
-from quantplug.language.decoder import OPERATOR, PLAIN, Decoder, objection, require_attention, require_cache
+from quantplug.language.decoder import BY_BACKEND, PLAIN, Decoder, objection, require_attention, require_cache
 from quantplug.language.facts import Facts
 from quantplug.quantizers.framework.registry import get_quantizer
 
@@ -28,8 +28,6 @@ TABLES = (*IN_GROUPS, "int8_weight_only")
 TABLE_BESIDE = {"int4_dynamic_groups": "int4_groups"}
 # Groups of tables: fewer scales are lost among the integers, more follow them closer.
 WIDEST = 192
-# Its runtime has a kernel for attention to a cache.
-RUNS_OPERATOR = "xnnpack"
 # What a call takes at most by itself: the runtime plans its memory for so many tokens.
 STEP = 128
 
@@ -84,16 +82,17 @@ def attention_of(backend: str, model: nn.Module, context: int, cache: str, atten
     """
     require_cache(cache)
     require_attention(attention or PLAIN, cache)
-    if attention not in (None, PLAIN) and backend != RUNS_OPERATOR:
+    operator = BY_BACKEND.get(backend)
+    if attention not in (None, PLAIN, operator):
         raise ConfigError(f"Backend '{backend}' has no operator for attention '{attention}'; leave it out.")
-    if attention == PLAIN or backend != RUNS_OPERATOR or cache != "float32":
+    if attention == PLAIN or operator is None or cache != "float32":
         return PLAIN
-    reason = objection(model, context)
+    reason = objection(model, context, operator)
     if reason is not None and attention is not None:
         raise ModelError(
             f"{type(model).__name__} cannot have attention '{attention}': {reason}; leave it out for the model's own."
         )
-    return PLAIN if reason else OPERATOR
+    return PLAIN if reason else operator
 
 
 def quantize_language_model(
@@ -123,8 +122,9 @@ def quantize_language_model(
         config: of the backend, or "float32" for none; by default "8da4w" or "int8_dynamic", what the backend has.
         table: config of the tables of embeddings, "float32" for none; by default 4 bits in groups beside "8da4w".
         cache: of keys and values, "float32", or "int8" with a scale for each head and position.
-        attention: "aten" for the model's own over all positions, "executorch" for ExecuTorch's operator on xnnpack,
-            which stops at the last position that is filled; by default that where model and cache suit it.
+        attention: "aten" for the model's own over all positions, "executorch" on xnnpack (ExecuTorch's operator) and
+            "filled" on x86 for one that stops at the last position that is filled; by default that where model and
+            cache suit it.
         context: positions of the cache.
         step: tokens that a call takes at most, 128 or the context by default.
         calibration: ids [1, n] of texts, each no longer than a step, for static configs and for recipes.
