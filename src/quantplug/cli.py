@@ -241,7 +241,7 @@ def llm(
     ] = None,
     cache: Annotated[str, typer.Option(help="Keys and values in float32, or in int8 with a scale a row.")] = "float32",
     attention: Annotated[
-        str | None, typer.Option(help="aten, or executorch for its operator on xnnpack, by default where it can be.")
+        str | None, typer.Option(help="aten, or executorch (xnnpack) or filled (x86), by default where they can be.")
     ] = None,
     recipe: Annotated[str | None, typer.Option(help="What keeps accuracy: fast, accurate.")] = None,
     calibration: Annotated[

@@ -1,5 +1,7 @@
 """Programs of x86 on one row: kernels that read weights faster, and a second graph where a state is kept."""
 
+from typing import cast
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,6 +41,11 @@ def quantized(config, **options):
     rows = {"x": {0: torch.export.Dim("rows", min=1, max=8)}, "start": None}
     exported = torch.export.export(model, given, dynamic_shapes=rows)
     return model, quantplug.quantize(exported, given, "x86", [given], config=config, progress=False)
+
+
+def program_of(model, x, config):
+    made = quantplug.quantize(model, (x,), "x86", [x], config=config, progress=False)
+    return made.reference, cast("X86Program", made.program)
 
 
 def targets(module):
@@ -82,7 +89,7 @@ def test_other_programs_have_one_graph():
     model, x = nn.Sequential(nn.Linear(WIDTH, 8)).eval(), torch.randn(4, WIDTH)
     rows = ({0: torch.export.Dim("rows", min=1, max=8)},)
     exported = torch.export.export(model, (x,), dynamic_shapes=rows)
-    program = quantplug.quantize(exported, (x,), "x86", [x], config="int8_dynamic", progress=False).program
+    _, program = program_of(exported, x, "int8_dynamic")
     assert program.single is None
     assert program(x[:1]).shape == (1, 8)
 
@@ -93,11 +100,11 @@ def test_other_programs_have_one_graph():
 def test_a_row_of_floats_is_quantized_by_the_kernel_that_multiplies_it(function, config):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(48, 32), function, nn.Linear(32, 17)).eval(), torch.randn(1, 48)
-    made = quantplug.quantize(model, (x,), "x86", [x, -x], config=config, progress=False)
-    kernels = [target for target in targets(made.program.module) if "linear_with_input_q_dq" in target]
+    graph, program = program_of(model, x, config)
+    kernels = [target for target in targets(program.module) if "linear_with_input_q_dq" in target]
     assert len(kernels) == 2
     for other in (x, -x, torch.zeros_like(x), 3 * x):
-        assert sqnr(made.program(other), made.reference(other)) > 60
+        assert sqnr(program(other), graph(other)) > 60
 
 
 @torch.no_grad()
@@ -105,7 +112,7 @@ def test_a_row_of_floats_is_quantized_by_the_kernel_that_multiplies_it(function,
 def test_a_row_of_what_is_no_number_gives_no_number(bad):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(48, 32), nn.SiLU(), nn.Linear(32, 17)).eval(), torch.randn(1, 48)
-    program = quantplug.quantize(model, (x,), "x86", [x], config="int8_dynamic", progress=False).program
+    _, program = program_of(model, x, "int8_dynamic")
     assert FBGEMM in targets(program.module)
     x[0, 5] = bad
     assert program(x).isnan().all()
@@ -120,10 +127,7 @@ def test_attention_to_a_cache(heads, groups, width, count, start):
     query, keys = torch.randn(1, count, heads * groups, 8), torch.randn(1, 16, heads, 8)
     values, at = torch.randn(1, 16, heads, width), torch.tensor([start])
     seen = torch.arange(16) <= torch.arange(start, start + count)[:, None]
-    turned = [
-        query.transpose(1, 2),
-        *(part.transpose(1, 2).repeat_interleave(groups, 1) for part in (keys, values)),
-    ]
-    expected = F.scaled_dot_product_attention(*turned, seen, scale=0.3).transpose(1, 2)
+    read, given = (part.transpose(1, 2).repeat_interleave(groups, 1) for part in (keys, values))
+    expected = F.scaled_dot_product_attention(query.transpose(1, 2), read, given, seen, scale=0.3).transpose(1, 2)
     torch.testing.assert_close(cached_attention(query, keys, values, at, 0.3), expected)
     torch.library.opcheck(CACHED_ATTENTION, (query, keys, values, at, 0.3))

@@ -223,9 +223,8 @@ class _Layer:
         chosen = torch.backends.quantized.engine
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # quantized tensors are on their way out: one is made, packed and gone
-            integers = aten._make_per_channel_quantized_tensor(
-                self.weight.values, self.weight.scales.double(), zeros, 0
-            )
+            floats, scales = self.weight.values * self.weight.scales[:, None], self.weight.scales.double()
+            integers = torch.quantize_per_channel(floats, scales, zeros, 0, torch.qint8)
             torch.backends.quantized.engine = ENGINE
             try:
                 return quantized.linear_prepack(integers, self.bias)
