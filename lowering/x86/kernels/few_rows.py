@@ -60,7 +60,7 @@ def most_rows() -> int:
 def least_elements(*, is_float: bool) -> int:
     """Returns from how many weights on FBGEMM is the faster here.
 
-    It quantizes a float activation itself, in one pass instead of seven: on AMD Zen 5 a row of 32 to 1,024 channels by
+    It quantizes a float activation itself, in one pass instead of seven: on AMD Zen 4 a row of 32 to 1,024 channels by
     as many takes 0.3 to 0.4 of the time, and one by 300,000 to 28 million weights, read from memory, 0.3 to 0.7. What
     is in integers it would have to be given as floats: 1.1 to 1.5 of the time there, if the weight is in a cache.
     """
