@@ -188,9 +188,18 @@ def _leave_the_maxima(node: fx.Node, users: list[fx.Node]) -> None:
     node.meta["val"] = node.meta["val"][0]
 
 
+def _maximum(node: fx.Node) -> None:
+    """Counts the dimension of a maximum from the front."""
+    given = operands(node)
+    dimensions = rank(given["self"])
+    if "dim" in given and dimensions:
+        set_operand(node, "dim", given["dim"] % dimensions)
+
+
 _SPELLINGS: Mapping[str, Callable[[fx.Node], None]] = MappingProxyType(
     {
         "aten::convolution": _convolution,
+        "aten::max": _maximum,
         **{f"aten::conv{dimensions}d": _padded_in_words for dimensions in (1, 2, 3)},
         **dict.fromkeys(("aten::addmm", "aten::mm", "aten::matmul"), _product),
         **{

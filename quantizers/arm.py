@@ -34,7 +34,8 @@ _INT16 = DTypeConfig("int16_activations", input=_WIDE, output=_WIDE, weight=_WEI
 
 _REWRITES = (
     *("constants:numbers_are_constants", "attention:attention_is_products", "norms:norms_are_rows"),
-    *("means:means_are_poolings", "softmax:softmax_is_steps", "products:products_are_batches"),
+    *("means:means_are_poolings", "softmax:softmax_is_steps"),
+    *("products:products_are_linear", "products:products_are_batches"),
 )
 _MOVES = (*(name for name in MOVES if name != "roll"), *REPEATS, *IDENTITIES, *PADS)
 _CURVES = ("sigmoid", "tanh", "silu", "gelu", "hardswish", "hardsigmoid", "leaky_relu", "elu")
@@ -53,8 +54,7 @@ _ROWS = (
     pooling("amax", "amin").within(Level.EXACT),
     pooling("sum.dim_IntList", own_output=True),
     pooling("avg_pool2d").where(constraints.images_with_batch, constraints.plain_windows),
-    own_range(*_CURVES).within(Level.APPROXIMATE),  # tables of 16 bits are interpolated
-    own_range("exp", "log", "rsqrt", "reciprocal").within(Level.APPROXIMATE),
+    own_range(*_CURVES, "exp", "log", "rsqrt", "reciprocal").within(Level.APPROXIMATE),  # between entries of tables
     clamps(*CLAMPS).within(Level.EXACT),
     movement(_MOVES).within(Level.EXACT),
 )

@@ -24,6 +24,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mistral": {"num_key_value_heads": 2, "sliding_window": 24},
     "Gemma2": {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 1024},
     "Bloom": {},
+    "GPTNeo": {"attention_types": [[["global", "local"], 1]], "window_size": 24},
+    "BioGpt": {},
+    "Falcon": {"alibi": True, "multi_query": False, "bias": True},
+    "Mpt": {"max_seq_len": 640},
+    "Mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "GptOss": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+    "DeepseekV3": {
+        **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "moe_intermediate_size"), 32),
+        **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),
+        **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+    },
 }
 
 

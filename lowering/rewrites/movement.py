@@ -12,6 +12,7 @@ from quantplug.core.graph.operators import SHUFFLES, VIEWS, schema_names
 from quantplug.lowering.rewrites.writing import (
     Writer,
     axis_of,
+    constant_operand,
     done,
     index_of,
     is_getitem,
@@ -86,6 +87,24 @@ def select_is_slice(model: fx.GraphModule) -> fx.GraphModule:
         if not isinstance(size, int):
             continue
         _slice_for(model, node, values["self"], axis, index % size, 1, unbind=True)
+    return done(model)
+
+
+def index_is_slice(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes an index by a constant list of neighbours, such as x[:, [-1]], as a slice."""
+    for node, values in matching(model, "index", "index_select"):
+        source = tensor_value(values["self"])
+        before = [None] * axis_of(values.get("dim", 0), 0 if source is None else source.dim())
+        listed = values["indices"] if "indices" in values else [*before, values["index"]]
+        axes = [axis for axis, index in enumerate(listed) if index is not None]
+        index = constant_operand(listed[axes[0]]) if len(axes) == 1 else None
+        size: Any = None if source is None else source.shape[axes[0]]
+        if index is None or index.dtype.is_floating_point or index.dtype == torch.bool or not isinstance(size, int):
+            continue
+        first = int(index[0]) % size if index.dim() == 1 and index.numel() else 0
+        if index.dim() == 1 and (index % size).tolist() == list(range(first, first + index.numel())):
+            write = Writer(model, node)
+            write.replace(write.call(_ATEN.slice.Tensor, values["self"], axes[0], first, first + index.numel()))
     return done(model)
 
 

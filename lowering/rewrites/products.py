@@ -5,36 +5,81 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from quantplug.core.graph.facts import operands, operator_name, tensor_value
+from quantplug.core.graph.constants import computed
+from quantplug.core.graph.facts import constant_value, operands, operator_name, rank, sole_user, tensor_value
+from quantplug.core.graph.operators import ALIASES, COPIES, PERMUTATIONS, overloads_of
 from quantplug.lowering.rewrites.writing import Writer, axis_of, constant_operand, done, matching
 
 _ATEN = torch.ops.aten
+# What a matrix may pass on the way to a product: its numbers stay what they are.
+_SAME_NUMBERS = overloads_of((*PERMUTATIONS, *COPIES, *ALIASES))
 
 
 def products_are_linear(model: fx.GraphModule) -> fx.GraphModule:
-    """Writes addmm, mm and matmul by a constant matrix as linear, the only one of them with integer kernels."""
+    """Writes addmm, mm and matmul by a constant matrix as linear, the only one of them with integer kernels.
+
+    The transpose of a parameter is read as the parameter. Nodes keep their names.
+    """
     for node, values in matching(model, "addmm", "mm", "matmul"):
-        matrix = constant_operand(values.get("mat2", values.get("other")))
         source = values.get("mat1", values["self"])
         bias = values["self"] if "mat1" in values else None
-        if matrix is None or matrix.dim() != 2 or not _adds_a_row(values, bias, matrix):
+        matrix, is_turned = _matrix(values.get("mat2", values.get("other")))
+        value, wide = tensor_value(source), tensor_value(matrix)
+        if value is None or value.dim() < 2 or wide is None:
             continue
-        value = tensor_value(source)
-        if value is None or value.dim() < 2:
+        width = int(wide.shape[0 if is_turned else 1])
+        if not _adds_a_row(values, bias, width):
             continue
-        write = Writer(model, node)
-        weight = matrix.detach().t().contiguous()
-        held = write.constant(nn.Parameter(weight) if isinstance(matrix, nn.Parameter) else weight, "matrix")
-        write.replace(write.call(_ATEN.linear.default, source, held, bias))
+        weight = matrix if is_turned else _turned(Writer(model, node), matrix)
+        node.target, node.args, node.kwargs = _ATEN.linear.default, (source, weight, bias), {}
+        _take_sum_as_bias(node, width)
     return done(model)
 
 
-def _adds_a_row(values: dict[str, Any], bias: Any, matrix: Tensor) -> bool:
+def _matrix(node: Any) -> tuple[Any, bool]:
+    """Returns the constant matrix that an operand is a view of, None if there is none, and whether it is turned."""
+    is_turned = False
+    while isinstance(node, fx.Node) and rank(node) == 2:
+        if constant_operand(node) is not None:
+            return node, is_turned
+        if node.target not in _SAME_NUMBERS:
+            break
+        is_turned ^= tuple(computed(node, lambda _: torch.empty(2, 3)).shape) == (3, 2)
+        node = node.args[0]
+    return None, False
+
+
+def _turned(write: Writer, matrix: fx.Node) -> fx.Node:
+    value = constant_value(matrix)
+    assert value is not None
+    weight = value.detach().t().contiguous()
+    return write.constant(nn.Parameter(weight) if isinstance(value, nn.Parameter) else weight, "matrix")
+
+
+def _adds_a_row(values: dict[str, Any], bias: Any, width: int) -> bool:
     """Tells whether nothing is added, or one constant number for each column and nothing scaled."""
-    if bias is None:
-        return True
-    row = constant_operand(bias)
-    return row is not None and row.shape == matrix.shape[1:] and (values["beta"], values["alpha"]) == (1, 1)
+    return bias is None or (_is_row(bias, width) and (values["beta"], values["alpha"]) == (1, 1))
+
+
+def _is_row(node: Any, width: int) -> bool:
+    row = constant_operand(node)
+    return row is not None and row.shape == (width,)
+
+
+def _take_sum_as_bias(layer: fx.Node, width: int) -> None:
+    """Gives a layer without bias the constant row that is added to its result."""
+    user = sole_user(layer)
+    if layer.args[2] is not None or user is None or operator_name(user) not in ("aten::add", "aten::add_"):
+        return
+    given = operands(user)
+    row = given["other"] if given["self"] is layer else given["self"]
+    if given["alpha"] != 1 or not _is_row(row, width):
+        return
+    if layer < row:
+        layer.prepend(row)
+    layer.args = (*layer.args[:2], row)
+    user.replace_all_uses_with(layer)
+    layer.graph.erase_node(user)
 
 
 def products_are_batches(model: fx.GraphModule) -> fx.GraphModule:

@@ -45,6 +45,7 @@ from quantplug.lowering.rewrites.folding import (
 from quantplug.lowering.rewrites.gelu import written_gelu_is_one
 from quantplug.lowering.rewrites.movement import (
     circular_padding_is_joined,
+    index_is_slice,
     lone_concatenation_is_copy,
     roll_is_slices,
     select_is_slice,
@@ -106,6 +107,7 @@ ALL: tuple[Rewrite, ...] = (
     attention_is_products,
     split_is_slices,
     select_is_slice,
+    index_is_slice,
     roll_is_slices,
     shuffle_is_permutation,
     strided_slice_is_view,

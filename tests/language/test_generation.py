@@ -179,10 +179,50 @@ def test_attention_that_a_model_cannot_have_says_why():
         quantplug.quantize_language_model(causal("Mistral"), context=CONTEXT, attention="executorch")
 
 
+# Falcon has biases for positions, BioGPT asks how many rows are filled, DeepSeek keeps latents; three have experts.
 @pytest.mark.few(1)
-@pytest.mark.parametrize("family", ["Qwen2", "GPTNeoX", "Gemma", "Mistral"])
+@pytest.mark.parametrize(
+    "family", ["BioGpt", "Falcon", "Qwen2", "GPTNeoX", "Gemma", "Mistral", "DeepseekV3", "Mixtral", "GptOss"]
+)
 def test_other_families(family):
     _check("x86", "float32", family, parts=(20, 10), steps=20)
+
+
+def test_a_model_that_counts_rows_of_its_cache_that_are_not_filled_is_refused():
+    with pytest.raises(quantplug.ModelError, match=r"GPTNeo.* does not decode with a cache of fixed size \(its logits"):
+        quantplug.quantize_language_model(causal("GPTNeo"), "x86", context=CONTEXT)
+
+
+def test_a_model_that_export_does_not_follow_is_refused_in_a_sentence(capfd):
+    with pytest.raises(quantplug.ModelError, match=r"torch.export fails on MptForCausalLM over a cache \("):
+        quantplug.quantize_language_model(causal("Mpt"), "x86", context=CONTEXT)
+    assert "def forward" not in capfd.readouterr().err
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("backend", ["x86", "xnnpack"])
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
+def test_each_expert_is_layers_of_integers(backend, family):
+    """What chooses them jumps: a token that another expert computes is another one, but most are the same."""
+    artefact = made(backend, "int8_dynamic", family, layers=1)[1]
+    layers = [op.placement for op in artefact.made.program.ops if "linear" in op.target]
+    assert layers == ["int8"] * (4 + 1 + 2 * 4 + 1)  # attention, router, experts, head
+    ids, reference = texts(60)[0], copy.deepcopy(artefact.made.reference)
+    artefact.reset()
+    kept = []
+    for position in range(ids.shape[1]):
+        given = ids[:, position : position + 1], torch.tensor([position])
+        kept.append(sqnr(artefact.program(*given), reference(*given)))
+    assert sorted(kept)[6] > 40
+
+
+def test_what_an_earlier_text_left_is_no_part_of_a_range():
+    """Latents of DeepSeek go through a layer behind the cache, whose activations have one scale on x86."""
+    _, artefact = made("x86", "int8_dynamic", "DeepseekV3")
+    artefact.reset()
+    first = artefact.logits(texts(9)[0][0].tolist(), 0)
+    artefact.logits([7] * 60, 0)
+    assert torch.equal(artefact.logits(texts(9)[0][0].tolist(), 0), first)
 
 
 @pytest.mark.slow

@@ -121,16 +121,6 @@ def test_what_the_kernel_does_not_read_stays_float_with_the_reason(layer, wide, 
     assert sqnr(artefact(x), artefact.reference(x)) > 45
 
 
-@pytest.mark.slow
-def test_a_decomposed_graph_whose_weights_lie_the_other_way_stays_float_with_the_reason():
-    x = torch.randn(3, 256)
-    exported = torch.export.export(Block().eval(), (x,)).run_decompositions().module()
-    report = explained(exported, "x86", FULL)
-    rows = [row for row in report.rows if row.operator.startswith(("addmm", "mm"))]
-    assert [row.quantized for row in rows] == [False] * 3
-    assert "its weight has the input channels first" in rows[0].reason
-
-
 def test_what_says_nothing_of_groups_is_an_error():
     backend = quantplug.get_quantizer("x86").backend
     with pytest.raises(ConfigError, match="'weight_observer' says nothing of weights in groups"):

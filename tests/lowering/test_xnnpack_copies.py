@@ -115,3 +115,45 @@ def test_a_view_through_which_memory_is_changed_stays_a_view():
     model = Net(doubled_in_part)
     graph = rewrite_for_xnnpack(torch.export.export(model, (x,)).module())
     torch.testing.assert_close(graph(x), model(x), rtol=0, atol=0)
+
+
+def test_parameters_that_are_parts_of_others_are_written_as_parts():
+    """ExecuTorch 1.4 writes the memory that a view is a part of, from its beginning."""
+    torch.manual_seed(0)
+    whole = torch.randn(64)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 16)).eval()
+    model[0].bias, model[1].weight, model[1].bias = (nn.Parameter(whole[at : at + 8]) for at in (8, 24, 40))
+    model[2].weight = nn.Parameter(torch.randn(3, 16, 8)[1])
+    quantizer = quantplug.get_quantizer("xnnpack").set_global("int8_dynamic").set_module_name("2", None)
+    x = torch.randn(4, 8)
+    artefact = quantplug.quantize(model, (x,), quantizer, progress=False)
+    assert decibels(artefact(x), artefact.reference(x)) > 60
+
+
+MAXIMA = {
+    "last, kept": (lambda y: y - y.max(dim=-1, keepdim=True).values, 1, 0),
+    "third, kept": (lambda y: y - y.max(2, keepdim=True)[0], 1, 0),
+    "dropped": (lambda y: y - y.max(3).values[..., None], 1, 1),
+    "second": (lambda y: y - y.max(1, keepdim=True)[0], 1, 1),
+    "of rows": (lambda y: y[0] - y[0].max(-1, keepdim=True)[0], 1, 1),
+    "with positions": (lambda y: y - y.max(-1, keepdim=True)[1], 0, 1),
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("name", MAXIMA)
+def test_maxima_run(name, is_open):
+    """GPT-OSS has them. The differences stay in a delegate, the maxima too where XNNPACK has them."""
+    torch.manual_seed(0)
+    found, floats, portable = MAXIMA[name]
+    net = Net(lambda net, x: net.last(found(net.first(x))), first=nn.Linear(8, 8), last=nn.Linear(8, 4)).eval()
+    shapes = ({2: torch.export.Dim("length", max=16)},) if is_open else None
+    first = torch.randn(1, 4, 6, 8)
+    options: Any = {"config": "int8_dynamic", "dynamic_shapes": (shapes,) if is_open else None, "progress": False}
+    artefact = quantplug.quantize(net, (first,), "xnnpack", **options)
+    for x in (first, torch.randn(1, 4, 3 if is_open else 6, 8)):
+        assert decibels(artefact(x), artefact.reference(x)) > 40
+    where = {op.target: op.placement for op in artefact.program.ops}
+    assert where["aten.max.dim"] == ("portable" if portable or is_open else "float")
+    assert (where["aten.sub.Tensor"] == "float") is bool(floats)

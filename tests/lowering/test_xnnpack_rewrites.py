@@ -42,7 +42,7 @@ def targets(graph):
     return {node.target._schema.name for node in graph.graph.nodes if hasattr(node.target, "_schema")}
 
 
-GLOBAL, AVERAGE = "global_pooling_is_mean", "average_pooling_is_depthwise"
+GLOBAL, AVERAGE, INDEX = "global_pooling_is_mean", "average_pooling_is_depthwise", "index_is_slice"
 # name -> (function, parts, shape, operator that must be gone, rewrite)
 CASES: dict[str, Any] = {
     "mean": (lambda s, x: x.mean((2, 3)), {}, IMAGE, None, "spatial_mean_keeps_dims"),
@@ -55,6 +55,15 @@ CASES: dict[str, Any] = {
     "split": (lambda s, x: x.split([3, 5], -3)[1] * 2, {}, IMAGE, "split_with_sizes", "split_is_slices"),
     "unbind": (lambda s, x: x.unbind(1)[2] + x.unbind(1)[-1], {}, IMAGE, "unbind", "split_is_slices"),
     "select": (lambda s, x: x[:, -1] + x.select(-1, 2).sum(), {}, IMAGE, "select", "select_is_slice"),
+    "index of one": (lambda s, x: x[:, s.i], {"i": nn.Buffer(torch.tensor([-2]))}, IMAGE, "index", INDEX),
+    "index of neighbours": (lambda s, x: x[..., s.i], {"i": nn.Buffer(torch.arange(2, 5))}, IMAGE, "index", INDEX),
+    "index_select": (
+        lambda s, x: x.index_select(-1, s.i),
+        {"i": nn.Buffer(torch.tensor([4, 5]))},
+        IMAGE,
+        "index_select",
+        INDEX,
+    ),
     "squeeze": (lambda s, x: x[:, :1].squeeze(1).unsqueeze(0), {}, IMAGE, "squeeze", "squeeze_is_view"),
     "one image": (
         lambda s, x: F.max_pool2d(s.conv(x), 2),

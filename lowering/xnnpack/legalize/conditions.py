@@ -6,6 +6,7 @@ from quantplug.core.graph.facts import constant_value, operands, operator_name
 from quantplug.core.qdq.calls import QuantizedCall
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
 from quantplug.core.qdq.qparams import folded, static_qparams
+from quantplug.lowering.xnnpack.legalize.movement import lies_by_itself
 from quantplug.lowering.xnnpack.legalize.products import GEMMS
 
 _NUMBERS = ("aten::add", "aten::sub", "aten::mul")
@@ -22,9 +23,9 @@ def plain(node: fx.Node) -> str | None:
 
 
 def contiguous(node: fx.Node) -> str | None:
-    """Constants lie in memory as their sizes say."""
+    """Constants lie in memory as their sizes say, and by themselves."""
     value = constant_value(node) if node.op == "get_attr" else None
-    return None if value is None or value.is_contiguous() else "is no contiguous constant"
+    return None if value is None or lies_by_itself(value) else "is no contiguous constant of its own"
 
 
 def signed(node: fx.Node) -> str | None:

@@ -7,7 +7,7 @@ ExecuTorch 1.4's layout pass gets wrong. After: the same numbers, rescaled besid
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from quantplug.core.graph.aliases import changed_under_other_names
 from quantplug.core.graph.editing import call_like, constant
@@ -27,12 +27,22 @@ _PADS = schema_names(PADS)
 
 
 def contiguous_constants(working: fx.GraphModule) -> None:
-    """ExecuTorch's layout pass turns weights itself, and refuses those that are channels-last already."""
+    """Gives each constant memory of its own, in order.
+
+    ExecuTorch's layout pass turns weights itself, and refuses those that are channels-last already. Its serializer
+    (1.4) writes what a view is a part of, from the beginning.
+    """
     for node in working.graph.find_nodes(op="get_attr"):
         value = constant_value(node)
-        if value is not None and not value.is_contiguous():
-            node.replace_all_uses_with(constant(node, "contiguous", value.detach().contiguous()))
+        if value is not None and not lies_by_itself(value):
+            own = value.detach().clone(memory_format=torch.contiguous_format)
+            node.replace_all_uses_with(constant(node, "contiguous", own))
             working.graph.erase_node(node)
+
+
+def lies_by_itself(value: Tensor) -> bool:
+    """Tells whether a tensor lies in memory as its sizes say, and nothing else does there."""
+    return value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
 
 
 def aliases_are_clones(working: fx.GraphModule) -> None:

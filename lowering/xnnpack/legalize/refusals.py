@@ -98,6 +98,15 @@ def _open_sizes(node: fx.Node) -> int:
     return 0 if value is None else sum(not isinstance(size, int) for size in value.shape)
 
 
+def _other_maxima(call: QuantizedCall) -> str | None:
+    """Maxima that ExecuTorch hands to XNNPACK, and whose delegates then are not written or do not load."""
+    if "dim" not in call.operands:
+        return None
+    if call.operands["dim"] not in (2, 3) or not call.operands["keepdim"]:
+        return "ExecuTorch writes maxima of images for XNNPACK along dimension 2 or 3 that stays, no others"
+    return "XNNPACK's maxima have static sizes, and one is open" if _open_sizes(call.input) else None
+
+
 def _slopes_of_other_ranks(call: QuantizedCall) -> str | None:
     """Prelus that are no images: ExecuTorch hands them to XNNPACK, and turns every input's channels last."""
     dimensions = rank(call.input)
@@ -163,4 +172,5 @@ PORTABLE = (
     Refusal(TRANSPOSED, wide_output_padding),
     Refusal(("aten::upsample_bilinear2d",), _rounded_factors),
     Refusal(_RESHAPES, too_many_open_sizes),
+    Refusal(("aten::max",), _other_maxima),
 )

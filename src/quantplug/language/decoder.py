@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from quantplug.core.errors import ConfigError, ModelError, first_line
 from quantplug.core.specs.levels import sqnr
 from quantplug.language.attention import beginning_at, registered, requiring_causal_masks
+from quantplug.language.experts import apart, has_experts
 from quantplug.language.weights import weights_let_go
 
 
@@ -62,7 +63,13 @@ def _slots() -> type:
             self.start, self.positions = start, positions
 
         def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-            return self.keys.filled(self.positions, keys), self.values.filled(self.positions, values)
+            found = self.keys.filled(self.positions, keys), self.values.filled(self.positions, values)
+            if keys.shape[-1] == values.shape[-1]:
+                return found
+            # What is no pair of keys and values goes through layers first (DeepSeek's latents), where rows of an
+            # earlier text would count for the range of an activation.
+            seen = torch.arange(self.keys.count, device=keys.device)[:, None] <= self.positions[-1]
+            return found[0] * seen, found[1] * seen
 
         def get_seq_length(self) -> Tensor:
             return self.start
@@ -118,11 +125,18 @@ class _IntegerRows(_Rows):
         return self.data.to(rows.dtype) * self.scales
 
 
-def _attending(model: nn.Module) -> nn.Module:
-    """Returns a model of the same weights that takes the operator for attention to a cache."""
+def _ours(model: nn.Module, attention: str) -> nn.Module:
+    """Returns a model of the same weights, with the operator for attention and with experts as layers where it has any.
+
+    Without either it is the model itself.
+    """
+    if attention == PLAIN and not has_experts(model):
+        return model
     tensors = [*model.parameters(), *model.buffers()]
     other: Any = copy.deepcopy(model, {id(each): each for each in tensors})
-    other.set_attn_implementation(registered())
+    if attention != PLAIN:
+        other.set_attn_implementation(registered())
+    apart(other)
     return other  # type: ignore[no-any-return]
 
 
@@ -132,6 +146,8 @@ PLAIN, BY_BACKEND = "aten", {"xnnpack": "executorch", "x86": "filled"}
 ATTENTIONS = (PLAIN, *BY_BACKEND.values())
 # Decibels that logits keep where two ways to compute them differ by the order of sums only.
 _LEAST = 80.0
+# Tokens that show whether two ways do.
+_FEW = 16
 
 
 def require_cache(name: str) -> None:
@@ -167,11 +183,11 @@ def objection(model: nn.Module, context: int, attention: str = BY_BACKEND["xnnpa
         attention: the operator's name; ExecuTorch's reads keys and values of one width.
     """
     widths = [[part.shape[-1] for part in pair] for pair in _shapes(model)]
-    apart = next((pair for pair in widths if len({*pair}) > 1), None)
-    if apart is not None and attention == BY_BACKEND["xnnpack"]:
-        return f"its keys have {apart[0]} channels and its values {apart[1]}"
-    few = min(context, 16)
-    tokens = torch.arange(1, few)[None] % model.config.get_text_config().vocab_size  # type: ignore[operator,union-attr]
+    uneven = next((pair for pair in widths if len({*pair}) > 1), None)
+    if uneven is not None and attention == BY_BACKEND["xnnpack"]:
+        return f"its keys have {uneven[0]} channels and its values {uneven[1]}"
+    few = min(context, _FEW)
+    tokens = _tokens(model, few - 1)
     starts = torch.tensor([[0], [tokens.shape[1] - 1]])
     try:
         with torch.no_grad(), requiring_causal_masks(context):
@@ -182,6 +198,48 @@ def objection(model: nn.Module, context: int, attention: str = BY_BACKEND["xnnpa
         return first_line(error).rstrip(".")
     levels = [sqnr(found, expected) for expected, found in zip(*pairs, strict=True)]
     return None if min(levels) > _LEAST else f"with it, its logits keep {min(levels):.0f} dB only"
+
+
+def _tokens(model: Any, count: int) -> Tensor:
+    return torch.arange(1, count + 1)[None].remainder(int(model.config.get_text_config().vocab_size))
+
+
+def needs_mask(model: nn.Module, context: int) -> bool:
+    """Tells whether a model has to be told that it may read each row of its cache, where it is no other one behind it.
+
+    What it computes in two parts is compared with the whole sequence at once. Rows that are not filled hold noise:
+    some models count them as tokens.
+
+    Args:
+        model: as for `Decoder`, in float32.
+        context: positions of the cache.
+
+    Raises:
+        ModelError: it computes something else, told or not.
+    """
+    tokens, name = _tokens(model, min(context, _FEW)), type(model).__name__
+    decoder, reason = Decoder(model, context).eval(), ""
+    for decoder.gives_mask in (False, True):
+        try:
+            with torch.no_grad(), weights_let_go(model):
+                expected = model(input_ids=tokens, use_cache=False).logits[:, -1]
+                level = sqnr(_in_parts(decoder, tokens), expected)
+        except Exception as error:  # whatever a model of another kind does with a cache that is not its own
+            reason = reason or first_line(error).rstrip(".")
+            continue
+        if level > _LEAST:
+            return decoder.gives_mask
+        reason = f"its logits keep {level:.0f} dB of those of the whole sequence at once"
+    raise ModelError(f"{name} does not decode with a cache of fixed size ({reason}); pass another model.")
+
+
+def _in_parts(decoder: "Decoder", tokens: Tensor) -> Tensor:
+    """Returns logits behind tokens of which the last one comes by itself, over a cache full of noise."""
+    for rows in (*decoder.keys, *decoder.values):
+        rows.data.copy_(torch.linspace(-1, 1, rows.data.numel()).view_as(rows.data))
+    decoder(tokens[:, :-1], torch.tensor([0]))
+    found: Tensor = decoder(tokens[:, -1:], torch.tensor([tokens.shape[1] - 1]))
+    return found
 
 
 class Decoder(nn.Module):
@@ -196,6 +254,10 @@ class Decoder(nn.Module):
         cache: "float32", or "int8" with a scale for each head and position.
         attention: "aten" for the model's own over all positions, "executorch" or "filled" for an operator that stops
             at the last position that is filled.
+
+    Attributes:
+        gives_mask: whether the model is told that it may read each row. Some would ask for the number of those that
+            are filled to make one up, which no export knows.
 
     Raises:
         ConfigError: there is no such cache or attention.
@@ -212,8 +274,8 @@ class Decoder(nn.Module):
             raise ModelError(
                 f"The context is {context}, and {type(model).__name__} has {most} positions; give 2 to {most}."
             )
-        self.context, self.attends_to_rows = context, attention != PLAIN
-        self.model = _attending(model) if self.attends_to_rows else model
+        self.context, self.attends_to_rows, self.gives_mask = context, attention != PLAIN, False
+        self.model = _ours(model, attention)
         rows = _WholeRows if self.attends_to_rows else _ROWS[cache]
         pairs = [[rows(part, context) for part in pair] for pair in _shapes(model)]
         self.keys, self.values = (nn.ModuleList(kind) for kind in zip(*pairs, strict=True))
@@ -231,6 +293,7 @@ class Decoder(nn.Module):
             start: int64 [1].
         """
         positions = start + torch.arange(tokens.shape[1], device=tokens.device)
+        mask = {"attention_mask": torch.ones(1, self.context, dtype=torch.int64)} if self.gives_mask else {}
         with beginning_at(start) if self.attends_to_rows else nullcontext():
             found = self.model(
                 input_ids=tokens,
@@ -238,6 +301,7 @@ class Decoder(nn.Module):
                 **_given(self.model, self._cache(start[0], positions)),
                 use_cache=True,
                 logits_to_keep=1,
+                **mask,
             )
         logits: Tensor = found.logits[:, -1]
         return logits

@@ -4,18 +4,28 @@ Before: a model of transformers. After: a `LanguageArtefact`.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import redirect_stderr
+from io import StringIO
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quantplug.algorithms.recipe import Algorithm
-from quantplug.core.errors import CalibrationError, ConfigError, ModelError
+from quantplug.core.errors import CalibrationError, ConfigError, ModelError, first_line
 from quantplug.core.peers.glibc import give_back
 from quantplug.core.report.explain import explain
 from quantplug.flow import Artefact, Request, converted, export, lowered
 from quantplug.language.artefact import LanguageArtefact
-from quantplug.language.decoder import BY_BACKEND, PLAIN, Decoder, objection, require_attention, require_cache
+from quantplug.language.decoder import (
+    BY_BACKEND,
+    PLAIN,
+    Decoder,
+    needs_mask,
+    objection,
+    require_attention,
+    require_cache,
+)
 from quantplug.language.facts import Facts
 from quantplug.quantizers.framework.registry import get_quantizer
 
@@ -146,8 +156,11 @@ def quantize_language_model(
     """
     chosen = config_of(backend, config)
     rows = table_of(backend, chosen, table)
+    require_cache(cache)
+    is_masked = needs_mask(model, context)
     chosen_attention = attention_of(backend, model, context, cache, attention)
     decoder = Decoder(model, context, cache, chosen_attention).eval()
+    decoder.gives_mask = is_masked
     facts = _facts(decoder, step, begin, ends)
     batches = None if calibration is None else _batches(calibration, facts, limit)
     lowering = {"constants": facts.constants(), **lowering}
@@ -202,8 +215,17 @@ def _exported(
     longer = (batch for batch in batches or () if batch[0].shape[1] > 1)
     examples = next(longer, (spread, torch.zeros(1, dtype=torch.int64)))
     shapes = {"tokens": {1: count}, "start": None}
-    with torch.no_grad():
-        return torch.export.export(decoder, examples, dynamic_shapes=shapes)
+    errors = []
+    for gives_mask in sorted({decoder.gives_mask, True}):
+        decoder.gives_mask = gives_mask
+        # torch prints graphs that it gives up.
+        with torch.no_grad(), redirect_stderr(StringIO()):
+            try:
+                return torch.export.export(decoder, examples, dynamic_shapes=shapes)
+            except Exception as error:  # whatever the code of a model makes of open sizes
+                errors.append(error)
+    name, reason = type(decoder.model).__name__, first_line(errors[-1]).rstrip(".")
+    raise ModelError(f"torch.export fails on {name} over a cache ({reason}); pass another model.") from errors[-1]
 
 
 def _in_float(exported: torch.export.ExportedProgram, backend: str, lowering: dict[str, Any]) -> Artefact:

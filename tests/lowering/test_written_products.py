@@ -1,0 +1,101 @@
+"""Products by a parameter, however a model writes them, are linear layers: on each target, in each kind of config."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quantplug
+from quantplug.core.specs.levels import sqnr
+from quantplug.quantizers.framework.registry import get_quantizer
+
+Written = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Each is given rows, a square matrix and a bias, and yields rows.
+WRITTEN: dict[str, Written] = {
+    "falcon": lambda x, w, b: x @ w.T + b,
+    "bias first": lambda x, w, b: b + torch.matmul(x, w.permute(1, 0)),
+    "addmm": lambda x, w, b: torch.addmm(b, x, w.t()),
+    "mm": lambda x, w, b: torch.mm(x, w.mT).add_(b),
+    "swapped": lambda x, w, b: x @ w.swapaxes(0, -1) + b,
+    "turned twice": lambda x, w, b: x @ w.T.contiguous().transpose(0, 1).detach().clone() + b,
+    "as it lies": lambda x, w, b: x @ w + b,
+    "conv1d of gpt-2": lambda x, w, b: torch.addmm(b, x, w),
+}
+CONFIGS = [
+    *(("x86", config) for config in ("int8", "int8_dynamic", "int4_weight_only")),
+    *(("xnnpack", config) for config in ("int8", "int8_dynamic", "8da4w")),
+]
+
+
+class Net(nn.Module):
+    """Two layers of each way to write them, so that none stands at an end, where backends spare some."""
+
+    def __init__(self, ways: list[Written], width: int = 64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.ways = ways * 2
+        self.weights = nn.ParameterList(torch.randn(width, width) / width**0.5 for _ in self.ways)
+        self.biases = nn.ParameterList(torch.randn(width) for _ in self.ways)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for way, weight, bias in zip(self.ways, self.weights, self.biases, strict=True):
+            x = way(x, weight, bias).relu()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("backend", "config"),
+    [pytest.param(*case, marks=[] if case[0] == "x86" else pytest.mark.slow) for case in CONFIGS],
+)
+def test_products_by_parameters_have_kernels(backend, config):
+    model = Net(list(WRITTEN.values())).eval()
+    data = [(torch.randn(5, 64),) for _ in range(3)]
+    artefact = quantplug.quantize(model, data[0], backend, data, config, progress=False)
+    layers = [op for op in artefact.program.ops if any(name in op.target for name in ("linear", "mm", "add."))]
+    assert [(op.target, op.placement) for op in layers] == [("aten.linear.default", "int8")] * len(model.ways)
+    x = torch.randn(5, 64)
+    assert sqnr(artefact(x), artefact.reference(x)) > 40
+    assert sqnr(artefact(x), model(x)) > (12 if "4" in config else 25)
+
+
+@pytest.mark.parametrize("backend", ["x86", "xnnpack", "onnxruntime", "openvino", "tensorrt", "arm", "cortex_m"])
+def test_every_backend_takes_them(backend):
+    model = Net([WRITTEN["falcon"]]).eval()
+    graph = torch.export.export(model, (torch.randn(2, 64),)).module()
+    prepared = quantplug.prepare_pt2e(graph, get_quantizer(backend))
+    rows = [row for row in quantplug.explain(prepared).rows if row.operator.startswith(("linear", "matmul", "add"))]
+    assert [(row.operator, row.quantized) for row in rows] == [("linear", True)] * 2
+
+
+def test_a_parameter_that_two_products_share_stays_one():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(64, 32)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.table(ids) @ self.table.weight.T
+
+    model = Tied().eval()
+    graph = torch.export.export(model, (torch.tensor([[1, 2]]),)).module()
+    get_quantizer("x86").transform_for_annotation(graph)
+    assert [name for name, _ in graph.named_parameters()] == ["table.weight"]
+
+
+def test_what_is_no_layer_stays():
+    """A scaled sum, a matrix that is computed, and a row that is no bias."""
+
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.b, self.c = (nn.Parameter(torch.randn(size)) for size in ((8, 8), (8,), (3, 8)))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return torch.addmm(self.b, x, self.w.T, alpha=2), x @ (self.w * x.sum()).T, torch.addmm(self.c, x, self.w)
+
+    model, x = Other().eval(), torch.randn(3, 8)
+    graph = torch.export.export(model, (x,)).module()
+    get_quantizer("x86").transform_for_annotation(graph)
+    assert not [node for node in graph.graph.nodes if "linear" in str(node.target)]
+    torch.testing.assert_close(graph(x), model(x))
