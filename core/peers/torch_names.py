@@ -22,12 +22,12 @@ from torch.utils import _pytree as pytree
 __all__ = [
     "BUILT_IN",
     "EXPORT_LOGGERS",
+    "PACKAGE_LOGGERS",
     "WRITTEN_FOR",
     "FakeTensor",
     "FakeTensorMode",
     "FunctionSchema",
     "HigherOrderOperator",
-    "PACKAGE_LOGGERS",
     "OpOverload",
     "OpOverloadPacket",
     "calling_structure",
@@ -56,7 +56,7 @@ BUILT_IN = tuple(getattr(torch._C, room) for room in ("_nn", "_special", "_linal
 # Who logs while a file of torch.export is read; a switch of `torch.export.load` would do.
 EXPORT_LOGGERS = ("torch.export", "torch.export.pt2_archive._package", "torch._export.serde.serialize")
 
-# Who logs while a package is loaded, that it is outdated where there is no compiler to ask for this processor's vectors.
+# Who logs while a package is loaded: that it is old, where there is no compiler to ask for this processor's vectors.
 PACKAGE_LOGGERS = ("torch._inductor.package.package", "torch.export.pt2_archive._package")
 
 
