@@ -32,12 +32,14 @@ from quantplug.lowering.yardstick import Yardstick
 
 VERSION = 1
 _SETTINGS = "joined.json"
-# What may be part of a file, with what reads it.
+# What may be part of a file, with what reads it; and what is read otherwise where its author is known.
 _KINDS = {
     "X86Program": "quantplug.lowering.x86:X86Program",
+    "X86Package": "quantplug.lowering.x86:X86Package",
     "OpenVINOProgram": "quantplug.lowering.openvino:OpenVINOProgram",
     "ONNXProgram": "quantplug.lowering.onnx:ONNXProgram",
 }
+_TRUSTING = ("X86Program", "X86Package")
 
 
 @dataclass(frozen=True)
@@ -138,18 +140,23 @@ class JoinedProgram(Program):
         return buffer.getvalue()
 
     @classmethod
-    def load(cls, path: str | Path) -> "JoinedProgram":
+    def load(cls, path: str | Path, *, trust: bool = False) -> "JoinedProgram":
         """Reads a program that `save` wrote and makes each piece ready for this machine.
 
+        Args:
+            path: the file.
+            trust: whether machine code in it (a piece of engine 'onednn_package'), and pickles, may run.
+
         Raises:
-            ArtefactError: the file is missing or is no saved program, or a piece cannot run on this processor.
+            ArtefactError: the file is missing or is no saved program, it is not trusted, or a piece cannot run on this
+                processor.
             LoweringError: an engine is not installed.
         """
         path = Path(path)
         if kind_at(path) != "file":
             raise ArtefactError(f"There is no file '{path}'; pass a program that `JoinedProgram.save` wrote.")
         try:
-            return cls(*_read(path))
+            return cls(*_read(path, trust))
         except (ArtefactError, LoweringError):
             raise
         except Exception as error:
@@ -213,7 +220,7 @@ def _on(engine: str, operator: LoweredOp) -> LoweredOp:
     return replace(operator, how=", ".join(filter(None, (operator.how, f"on engine '{engine}'"))))
 
 
-def _read(path: Path) -> tuple[list[Part], Signature, Outputs]:
+def _read(path: Path, trust: bool) -> tuple[list[Part], Signature, Outputs]:
     """Returns what a file holds.
 
     Raises:
@@ -233,16 +240,21 @@ def _read(path: Path) -> tuple[list[Part], Signature, Outputs]:
             _require_known(part.takes, known)
             held = Path(folder) / f"part{place}"
             held.write_bytes(archive.read(held.name))
-            parts.append(Part(part.engine, _loaded(part.kind, held), part.takes, part.gives))
+            parts.append(Part(part.engine, _loaded(part.kind, held, path, trust), part.takes, part.gives))
             known += part.gives
         _require_known([place for place in outputs.computed if place is not None], known)
     return parts, signature, outputs
 
 
-def _loaded(kind: str, path: Path) -> Program:
+def _loaded(kind: str, held: Path, path: Path, trust: bool) -> Program:
+    """Returns a piece that lies in a file of its own for a moment, which no message names."""
     if kind not in _KINDS:
         raise ValueError(f"it holds a '{kind}', which is none of {sorted(_KINDS)}")
-    program: Program = resolved(_KINDS[kind], f"program '{kind}'").load(path)
+    options = {"trust": trust} if kind in _TRUSTING else {}
+    try:
+        program: Program = resolved(_KINDS[kind], f"program '{kind}'").load(held, **options)
+    except ArtefactError as error:
+        raise ArtefactError(str(error).replace(str(held), f"{path}/{held.name}")) from error
     return program
 
 

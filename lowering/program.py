@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quantplug.core.errors import ArtefactError, LoweringError, first_line, shown
+from quantplug.core.errors import ArtefactError, LoweringError, QuantplugError, first_line, shown
 
 if TYPE_CHECKING:
     from quantplug.core.report.engines import EngineTimes
@@ -58,6 +58,8 @@ def refusal(target: str, error: Exception) -> LoweringError:
             f"Lowering to {target} cannot write to the folder of temporary files '{tempfile.gettempdir()}' "
             f"({error.strerror or error}); make room there, or set TMPDIR to another folder."
         )
+    if isinstance(error, QuantplugError):  # a sentence of ours, with its remedy
+        return LoweringError(str(error))
     return LoweringError(
         f"The q/dq graph cannot be lowered to {target}: {first_line(error)}; keep the operator it names float."
     )

@@ -12,7 +12,7 @@ import logging
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def read_exported(
     if kind := _other_kind(path):
         raise ArtefactError(f"'{shown(path)}' is {kind}, not an exported program; {_WRITE_ONE}.")
     try:
-        with _quiet():
+        with silenced(_LOGGERS):
             source = path if trust else _clean_archive(path, extra_files)
             return torch.export.load(source, extra_files=extra_files if trust else None)
     except RefusedError as error:
@@ -86,14 +86,16 @@ def _other_kind(path: Path) -> str | None:
         return None
     if names and all(name.endswith(".npy") for name in names):
         return "a file of numpy arrays"
+    if any("/data/aotinductor/" in name for name in names):
+        return "a compiled package, which `X86Package.load` reads"
     at_top = {name.rpartition("/")[2] for name in names if name.count("/") < 2}
     return next((kind for record, kind in _OTHER_ZIPS.items() if record in at_top), None)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps torch from logging the tracebacks of errors that are told in a sentence."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
+def silenced(names: Iterable[str]) -> Iterator[None]:
+    """Keeps torch from logging what is told in a sentence, or what is not so."""
+    loggers = [logging.getLogger(name) for name in names]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 __all__ = [
     "BUILT_IN",
     "EXPORT_LOGGERS",
+    "PACKAGE_LOGGERS",
     "WRITTEN_FOR",
     "FakeTensor",
     "FakeTensorMode",
@@ -54,6 +55,9 @@ BUILT_IN = tuple(getattr(torch._C, room) for room in ("_nn", "_special", "_linal
 
 # Who logs while a file of torch.export is read; a switch of `torch.export.load` would do.
 EXPORT_LOGGERS = ("torch.export", "torch.export.pt2_archive._package", "torch._export.serde.serialize")
+
+# Who logs while a package is loaded: that it is old, where there is no compiler to ask for this processor's vectors.
+PACKAGE_LOGGERS = ("torch._inductor.package.package", "torch.export.pt2_archive._package")
 
 
 def schema_of(operator: Any) -> FunctionSchema:

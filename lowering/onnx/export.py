@@ -54,7 +54,8 @@ def to_onnx(
             f"outside of the model or choose a later opset{engine.remedy}."
         ) from error
     assert found is not None  # nothing is returned where the older exporter writes a file
-    _tidy(found.model, narrow)
+    with _quiet():
+        _tidy(found.model, narrow)
     return found.model, found.exported_program
 
 
@@ -89,6 +90,7 @@ def _tidy(model: Any, narrow: frozenset[str]) -> None:
     import onnx_ir
     from onnx_ir.passes import common
 
+    _take_certain_branches(model)
     # What tells of the exporter's own machine, such as lines of the model's source, is no part of the model.
     model.metadata_props.clear()
     for number, node in enumerate(model.graph):
@@ -109,6 +111,19 @@ def _tidy(model: Any, narrow: frozenset[str]) -> None:
     _drop_fixed(model)
 
 
+def _take_certain_branches(model: Any) -> None:
+    """Leaves out branches that no call takes: nested ones, as of `aten.embedding_bag`, end ONNX Runtime 1.32."""
+    from onnxscript import optimizer
+
+    if any(node.op_type == "If" for node in model.graph):
+        optimizer.fold_constants(
+            model,
+            onnx_shape_inference=False,
+            input_size_limit=16,  # in numbers; weights stay in the integers and halves that they are
+            should_fold=lambda node: False if node.op_type in ("DequantizeLinear", "QuantizeLinear") else None,
+        )
+
+
 def _cast_constants(model: Any) -> None:
     """Casts constants here that a node casts like an activation, which would else have a reader more."""
     import onnx_ir
@@ -119,8 +134,9 @@ def _cast_constants(model: Any) -> None:
         if held is None or like is None:
             continue
         name = node.outputs[0].name
-        tensor = onnx_ir.tensor(held.numpy().astype(like.numpy()), dtype=like, name=name)
-        value = onnx_ir.Value(name=f"{name}_cast", const_value=tensor, type=node.outputs[0].type, shape=tensor.shape)
+        kind, numbers = onnx_ir.TensorType(like), held.numpy().astype(like.numpy())
+        tensor = onnx_ir.tensor(numbers, dtype=like, name=name)
+        value = onnx_ir.Value(name=f"{name}_cast", const_value=tensor, type=kind, shape=tensor.shape)
         model.graph.register_initializer(value)
         node.outputs[0].replace_all_uses_with(value)
 

@@ -36,10 +36,17 @@ def integer_kernels(path: Path) -> dict[int, str]:
     Args:
         path: the optimized model.
     """
-    import onnx
+    return dict(_kernels(_read(path)))
 
-    graph = onnx.load(str(path), load_external_data=False).graph
-    return dict(_kernels(graph))
+
+def runs(path: Path, kernel: str) -> bool:
+    """Tells whether the graph that ONNX Runtime runs has a kernel.
+
+    Args:
+        path: the optimized model.
+        kernel: its operator.
+    """
+    return any(node.op_type == kernel for node in _read(path).node)
 
 
 def dequantizes_constants(path: Path) -> bool:
@@ -48,11 +55,15 @@ def dequantizes_constants(path: Path) -> bool:
     Args:
         path: the optimized model.
     """
-    import onnx
-
-    graph = onnx.load(str(path), load_external_data=False).graph
+    graph = _read(path)
     held = {value.name for value in graph.initializer}
     return any(node.op_type == "DequantizeLinear" and node.input[0] in held for node in graph.node)
+
+
+def _read(path: Path) -> Any:
+    import onnx
+
+    return onnx.load(str(path), load_external_data=False).graph
 
 
 def _kernels(graph: Any) -> Iterator[tuple[int, str]]:

@@ -59,8 +59,6 @@ class ONNXProgram(Program):
         self._signature, self._outputs = signature, outputs
         self.ops: tuple[LoweredOp, ...] = ()
         self.kernels: dict[int, str] = {}
-        settings = {"signature": signature.to_json(), "outputs": outputs.to_json(), "pair": pair}
-        model.metadata_props[_KEY] = json.dumps(settings)
         with tempfile.TemporaryDirectory() as folder:
             self.session = self._started(Path(folder))
         self._names = [given.name for given in self.session.get_inputs()]
@@ -112,15 +110,22 @@ class ONNXProgram(Program):
             largest: most bytes of weights in it; more lie in a file beside it, named after their content.
 
         Raises:
-            ArtefactError: the folder does not exist, or a file cannot be written.
+            ArtefactError: the folder does not exist, a file cannot be written, or the model takes or returns what a
+                file cannot name.
         """
         path = Path(path)
         require_writable(path)
+        self._describe()
         try:
             self._write(path, largest)
         except OSError as error:
             raise ArtefactError(f"'{path}' cannot be written ({error}); free or change its place.") from error
         return path
+
+    def _describe(self) -> None:
+        """Writes into the model's metadata what a call takes and returns."""
+        settings = {"signature": self._signature.to_json(), "outputs": self._outputs.to_json(), "pair": self.pair}
+        self.model.metadata_props[_KEY] = json.dumps(settings)
 
     def _write(self, path: Path, largest: int) -> None:
         import onnx_ir
@@ -156,6 +161,7 @@ class ONNXProgram(Program):
         """Size of the saved file in bytes; of the weights where they lie beside it."""
         import onnx_ir
 
+        self._describe()
         if self._weights > LARGEST:
             return self._weights
         size: int = onnx_ir.to_proto(self.model).ByteSize()

@@ -7,13 +7,15 @@ from typing import Any
 
 from quantplug.core.errors import LoweringError
 from quantplug.lowering.onnx.engines import Engine
-from quantplug.lowering.onnx.kernels import dequantizes_constants
+from quantplug.lowering.onnx.kernels import dequantizes_constants, runs
 
 WRITERS, RUNNERS = ("onnx", "onnxscript", "onnx_ir", "onnxruntime"), ("onnx", "onnx_ir", "onnxruntime")
 # ONNX Runtime 1.32 fuses a sum and the layer norm behind it to a kernel that takes several times as long as both.
 _SLOWER = ("SkipLayerNormFusion",)
 # Convolutions fused before their weights are constants keep the layout of their tensors, in which they are slow.
 _TOO_EARLY = ("ConvActivationFusion", "ConvAddActivationFusion")
+# A product fused with its sum, between two relus, no longer becomes MatMulNBits; one of integers does become QGemm.
+_OF_SUMS, _KERNEL_OF_SUMS = "MatMulAddFusion", "QGemm"
 
 
 def require(names: tuple[str, ...], engine: Engine) -> None:
@@ -59,7 +61,8 @@ def _folded(path: str, optimized: str) -> Any:
     """
     with tempfile.TemporaryDirectory() as folder:
         chosen = str(Path(folder) / "chosen.onnx")
-        _started(path, chosen, (*_SLOWER, *_TOO_EARLY))
+        of_sums = () if runs(Path(optimized), _KERNEL_OF_SUMS) else (_OF_SUMS,)
+        _started(path, chosen, (*_SLOWER, *_TOO_EARLY, *of_sums))
         return _started(chosen, optimized, folds=True)
 
 

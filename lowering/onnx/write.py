@@ -31,6 +31,7 @@ from quantplug.lowering.outputs import Outputs, make_distinct
 from quantplug.lowering.placement import record
 from quantplug.lowering.processor import largest_factors
 from quantplug.lowering.program import LoweredOp, refusal
+from quantplug.lowering.rewrites.control import quantized_branches_are_inlined
 from quantplug.lowering.scopes import require_no_autocast
 from quantplug.lowering.signature import Signature
 from quantplug.lowering.sources import sources
@@ -144,7 +145,7 @@ def write(
     """
     source = require_graph_module(converted, "lower")
     require(WRITERS, engine)
-    module = starting(source)
+    module = quantized_branches_are_inlined(starting(source))
     require_no_autocast(module.graph, "ONNX does")
     _require_no_state(module, engine)
     reference, recorded = twin(module), record(module.graph)

@@ -43,6 +43,7 @@ from quantplug.lowering.outputs import make_distinct
 from quantplug.lowering.placement import record
 from quantplug.lowering.processor import largest_factors
 from quantplug.lowering.program import refusal, require_float_dtype
+from quantplug.lowering.rewrites.control import quantized_branches_are_inlined
 from quantplug.lowering.scopes import require_no_autocast
 from quantplug.lowering.signature import FixedInput, Signature
 from quantplug.lowering.sources import sources
@@ -87,7 +88,7 @@ def lower(
     require_float_dtype(float_dtype)
     options = {**_AS_WRITTEN, "INFERENCE_PRECISION_HINT": _HINTS[float_dtype], **(options or {})}
     _require_static(source.graph)
-    module = starting(source)
+    module = quantized_branches_are_inlined(starting(source))
     require_no_autocast(module.graph, "OpenVINO's front end does")
     reference, recorded = twin(module), record(module.graph)
     pair = _require_pairs(module.graph)

@@ -89,7 +89,7 @@ def lower_to_package(
     """
     require_compiler()
     plain = pytree.tree_map_only(Tensor, Tensor.contiguous, example_inputs)  # as the package makes whatever it is given
-    return X86Package(lower(converted, plain, dynamic_shapes=dynamic_shapes, float_dtype=float_dtype))
+    return X86Package.of(lower(converted, plain, dynamic_shapes=dynamic_shapes, float_dtype=float_dtype))
 
 
 def _require_inputs(module: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:

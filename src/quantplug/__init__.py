@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from quantplug.lowering.onnx import ONNXProgram as ONNXProgram
     from quantplug.lowering.onnx.tensorrt import TensorRTProgram as TensorRTProgram
     from quantplug.lowering.openvino import OpenVINOProgram as OpenVINOProgram
+    from quantplug.lowering.x86 import X86Package as X86Package
     from quantplug.lowering.x86 import X86Program as X86Program
     from quantplug.quantizers.arm import ArmQuantizer as ArmQuantizer
     from quantplug.quantizers.composition.composable import ComposableQuantizer as ComposableQuantizer
@@ -166,6 +167,7 @@ _HOME = {
     "TensorRTProgram": "quantplug.lowering.onnx.tensorrt",
     "TensorRTQuantizer": "quantplug.quantizers.tensorrt",
     "TrialError": "quantplug.core.errors",
+    "X86Package": "quantplug.lowering.x86",
     "X86Program": "quantplug.lowering.x86",
     "X86Quantizer": "quantplug.quantizers.x86",
     "XNNPACKQuantizer": "quantplug.quantizers.xnnpack",

@@ -110,9 +110,10 @@ def test_a_program_read_from_its_file_returns_the_same(name, backend, program, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["x86", "openvino"])
+@pytest.mark.parametrize("backend", ["x86", "openvino", "onnxruntime", "tensorrt"])
 def test_a_file_that_cannot_name_a_type_says_so_and_is_not_begun(backend, tmp_path):
     pytest.importorskip("openvino")
+    pytest.importorskip("onnxruntime")
     artefact = quantized(RETURNS["a named tuple"], backend)
     with pytest.raises(ArtefactError, match="returns a 'Pair', which a file cannot name") as error:
         artefact.save(tmp_path / "program")

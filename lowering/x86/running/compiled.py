@@ -21,6 +21,8 @@ from quantplug.core.peers.torch_names import inductor
 from quantplug.lowering.signature import Signature
 from quantplug.lowering.x86.running.inductor import FuseSums, Shield
 
+DESCRIPTION = "quantplug"  # of what torch keeps for whoever makes a package
+
 
 def options() -> dict[str, Any]:
     """Returns inductor's options: constants folded (so weights are packed when compiling), sums fused by us alone."""
@@ -86,8 +88,13 @@ def compiled(module: fx.GraphModule, signature: Signature) -> Callable[..., Any]
     return call
 
 
-def package(exported: torch.export.ExportedProgram, path: Path) -> Path:
+def package(exported: torch.export.ExportedProgram, path: Path, described: str) -> Path:
     """Writes an AOTInductor package; `torch._inductor.aoti_load_package(path)` runs it without this package.
+
+    Args:
+        exported: the program.
+        path: the file.
+        described: what the package says of itself, beside what torch writes.
 
     Raises:
         ArtefactError: the folder does not exist or the name does not end in .pt2.
@@ -100,6 +107,8 @@ def package(exported: torch.export.ExportedProgram, path: Path) -> Path:
     require_compiler()
     with torch.no_grad():
         written = inductor().aoti_compile_and_package(
-            exported, package_path=str(path), inductor_configs=package_options()
+            exported,
+            package_path=str(path),
+            inductor_configs={**package_options(), "aot_inductor.metadata": {DESCRIPTION: described}},
         )
     return Path(str(written))

@@ -7,6 +7,7 @@ packed layout depends on the processor.
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,42 @@ class _Described:
     ops: tuple[LoweredOp, ...]
     pair: int
     constants: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packaged:
+    """What a package says of itself.
+
+    Attributes:
+        ops: every compute operator of the q/dq graph with its placement.
+        pair: how large the sum of two products can get.
+        signature: what it takes.
+        platform: the system that it was compiled on, and for.
+        features: what its processor has, all of which the compiler may use.
+    """
+
+    ops: tuple[LoweredOp, ...]
+    pair: int
+    signature: dict[str, Any]
+    platform: str
+    features: tuple[str, ...]
+
+    def objection(self) -> str | None:
+        """Returns why the package cannot run here, or None."""
+        platform, features = _machine()
+        if self.platform != platform:
+            return f"it was compiled on {shown(self.platform)}, and this is {platform}"
+        lacking = sorted(set(self.features).difference(features))
+        if lacking:
+            return f"it was compiled for a processor with {shown(', '.join(lacking))}, which this one lacks"
+        return ONEDNN_PAIRS.objection(self.pair)
+
+
+def _machine() -> tuple[str, tuple[str, ...]]:
+    """Returns the system, and what its processor has."""
+    found = torch.cpu.get_capabilities()
+    features = tuple(sorted(name for name, has in found.items() if has is True))
+    return f"{sys.platform} {found.get('architecture')}", features
 
 
 class X86Program(Program):
@@ -138,10 +175,13 @@ class X86Program(Program):
         written = next(iter(state_of(self.portable)), None)
         if written is not None:
             raise LoweringError(
-                f"A package keeps no state, and the model writes buffer '{written}'; save the program instead, or pass "
-                "the state as an input and return it."
+                f"A package keeps no state, and the model writes buffer '{written}'; save the program instead (engine "
+                "'onednn'), or pass the state as an input and return it."
             )
-        return package(self._exported(for_compilers(self.portable)), Path(path))
+        described = Packaged(self.ops, self.pair, self._signature.to_json(), *_machine())
+        return package(
+            self._exported(for_compilers(self.portable)), Path(path), json.dumps(dataclasses.asdict(described))
+        )
 
     def exported(self) -> torch.export.ExportedProgram:
         """Returns the portable form as an exported program."""
