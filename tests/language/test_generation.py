@@ -174,6 +174,12 @@ def test_attention_that_is_not_there(options, said):
         quantplug.quantize_language_model(causal("Llama"), **options)
 
 
+@pytest.mark.parametrize("backend", ["openvino", "onnxruntime", "tensorrt", "arm", "cortex_m"])
+def test_backends_without_programs_of_language_models(backend):
+    with pytest.raises(quantplug.ConfigError, match=rf"'{backend}' has no programs of language models.*\['xnnpack'"):
+        quantplug.quantize_language_model(causal("Llama"), backend)
+
+
 def test_attention_that_a_model_cannot_have_says_why():
     with pytest.raises(quantplug.ModelError, match="do not look back at all tokens"):
         quantplug.quantize_language_model(causal("Mistral"), context=CONTEXT, attention="executorch")

@@ -40,15 +40,24 @@ TABLE_BESIDE = {"int4_dynamic_groups": "int4_groups"}
 WIDEST = 192
 # What a call takes at most by itself: the runtime plans its memory for so many tokens.
 STEP = 128
+# The option of a lowering by which programs say what they are.
+_SAID = ("constants",)
 
 
 def config_of(backend: str, config: str | None) -> str | None:
     """Returns the name of a config for language models; None stands for the backend's own default.
 
     Raises:
-        ConfigError: there is no such backend or config.
+        ConfigError: there is no such backend or config, or its programs are none of language models.
     """
     declared = get_quantizer(backend).backend
+    try:
+        declared.require_lowering_options(_SAID)
+    except ConfigError as error:
+        raise ConfigError(
+            f"Backend '{backend}' has no programs of language models, which say what they are; choose one of "
+            f"{list(BY_BACKEND)}."
+        ) from error
     known = {*declared.configs, *declared.aliases}
     chosen = config or next((name for name in PREFERRED if name in known), None)
     if chosen != FLOAT:
