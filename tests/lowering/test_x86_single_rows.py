@@ -11,6 +11,7 @@ import quantplug
 from quantplug import X86Program
 from quantplug.core.specs.levels import sqnr
 from quantplug.lowering.cached_attention import CACHED_ATTENTION, cached_attention
+from quantplug.lowering.x86.kernels import few_rows
 
 WIDTH = 64
 
@@ -105,6 +106,18 @@ def test_a_row_of_floats_is_quantized_by_the_kernel_that_multiplies_it(function,
     assert len(kernels) == 2
     for other in (x, -x, torch.zeros_like(x), 3 * x):
         assert sqnr(program(other), graph(other)) > 60
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("saturates", "kernels"), [(False, 1), (True, 0)])
+def test_rows_stay_where_their_other_kernel_would_overflow(saturates, kernels, monkeypatch):
+    """A processor with the VNNI of AVX2, which oneDNN uses and FBGEMM does not."""
+    assert few_rows.fbgemm_saturates() is not torch.cpu.get_capabilities()["avx512_vnni"]
+    monkeypatch.setattr(few_rows, "kernels_saturate", lambda: False)
+    monkeypatch.setattr(few_rows, "fbgemm_saturates", lambda: saturates)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(48, 32)).eval(), torch.randn(1, 48)
+    assert targets(program_of(model, x, "int8")[1].module).count(FBGEMM) == kernels
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -54,7 +55,21 @@ def most_rows() -> int:
     """Returns up to how many rows FBGEMM may read a weight faster than oneDNN, in this process."""
     if ENGINE not in torch.backends.quantized.supported_engines:
         return 0
-    return ROWS if kernels_saturate() else ROWS_WITH_VNNI
+    if kernels_saturate():  # so the weights have 7 bits, for either kernel
+        return ROWS
+    return 0 if fbgemm_saturates() else ROWS_WITH_VNNI
+
+
+@lru_cache(maxsize=1)
+def fbgemm_saturates() -> bool:
+    """Tells whether FBGEMM's sums of two products overflow here, found by trying.
+
+    It knows the VNNI of AVX512 alone. oneDNN also knows that of AVX2, and is right where FBGEMM has 16 bits for a sum.
+    """
+    inner = 64
+    weight = IntegerWeight(torch.full((16, inner), 127, dtype=torch.int8), torch.ones(16))
+    found = OF_NUMBERS(torch.full((1, inner), 255.0), 1.0, 0, _Layer(weight, None).packed())
+    return bool((found != 255 * 127 * inner).any())
 
 
 def least_elements(*, is_float: bool) -> int:
