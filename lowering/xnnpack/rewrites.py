@@ -40,6 +40,7 @@ from quantplug.lowering.rewrites.dimensions import (
 )
 from quantplug.lowering.rewrites.folding import (
     all_constant_expressions_are_folded,
+    computed_weights_are_folded,
     constant_expressions_are_folded,
 )
 from quantplug.lowering.rewrites.gelu import written_gelu_is_one
@@ -95,6 +96,7 @@ AT_LOWERING: tuple[Rewrite, ...] = (
 
 ALL: tuple[Rewrite, ...] = (
     constant_expressions_are_folded,
+    computed_weights_are_folded,
     written_gelu_is_one,
     products_are_linear,
     *_RUNNABLE,
