@@ -1,5 +1,6 @@
 """Operators that only move data, as the slices and views that work on integers."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,6 +88,26 @@ def select_is_slice(model: fx.GraphModule) -> fx.GraphModule:
         if not isinstance(size, int):
             continue
         _slice_for(model, node, values["self"], axis, index % size, 1, unbind=True)
+    return done(model)
+
+
+def patches_are_views(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes `unfold` and `fold` of patches that do not overlap, of static sizes, as views around a permutation."""
+    for node, values in matching(model, "im2col", "col2im"):
+        apart = "output_size" not in values
+        image, kernel = tensor_value(values["self"] if apart else node), values["kernel_size"]
+        if image is None or image.dim() != 4 or not all(isinstance(size, int) for size in image.shape[1:]):
+            continue
+        counts = [size // length for size, length in zip(image.shape[2:], kernel, strict=True)]
+        is_plain = (values["dilation"], values["padding"], values["stride"]) == ([1, 1], [0, 0], kernel)
+        if not is_plain or [count * length for count, length in zip(counts, kernel, strict=True)] != [*image.shape[2:]]:
+            continue
+        write, (batch, channels, *sides) = Writer(model, node), image.shape
+        mixed, sorted_apart = (counts[0], kernel[0], counts[1], kernel[1]), (*kernel, *counts)
+        cut = write.reshape(values["self"], batch, channels, *(mixed if apart else sorted_apart))
+        turned = write.call(_ATEN.permute.default, cut, [0, 1, 3, 5, 2, 4] if apart else [0, 1, 4, 2, 5, 3])
+        sizes = (channels * math.prod(kernel), math.prod(counts)) if apart else (channels, *sides)
+        write.replace(write.reshape(turned, batch, *sizes))
     return done(model)
 
 
