@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.graph.aliases import changed_under_other_names
-from quantplug.core.graph.facts import operator_name, tensor_value
+from quantplug.core.graph.editing import set_operand
+from quantplug.core.graph.facts import operator_name, sizes_of, tensor_value
 from quantplug.core.graph.operators import SHUFFLES, VIEWS, schema_names
 from quantplug.lowering.rewrites.writing import (
     Writer,
@@ -242,11 +243,15 @@ def _numbers(value: Any) -> list[Any]:
 
 
 def lone_concatenation_is_copy(model: fx.GraphModule) -> fx.GraphModule:
-    """Writes cat([x]) as a copy: XNNPACK concatenates two tensors or more."""
+    """Writes cat([x]) as a copy, and leaves out what is empty: XNNPACK concatenates two tensors or more, none empty."""
     for node, values in matching(model, "cat"):
-        if len(values["tensors"]) == 1:
+        full = [part for part in values["tensors"] if 0 not in sizes_of(part)]
+        kinds = {value.dtype for value in map(tensor_value, (*full, node)) if value is not None}
+        if len(full) == len(kinds) == 1:
             write = Writer(model, node)
-            write.replace(write.call(_ATEN.clone.default, *values["tensors"]))
+            write.replace(write.call(_ATEN.clone.default, *full))
+        elif 1 < len(full) < len(values["tensors"]):
+            set_operand(node, "tensors", full)
     return done(model)
 
 

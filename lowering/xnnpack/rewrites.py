@@ -66,7 +66,7 @@ from quantplug.lowering.rewrites.pooling import (
     indexed_pooling_is_plain,
     spatial_mean_keeps_dims,
 )
-from quantplug.lowering.rewrites.products import products_are_linear
+from quantplug.lowering.rewrites.products import parts_of_open_layers_are_layers, products_are_linear
 from quantplug.lowering.rewrites.recurrence import cells_are_layers, outside_of_states, recurrence_is_unrolled
 from quantplug.lowering.rewrites.selection import unread_rows_are_not_computed
 from quantplug.lowering.xnnpack.cached_attention import cached_attention_is_custom_sdpa
@@ -115,6 +115,7 @@ ALL: tuple[Rewrite, ...] = (
     roll_is_slices,
     shuffle_is_permutation,
     strided_slice_is_view,
+    parts_of_open_layers_are_layers,
     squeeze_is_view,
     still_permutation_is_view,
     lone_concatenation_is_copy,

@@ -154,3 +154,32 @@ def test_weights_that_are_to_be_trained_stay_computed():
     prepared = quantplug.prepare_qat_pt2e(graph, get_quantizer("x86"))
     trained = {name for name, _ in prepared.named_parameters()}
     assert trained == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("config", ["8da4w", "int8"])
+@pytest.mark.parametrize(("bias", "is_flat"), [(False, False), (True, False), (True, True)])
+def test_parts_of_a_layer_over_an_open_size_are_layers_in_one_delegate(config, bias, is_flat):
+    """GPT-2's and Phi-3's queries, keys, values, gates: a slice of an open size stands outside of XNNPACK's delegates."""
+
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fused, self.last = nn.Linear(64, 96, bias=bias), nn.Linear(32, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x.view(-1, 64) if is_flat else x
+            query, key, value = self.fused(rows).view(1, -1, 96).split([32, 32, 32], -1)
+            return self.last(torch.cat([query * key.sigmoid() + value, value[..., 32:]], -1))
+
+    torch.manual_seed(0)
+    model, length = Fused().eval(), torch.export.Dim("length", max=16)
+    data = [(torch.randn(1, 6, 64),) for _ in range(3)]
+    shapes = {"x": {1: length}}
+    artefact = quantplug.quantize(model, data[0], "xnnpack", data, config, dynamic_shapes=shapes, progress=False)
+    counts = artefact.program.counts  # type: ignore[attr-defined]
+    assert (counts.delegates, counts.portable) == (1, 0)
+    assert [op.placement for op in artefact.program.ops if "linear" in op.target] == ["int8"] * 4
+    for x in (data[1][0], torch.randn(1, 3, 64)):
+        assert sqnr(artefact(x), artefact.reference(x)) > 30
+        assert sqnr(artefact(x), model(x)) > (12 if "4" in config else 25)
