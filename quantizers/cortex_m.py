@@ -45,9 +45,9 @@ CORTEX_M = Backend(
     summary="ExecuTorch programs on CMSIS-NN kernels (Arm Cortex-M)",
     annotators=tuple(row.where(in_integers((torch.int8,))) for row in _ROWS),
     configs={"int8": lambda **options: get_symmetric_quantization_config(True, int32_bias=True, **options)},
-    transforms=(
-        named("quantplug.lowering.rewrites.products:products_are_linear"),
-        named("quantplug.lowering.rewrites.means:means_are_poolings"),
+    transforms=tuple(
+        named(f"quantplug.lowering.rewrites.{each}")
+        for each in ("folding:computed_weights_are_folded", "products:products_are_linear", "means:means_are_poolings")
     ),
     lowering="quantplug.lowering.cortex_m:lower",
     weight_bits=8,

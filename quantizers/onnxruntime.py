@@ -108,6 +108,7 @@ ONNXRUNTIME = Backend(
     },
     lowering="quantplug.lowering.onnx:lower",
     transforms=(
+        named(f"{_REWRITES}.folding:computed_weights_are_folded"),
         named(f"{_REWRITES}.products:products_are_linear"),
         named(f"{_REWRITES}.attention:attention_is_products"),
         named(f"{_REWRITES}.activations:silu_is_product"),

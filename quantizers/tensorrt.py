@@ -85,6 +85,7 @@ TENSORRT = Backend(
     weight_bits=stored_bits,
     lowering="quantplug.lowering.onnx.tensorrt:lower",
     transforms=(
+        named(f"{_REWRITES}.folding:computed_weights_are_folded"),
         named(f"{_REWRITES}.products:products_are_linear"),
         named(f"{_REWRITES}.attention:any_attention_is_products"),
         named(f"{_REWRITES}.movement:split_is_slices"),  # the exporter writes sequences, which TensorRT does not read

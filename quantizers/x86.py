@@ -118,6 +118,7 @@ X86 = Backend(
     },
     lowering="quantplug.lowering.x86:lower",
     transforms=(
+        named("quantplug.lowering.rewrites.folding:computed_weights_are_folded"),
         named("quantplug.lowering.rewrites.products:products_are_linear"),
         named("quantplug.lowering.rewrites.gelu:written_gelu_is_one"),
         named("quantplug.lowering.rewrites.movement:split_is_slices"),

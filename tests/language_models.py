@@ -28,6 +28,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "BioGpt": {},
     "Falcon": {"alibi": True, "multi_query": False, "bias": True},
     "Mpt": {"max_seq_len": 640},
+    "Qwen2Moe": {
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+    },
     "Mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
     "GptOss": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
     "DeepseekV3": {
@@ -90,10 +97,46 @@ def write_folder(folder, model, with_tokenizer=True):
 
 def write_gguf(path, model):
     """Writes a Llama as a GGUF file and returns its path."""
+    config, state = model.config, model.state_dict()
+    writer = _described(path, "llama", config)
+    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+    for name, tensor in _gguf_names(config.num_hidden_layers).items():
+        weight = state[tensor]
+        kind = tensor.rpartition("self_attn.")[2][:1]
+        if kind in heads and "_proj" in tensor and "self_attn" in tensor:  # llama.cpp's order of rotated channels
+            weight = weight.view(heads[kind], 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+        writer.add_tensor(name, weight.contiguous().numpy())
+    return _written(writer, path)
+
+
+def write_mixture(path, model):
+    """Writes a Qwen2-MoE as a GGUF file, which has the experts' first layers apart, and returns its path."""
     import gguf
 
-    config, state = model.config, model.state_dict()
-    writer = gguf.GGUFWriter(str(path), "llama")
+    config = model.config
+    writer = _described(path, "qwen2moe", config)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2MOE, config.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        layer, (base, _, kind) = "".join(name.split(".")[2:3]), name.rpartition(".")
+        if name.endswith("experts.gate_up_proj"):
+            for part, rows in zip(("gate", "up"), weight.chunk(2, 1), strict=True):
+                writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", rows.contiguous().numpy())
+        elif name.endswith("experts.down_proj"):
+            writer.add_tensor(f"blk.{layer}.ffn_down_exps.weight", weight.numpy())
+        else:
+            whole = weight[0] if "shared_expert_gate" in name else weight
+            writer.add_tensor(f"{names.get_name(base)}.{kind}", whole.numpy())
+    return _written(writer, path)
+
+
+def _described(path, architecture, config):
+    import gguf
+
+    writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -110,13 +153,10 @@ def write_gguf(path, model):
     writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
-    for name, tensor in _gguf_names(config.num_hidden_layers).items():
-        weight = state[tensor]
-        kind = tensor.rpartition("self_attn.")[2][:1]
-        if kind in heads and "_proj" in tensor and "self_attn" in tensor:  # llama.cpp's order of rotated channels
-            weight = weight.view(heads[kind], 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-        writer.add_tensor(name, weight.contiguous().numpy())
+    return writer
+
+
+def _written(writer, path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -4,6 +4,7 @@ Before: an exported graph with parameters, buffers and lifted constants as `get_
 set of nodes that depend on nothing else, without mutable buffers and random numbers.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -42,6 +43,8 @@ def _is_pure(node: fx.Node) -> bool:
     if node.op == "call_module":
         return observer_of(node) is not None
     target = node.target
+    if node.op == "call_function" and target is operator.getitem:
+        return True
     if node.op != "call_function" or not isinstance(target, OpOverload):
         return False
     return not schema_of(target).is_mutable and torch.Tag.nondeterministic_seeded not in target.tags

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from quantplug.core.graph.constants import computed, written_buffers
+from quantplug.core.graph.constants import computed, constant_nodes, evaluate_constants, written_buffers
+from quantplug.core.graph.editing import set_operand
 from quantplug.core.graph.facts import (
     constant_value,
     operands,
@@ -18,15 +19,20 @@ from quantplug.core.graph.facts import (
     viewed_node,
     written_argument,
 )
+from quantplug.core.graph.meta import TRAINING
 from quantplug.core.peers.torch_names import OpOverload, schema_of
 from quantplug.core.qdq.nodes import CAST_OP, is_conversion
-from quantplug.lowering.rewrites.writing import Writer, done
+from quantplug.lowering.rewrites.writing import Writer, done, matching
 
 # What such an operator yields depends on the sizes of its operand alone.
 _LIKE = {
     "aten::zeros_like": 0, "aten::new_zeros": 0, "aten::ones_like": 1, "aten::new_ones": 1, "aten::full_like": None,
     "aten::new_full": None,
 }  # fmt: skip
+_LAYERS = (
+    *("linear", "convolution", "conv1d", "conv2d", "conv3d"),
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+)
 # A megabyte: the masks of 64 windows of 49 positions are stored, a batch of images is not.
 _MOST_ELEMENTS = 2**18
 
@@ -39,6 +45,28 @@ def constant_expressions_are_folded(model: fx.GraphModule) -> fx.GraphModule:
 def all_constant_expressions_are_folded(model: fx.GraphModule) -> fx.GraphModule:
     """Stores what expressions of sizes, buffers and parameters yield."""
     return _fold(model, parameters=True)
+
+
+def computed_weights_are_folded(model: fx.GraphModule) -> fx.GraphModule:
+    """Stores weights and biases of layers that are computed from parameters alone, but where these are to be trained.
+
+    Standardized and normalized weights, parts of one weight for queries, keys and values.
+    """
+    if TRAINING.get(model):
+        return model
+    known = constant_nodes(model.graph)
+    found = [(node, name) for node, _ in matching(model, *_LAYERS) for name in ("weight", "bias")]
+    read: dict[tuple[fx.Node, str], Any] = {(node, name): operands(node).get(name) for node, name in found}
+    wanted = {each for each in read.values() if each in known and each.op != "get_attr"}
+    values = evaluate_constants([node for node in model.graph.nodes if node in known], wanted)
+    made = dict[Any, fx.Node]()
+    for each, value in values.items():
+        own = value.detach().contiguous()
+        made[each] = Writer(model, each).constant(nn.Parameter(own, requires_grad=own.is_floating_point()), "weight")
+    for (node, name), each in read.items():
+        if each in made:
+            set_operand(node, name, made[each])
+    return done(model)
 
 
 def _fold(model: fx.GraphModule, *, parameters: bool) -> fx.GraphModule:

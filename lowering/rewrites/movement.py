@@ -1,5 +1,6 @@
 """Operators that only move data, as the slices and views that work on integers."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +8,8 @@ import torch
 from torch import Tensor, fx
 
 from quantplug.core.graph.aliases import changed_under_other_names
-from quantplug.core.graph.facts import operator_name, tensor_value
+from quantplug.core.graph.editing import set_operand
+from quantplug.core.graph.facts import operator_name, sizes_of, tensor_value
 from quantplug.core.graph.operators import SHUFFLES, VIEWS, schema_names
 from quantplug.lowering.rewrites.writing import (
     Writer,
@@ -87,6 +89,26 @@ def select_is_slice(model: fx.GraphModule) -> fx.GraphModule:
         if not isinstance(size, int):
             continue
         _slice_for(model, node, values["self"], axis, index % size, 1, unbind=True)
+    return done(model)
+
+
+def patches_are_views(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes `unfold` and `fold` of patches that do not overlap, of static sizes, as views around a permutation."""
+    for node, values in matching(model, "im2col", "col2im"):
+        apart = "output_size" not in values
+        image, kernel = tensor_value(values["self"] if apart else node), values["kernel_size"]
+        if image is None or image.dim() != 4 or not all(isinstance(size, int) for size in image.shape[1:]):
+            continue
+        counts = [size // length for size, length in zip(image.shape[2:], kernel, strict=True)]
+        is_plain = (values["dilation"], values["padding"], values["stride"]) == ([1, 1], [0, 0], kernel)
+        if not is_plain or [count * length for count, length in zip(counts, kernel, strict=True)] != [*image.shape[2:]]:
+            continue
+        write, (batch, channels, *sides) = Writer(model, node), image.shape
+        mixed, sorted_apart = (counts[0], kernel[0], counts[1], kernel[1]), (*kernel, *counts)
+        cut = write.reshape(values["self"], batch, channels, *(mixed if apart else sorted_apart))
+        turned = write.call(_ATEN.permute.default, cut, [0, 1, 3, 5, 2, 4] if apart else [0, 1, 4, 2, 5, 3])
+        sizes = (channels * math.prod(kernel), math.prod(counts)) if apart else (channels, *sides)
+        write.replace(write.reshape(turned, batch, *sizes))
     return done(model)
 
 
@@ -221,11 +243,15 @@ def _numbers(value: Any) -> list[Any]:
 
 
 def lone_concatenation_is_copy(model: fx.GraphModule) -> fx.GraphModule:
-    """Writes cat([x]) as a copy: XNNPACK concatenates two tensors or more."""
+    """Writes cat([x]) as a copy, and leaves out what is empty: XNNPACK concatenates two tensors or more, none empty."""
     for node, values in matching(model, "cat"):
-        if len(values["tensors"]) == 1:
+        full = [part for part in values["tensors"] if 0 not in sizes_of(part)]
+        kinds = {value.dtype for value in map(tensor_value, (*full, node)) if value is not None}
+        if len(full) == len(kinds) == 1:
             write = Writer(model, node)
-            write.replace(write.call(_ATEN.clone.default, *values["tensors"]))
+            write.replace(write.call(_ATEN.clone.default, *full))
+        elif 1 < len(full) < len(values["tensors"]):
+            set_operand(node, "tensors", full)
     return done(model)
 
 

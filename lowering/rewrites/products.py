@@ -6,7 +6,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from quantplug.core.graph.constants import computed
-from quantplug.core.graph.facts import constant_value, operands, operator_name, rank, sole_user, tensor_value
+from quantplug.core.graph.facts import (
+    constant_value,
+    operands,
+    operator_name,
+    rank,
+    sizes_of,
+    sole_user,
+    tensor_value,
+)
 from quantplug.core.graph.operators import ALIASES, COPIES, PERMUTATIONS, overloads_of
 from quantplug.lowering.rewrites.writing import Writer, axis_of, constant_operand, done, matching
 
@@ -80,6 +88,49 @@ def _take_sum_as_bias(layer: fx.Node, width: int) -> None:
     layer.args = (*layer.args[:2], row)
     user.replace_all_uses_with(layer)
     layer.graph.erase_node(user)
+
+
+def parts_of_open_layers_are_layers(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes slices of a layer's channels as layers of their own, where a size is open and nothing else reads them.
+
+    Queries, keys, values and gates come so from one layer, and parts of parts. XNNPACK slices tensors whose sizes are
+    known; others would be sliced outside of its delegates. The weights are parts of one.
+    """
+    waiting = [node for node, _ in matching(model, "linear")]
+    while waiting:
+        layer = waiting.pop()
+        given, whole = operands(layer), _viewed(layer)
+        value, constants = tensor_value(whole), [each for each in (given["weight"], given["bias"]) if each is not None]
+        parts = [_part(user) if operator_name(user) == "aten::slice" else None for user in whole.users]
+        if value is None or not _is_row_of_open_tensor(value) or None in map(constant_operand, constants):
+            continue
+        if not all(part is not None and part[0] is whole for part in parts):
+            continue
+        for user, (_, _, start, end) in zip(list(whole.users), filter(None, parts), strict=True):
+            write = Writer(model, user)
+            rows = [_rows(write, operand, start, end) for operand in constants]
+            part = write.call(_ATEN.linear.default, given["input"], *rows)
+            waiting.append(part)
+            write.replace(part if whole is layer else write.reshape(part, *sizes_of(user)))
+    return done(model)
+
+
+def _viewed(layer: fx.Node) -> fx.Node:
+    """Returns the view of a layer's result that is all that is read of it, if it keeps rows, else the layer."""
+    view = sole_user(layer)
+    if view is None or operator_name(view) != "aten::reshape":
+        return layer
+    sizes = sizes_of(view)
+    is_plain = sum(not isinstance(size, int) for size in sizes) <= 1
+    return view if is_plain and sizes[-1:] == sizes_of(layer)[-1:] else layer
+
+
+def _rows(write: Writer, operand: fx.Node, start: int, end: int) -> fx.Node:
+    """Returns a constant of some rows of one, which is a parameter if that is one."""
+    value = constant_value(operand)
+    assert value is not None
+    rows = value.detach()[start:end]
+    return write.constant(nn.Parameter(rows) if isinstance(value, nn.Parameter) else rows, "rows")
 
 
 def products_are_batches(model: fx.GraphModule) -> fx.GraphModule:

@@ -61,9 +61,26 @@ def partitioner(graph: fx.Graph, legal: Legalized) -> Any:
     class InStages(XnnpackPartitioner):
         def generate_partitions(self, ep: Any) -> list[Any]:
             stages = in_stages(ep.graph, worth_a_delegate(ep.graph, self.get_matched_nodes_from_configs(ep)))
-            return [Partition(id=index, nodes=stage) for index, stage in enumerate(stages)]
+            kept = filter(None, map(without_mere_copies, stages))
+            return [Partition(id=index, nodes=stage) for index, stage in enumerate(kept)]
 
     return InStages(configs=[_guarded(config, graph, legal) for config in stock])
+
+
+def without_mere_copies(stage: Sequence[fx.Node]) -> list[fx.Node]:
+    """Returns a partition without copies of what comes from outside that go outside.
+
+    ExecuTorch drops copies in delegates, and refuses one that returns what it was given.
+
+    Args:
+        stage: nodes of an edge program in one delegate.
+    """
+    inside = dict.fromkeys(sorted(stage))
+    for node in sorted(stage):
+        is_copy = operator_name(node) in _COPIES and node.all_input_nodes[0] not in inside
+        if is_copy and any(user not in inside for user in node.users):
+            del inside[node]
+    return list(inside)
 
 
 def worth_a_delegate(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> list[Sequence[fx.Node]]:

@@ -40,6 +40,7 @@ from quantplug.lowering.rewrites.dimensions import (
 )
 from quantplug.lowering.rewrites.folding import (
     all_constant_expressions_are_folded,
+    computed_weights_are_folded,
     constant_expressions_are_folded,
 )
 from quantplug.lowering.rewrites.gelu import written_gelu_is_one
@@ -47,6 +48,7 @@ from quantplug.lowering.rewrites.movement import (
     circular_padding_is_joined,
     index_is_slice,
     lone_concatenation_is_copy,
+    patches_are_views,
     roll_is_slices,
     select_is_slice,
     shuffle_is_permutation,
@@ -64,7 +66,7 @@ from quantplug.lowering.rewrites.pooling import (
     indexed_pooling_is_plain,
     spatial_mean_keeps_dims,
 )
-from quantplug.lowering.rewrites.products import products_are_linear
+from quantplug.lowering.rewrites.products import parts_of_open_layers_are_layers, products_are_linear
 from quantplug.lowering.rewrites.recurrence import cells_are_layers, outside_of_states, recurrence_is_unrolled
 from quantplug.lowering.rewrites.selection import unread_rows_are_not_computed
 from quantplug.lowering.xnnpack.cached_attention import cached_attention_is_custom_sdpa
@@ -95,6 +97,7 @@ AT_LOWERING: tuple[Rewrite, ...] = (
 
 ALL: tuple[Rewrite, ...] = (
     constant_expressions_are_folded,
+    computed_weights_are_folded,
     written_gelu_is_one,
     products_are_linear,
     *_RUNNABLE,
@@ -108,9 +111,11 @@ ALL: tuple[Rewrite, ...] = (
     split_is_slices,
     select_is_slice,
     index_is_slice,
+    patches_are_views,
     roll_is_slices,
     shuffle_is_permutation,
     strided_slice_is_view,
+    parts_of_open_layers_are_layers,
     squeeze_is_view,
     still_permutation_is_view,
     lone_concatenation_is_copy,

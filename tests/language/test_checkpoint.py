@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from extras import transformers_module
-from language_models import VOCABULARY, causal, texts, tokenizer, write_folder, write_gguf
+from language_models import VOCABULARY, causal, texts, tokenizer, write_folder, write_gguf, write_mixture
 
 import quantplug
 from quantplug.core.specs.levels import sqnr
@@ -37,6 +37,48 @@ def test_a_checkpoint_is_the_model_that_was_written(kind, tmp_path, llama):
     assert found.tokenizer("bad cab").input_ids == tokenizer()("bad cab").input_ids
     assert found.nbytes == sum(weight.nbytes for weight in llama.parameters())
     assert not found.model.training
+
+
+def test_a_mixture_of_experts_in_a_gguf_file(tmp_path):
+    """Its experts are smaller than those of the one model whose sizes transformers knows."""
+    model = causal("Qwen2Moe")
+    found = quantplug.load_checkpoint(write_mixture(tmp_path / "it.gguf", model))
+    assert sqnr(whole(found.model, texts(20)[0]), whole(model, texts(20)[0])) > 110
+
+
+def test_a_tokenizer_that_transformers_adds_a_token_to(tmp_path):
+    """That of Qwen2 gets an end of text, which no text leads to; one that the folder adds is refused."""
+    model = causal("Qwen2")
+    folder = write_folder(tmp_path / "model", model)
+    found = quantplug.load_checkpoint(folder)
+    assert len(found.tokenizer) > VOCABULARY
+    reader = tokenizer()
+    reader.add_tokens(["<extra>"])
+    reader.save_pretrained(folder)
+    with pytest.raises(quantplug.ArtefactError, match="ids up to 200, and the model knows 200; pass the tokenizer"):
+        quantplug.load_checkpoint(folder)
+
+
+def described_as(folder, **changes):
+    """Changes a folder's configuration and returns the folder."""
+    described = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(described))
+    return folder
+
+
+def test_weights_that_are_quantized_already(folder):
+    path = described_as(folder, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32})
+    with pytest.raises(
+        quantplug.ArtefactError, match=r"are quantized already \(gptq\); pass the checkpoint in floating"
+    ):
+        quantplug.load_checkpoint(path)
+
+
+def test_weights_of_other_sizes_than_the_configuration_says(folder, capfd):
+    said = r"has weight 'model\.layers\.0\.mlp\.down_proj\.weight' of sizes \[64, 128\], and .* has \[64, 96\]; get"
+    with pytest.raises(quantplug.ArtefactError, match=said):
+        quantplug.load_checkpoint(described_as(folder, intermediate_size=96))
+    assert "MISMATCH" not in "".join(capfd.readouterr())
 
 
 def test_ends_are_the_tokenizers_and_the_models(tmp_path):
@@ -94,7 +136,7 @@ def test_a_checkpoint_that_lacks_weights(folder):
         quantplug.load_checkpoint(folder)
 
 
-def test_code_of_a_checkpoint_does_not_run(folder):
+def test_code_of_a_checkpoint_does_not_run(folder, capfd):
     described = json.loads((folder / "config.json").read_text())
     described |= {
         "model_type": "own",
@@ -105,6 +147,7 @@ def test_code_of_a_checkpoint_does_not_run(folder):
     with pytest.raises(quantplug.QuantplugError):
         quantplug.load_checkpoint(folder)
     assert not (folder / "ran").exists()
+    assert "Do you wish to run" not in "".join(capfd.readouterr())  # transformers would run it for a "y"
 
 
 def test_the_vocabulary_fits():

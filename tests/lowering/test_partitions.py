@@ -9,7 +9,7 @@ from models import Function
 from torch import fx
 
 import quantplug
-from quantplug.lowering.xnnpack.partition import in_stages
+from quantplug.lowering.xnnpack.partition import in_stages, without_mere_copies
 
 NODES = 14
 
@@ -42,6 +42,22 @@ def test_stages_hold_every_group_once_and_no_cycle(drawn):
     chain = [node for node in graph.nodes if node.op == "call_function"]
     if len(groups) == len(chain):
         assert len(stages) == 1, "nothing outside is in between"
+
+
+def test_copies_that_only_pass_through_stay_outside():
+    """XLNet's tokens, copied for a layer and for the sum behind it: no delegate of it was written at all."""
+    graph, aten = fx.Graph(), torch.ops.aten
+    x = graph.call_function(aten.round.default, (graph.placeholder("x"),))
+    copy = graph.call_function(aten.clone.default, (x,))
+    again = graph.call_function(aten.clone.default, (copy,))
+    inside = graph.call_function(aten.mul.Tensor, (again, copy))
+    own = graph.call_function(aten.clone.default, (inside,))
+    graph.output((graph.call_function(aten.sin.default, (copy,)), again, own))
+    assert without_mere_copies([inside, again, copy, own]) == [inside, own]
+    graph.erase_node(graph.output_node())
+    graph.output((inside, own))
+    graph.eliminate_dead_code()
+    assert without_mere_copies([inside, again, copy, own]) == [copy, again, inside, own]
 
 
 def in_float(function, x, **options):

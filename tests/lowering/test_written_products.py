@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quantplug
@@ -99,3 +100,86 @@ def test_what_is_no_layer_stays():
     get_quantizer("x86").transform_for_annotation(graph)
     assert not [node for node in graph.graph.nodes if "linear" in str(node.target)]
     torch.testing.assert_close(graph(x), model(x))
+
+
+class Standardized(nn.Conv2d):
+    """A convolution whose weight has mean 0 and variance 1, as BiT's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = F.batch_norm(self.weight.reshape(1, len(self.weight), -1), None, None, training=True, eps=1e-6)
+        return F.conv2d(x, flat.reshape_as(self.weight), self.bias, padding=1)
+
+
+class Parts(nn.Module):
+    """Layers over parts of one weight, as attention to something else has them, and a bias of several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.biases = nn.Parameter(torch.randn(48, 16)), nn.ParameterList(torch.randn(24) for _ in "ab")
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, others = self.weight.split([16, 32])
+        return F.linear(F.linear(x, first).relu(), others, torch.cat([*self.biases])[16:])
+
+
+COMPUTED: dict[str, tuple[nn.Module, tuple[int, ...], int]] = {
+    "standardized": (nn.Sequential(Standardized(8, 8, 3), nn.ReLU(), Standardized(8, 8, 3)), (2, 8, 6, 6), 2),
+    "normalized": (
+        nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 8, 1), dim=2) for _ in range(2))),
+        (2, 8, 6, 6),
+        2,
+    ),
+    "parts": (Parts(), (5, 16), 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [pytest.param(n, b, marks=[] if b == "x86" else pytest.mark.slow) for n in COMPUTED for b in ("x86", "xnnpack")],
+)
+def test_weights_that_are_computed_from_parameters_have_kernels(name, backend):
+    model, shape, count = COMPUTED[name]
+    data = [(torch.randn(shape),) for _ in range(3)]
+    artefact = quantplug.quantize(model.eval(), data[0], backend, data, "int8", progress=False)
+    layers = [op.placement for op in artefact.program.ops if "linear" in op.target or "conv" in op.target]
+    assert layers == ["int8"] * count
+    assert sqnr(artefact(*data[1]), artefact.reference(*data[1])) > 40
+    assert sqnr(artefact(*data[1]), model(*data[1])) > 25
+
+
+def test_weights_that_are_to_be_trained_stay_computed():
+    _, shape, _ = COMPUTED["parts"]
+    model = nn.Sequential(Parts(), nn.Linear(32, 4, bias=False), nn.Linear(4, 4, bias=False))
+    graph = torch.export.export(model.eval(), (torch.randn(shape),)).module()
+    prepared = quantplug.prepare_qat_pt2e(graph, get_quantizer("x86"))
+    trained = {name for name, _ in prepared.named_parameters()}
+    assert trained == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("config", ["8da4w", "int8"])
+@pytest.mark.parametrize(("bias", "is_flat"), [(False, False), (True, False), (True, True)])
+def test_parts_of_a_layer_over_an_open_size_are_layers_in_one_delegate(config, bias, is_flat):
+    """GPT-2's and Phi-3's queries, keys, values, gates: a slice of an open size stands outside of XNNPACK's delegates."""
+
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fused, self.last = nn.Linear(64, 96, bias=bias), nn.Linear(32, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x.view(-1, 64) if is_flat else x
+            query, key, value = self.fused(rows).view(1, -1, 96).split([32, 32, 32], -1)
+            return self.last(torch.cat([query * key.sigmoid() + value, value[..., 32:]], -1))
+
+    torch.manual_seed(0)
+    model, length = Fused().eval(), torch.export.Dim("length", max=16)
+    data = [(torch.randn(1, 6, 64),) for _ in range(3)]
+    shapes = {"x": {1: length}}
+    artefact = quantplug.quantize(model, data[0], "xnnpack", data, config, dynamic_shapes=shapes, progress=False)
+    counts = artefact.program.counts  # type: ignore[attr-defined]
+    assert (counts.delegates, counts.portable) == (1, 0)
+    assert [op.placement for op in artefact.program.ops if "linear" in op.target] == ["int8"] * 4
+    for x in (data[1][0], torch.randn(1, 3, 64)):
+        assert sqnr(artefact(x), artefact.reference(x)) > 30
+        assert sqnr(artefact(x), model(x)) > (12 if "4" in config else 25)

@@ -130,6 +130,21 @@ def test_parameters_that_are_parts_of_others_are_written_as_parts():
     assert decibels(artefact(x), artefact.reference(x)) > 60
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "portable"), [(2, 0), (3, 16)])
+def test_patches_leave_layers_in_delegates(kernel, portable):
+    """MobileViTv2 cuts images so, without overlap; what ExecuTorch makes of other patches had none of them load."""
+    torch.manual_seed(0)
+    layers = {name: nn.Conv2d(8, 8, 1) for name in ("first", "last")}
+    cut = (lambda y: F.unfold(y, kernel, stride=2, padding=kernel // 3)).__call__
+    net = Net(lambda net, x: net.last((cut(net.first(x)) * 0.5).reshape(2, 8, -1, 16)), **layers).eval()
+    x = torch.randn(2, 8, 8, 8)
+    artefact = quantplug.quantize(net, (x,), "xnnpack", [x], progress=False)
+    assert decibels(artefact(x), artefact.reference(x)) > 40
+    counts: Any = artefact.program.counts  # type: ignore[attr-defined]
+    assert (counts.int8, bool(counts.portable)) == (3, bool(portable))
+
+
 MAXIMA = {
     "last, kept": (lambda y: y - y.max(dim=-1, keepdim=True).values, 1, 0),
     "third, kept": (lambda y: y - y.max(2, keepdim=True)[0], 1, 0),

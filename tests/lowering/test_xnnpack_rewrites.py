@@ -55,6 +55,14 @@ CASES: dict[str, Any] = {
     "split": (lambda s, x: x.split([3, 5], -3)[1] * 2, {}, IMAGE, "split_with_sizes", "split_is_slices"),
     "unbind": (lambda s, x: x.unbind(1)[2] + x.unbind(1)[-1], {}, IMAGE, "unbind", "split_is_slices"),
     "select": (lambda s, x: x[:, -1] + x.select(-1, 2).sum(), {}, IMAGE, "select", "select_is_slice"),
+    "patches": (lambda s, x: F.unfold(x, (2, 3), stride=(2, 3)), {}, IMAGE, "im2col", "patches_are_views"),
+    "image of patches": (
+        lambda s, x: F.fold(x.reshape(2, 48, 6), (6, 6), (2, 3), stride=(2, 3)),
+        {},
+        IMAGE,
+        "col2im",
+        "patches_are_views",
+    ),
     "index of one": (lambda s, x: x[:, s.i], {"i": nn.Buffer(torch.tensor([-2]))}, IMAGE, "index", INDEX),
     "index of neighbours": (lambda s, x: x[..., s.i], {"i": nn.Buffer(torch.arange(2, 5))}, IMAGE, "index", INDEX),
     "index_select": (

@@ -173,4 +173,5 @@ PORTABLE = (
     Refusal(("aten::upsample_bilinear2d",), _rounded_factors),
     Refusal(_RESHAPES, too_many_open_sizes),
     Refusal(("aten::max",), _other_maxima),
+    Refusal(("aten::im2col",), lambda _: "delegates with the pieces that ExecuTorch writes it in do not load"),
 )

@@ -4,6 +4,7 @@ Before: a folder with `config.json` and safetensors, or a GGUF file. After: a mo
 files until something reads them, and its tokenizer; nothing is downloaded, and no code of the checkpoint runs.
 """
 
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,10 @@ from quantplug.core.errors import ArtefactError, ConfigError, QuantplugError, fi
 from quantplug.core.files.whole import kind_at
 from quantplug.core.peers.glibc import give_back
 from quantplug.language.torchvision import reason_of, usable_torchvision
-from quantplug.language.weights import of_folder, of_gguf
+from quantplug.language.weights import of_folder, of_gguf, take_sizes_of_experts
+
+# Nothing is downloaded, and nobody is asked whether code of the checkpoint may run.
+_ON_THIS_MACHINE: Any = {"local_files_only": True, "trust_remote_code": False}
 
 
 @dataclass(frozen=True)
@@ -64,15 +68,28 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     with _reading(path, "model"):
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-        config = AutoConfig.from_pretrained(where, local_files_only=True, **options)
+        config = AutoConfig.from_pretrained(where, **_ON_THIS_MACHINE, **options)
         _require_causal(path, config)
+        _require_floats(path, config)
+        if options and hasattr(config, "moe_intermediate_size"):
+            take_sizes_of_experts(path, config)
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         weights = dict(of_gguf(path, kind, config) if options else of_folder(path))
         model, loaded = kind.from_pretrained(
-            None, config=config, state_dict=weights, dtype=torch.float32, output_loading_info=True
+            None,
+            config=config,
+            state_dict=weights,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # without, transformers prints a table and raises a sentence about it
         )
         _take_generation_settings(model, path)
-    missing = sorted({*loaded["missing_keys"], *(found[0] for found in loaded["mismatched_keys"])})
+    for name, found, wanted in sorted(loaded["mismatched_keys"]):
+        raise ArtefactError(
+            f"'{path}' has weight '{name}' of sizes {list(found)}, and {type(model).__name__} of its configuration has "
+            f"{list(wanted)}; get both from one checkpoint."
+        )
+    missing = sorted(loaded["missing_keys"])
     if missing:
         raise ArtefactError(
             f"'{path}' lacks weight '{missing[0]}' of {type(model).__name__}, and {len(missing) - 1} others; get the "
@@ -100,9 +117,9 @@ def load_tokenizer(path: str | Path, vocabulary: int | None = None) -> Any:
     with _reading(path, "tokenizer"):
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(where, local_files_only=True, **options)
-    # transformers adds tokens to those of a GGUF file, such as an end of text, that no text of ours leads to.
-    added = tokenizer.get_added_vocab() if options else {}
+        tokenizer = AutoTokenizer.from_pretrained(where, **_ON_THIS_MACHINE, **options)
+    # transformers adds tokens to those of a file, such as an end of text, that no text of ours leads to.
+    added = tokenizer.get_added_vocab().keys() - _written_tokens(path)
     largest = max((i for token, i in tokenizer.get_vocab().items() if token not in added), default=-1)
     if largest < 0:
         raise ArtefactError(f"The tokenizer of '{path}' has no tokens; put `tokenizer.json` beside the weights.")
@@ -112,6 +129,13 @@ def load_tokenizer(path: str | Path, vocabulary: int | None = None) -> Any:
             "that the model was trained with."
         )
     return tokenizer
+
+
+def _written_tokens(path: Path) -> set[str]:
+    """Returns the tokens that a folder adds to those of its tokenizer's model by itself."""
+    file = path / "tokenizer.json"
+    found = json.loads(file.read_text("utf-8")).get("added_tokens", ()) if file.is_file() else ()
+    return {each["content"] for each in found}
 
 
 def _place(path: Path) -> tuple[str, dict[str, Any]]:
@@ -138,6 +162,16 @@ def _require_causal(path: Path, config: Any) -> None:
         )
 
 
+def _require_floats(path: Path, config: Any) -> None:
+    found = getattr(config, "quantization_config", None)
+    if found is not None:
+        method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+        raise ArtefactError(
+            f"The weights of '{path}' are quantized already ({shown(str(method))}); pass the checkpoint in floating "
+            "point that they come from, or a GGUF file."
+        )
+
+
 def _take_generation_settings(model: Any, path: Path) -> None:
     """Gives a model the settings that stand beside its weights, such as the tokens that end a text."""
     from transformers import GenerationConfig
@@ -160,7 +194,10 @@ def _reading(path: Path, what: str) -> Iterator[None]:
             f"Language models need transformers and its companions ({reason_of(error)}); pip install 'quantplug[llm]'."
         ) from error
     except Exception as error:  # whatever the content of files makes transformers raise
-        raise ArtefactError(f"'{path}' holds no {what} that transformers reads ({first_line(error)}).") from error
+        reason = first_line(error).rstrip(".")
+        raise ArtefactError(
+            f"'{path}' holds no {what} that transformers reads ({reason}); get all of it again, or pass another one."
+        ) from error
 
 
 @contextmanager

@@ -16,6 +16,10 @@ from torch import Tensor, nn
 from quantplug.core.files.scratch import in_scratch
 from quantplug.core.peers.linux import let_go
 
+_SIZES_OF_EXPERTS = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -43,6 +47,23 @@ def _files(folder: Path) -> list[str]:
     if outside is not None:
         raise ValueError(f"{_INDEX} names '{outside}', which is outside of the folder")
     return names
+
+
+def take_sizes_of_experts(path: Path, config: Any) -> None:
+    """Gives a configuration the sizes of experts that a GGUF file names; transformers (5.24) takes those of one model.
+
+    Args:
+        path: the file.
+        config: what transformers made of it, of a mixture of experts.
+    """
+    from gguf import GGUFReader
+
+    fields = GGUFReader(str(path)).fields
+    architecture = fields["general.architecture"].contents()
+    for key, name in _SIZES_OF_EXPERTS.items():
+        found = fields.get(f"{architecture}.{key}")
+        if found is not None and hasattr(config, name):
+            setattr(config, name, int(found.contents()))
 
 
 def of_gguf(path: Path, kind: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
