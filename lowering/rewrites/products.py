@@ -6,15 +6,18 @@ import torch
 from torch import Tensor, fx, nn
 
 from quantplug.core.graph.facts import operands, operator_name, tensor_value
+from quantplug.core.graph.operators import schema_names
 from quantplug.lowering.rewrites.writing import Writer, axis_of, constant_operand, done, matching
 
 _ATEN = torch.ops.aten
+_TURNED = schema_names(("t", "mT", "numpy_T"))
 
 
 def products_are_linear(model: fx.GraphModule) -> fx.GraphModule:
     """Writes addmm, mm and matmul by a constant matrix as linear, the only one of them with integer kernels."""
     for node, values in matching(model, "addmm", "mm", "matmul"):
-        matrix = constant_operand(values.get("mat2", values.get("other")))
+        second = values.get("mat2", values.get("other"))
+        matrix = _matrix(second)
         source = values.get("mat1", values["self"])
         bias = values["self"] if "mat1" in values else None
         if matrix is None or matrix.dim() != 2 or not _adds_a_row(values, bias, matrix):
@@ -23,10 +26,25 @@ def products_are_linear(model: fx.GraphModule) -> fx.GraphModule:
         if value is None or value.dim() < 2:
             continue
         write = Writer(model, node)
-        weight = matrix.detach().t().contiguous()
-        held = write.constant(nn.Parameter(weight) if isinstance(matrix, nn.Parameter) else weight, "matrix")
-        write.replace(write.call(_ATEN.linear.default, source, held, bias))
+        write.replace(write.call(_ATEN.linear.default, source, _weight(write, second, matrix), bias))
     return done(model)
+
+
+def _matrix(node: Any) -> Tensor | None:
+    """Returns the constant matrix that an operand is, or that it is turned; None for any other operand."""
+    if operator_name(node) not in _TURNED:
+        return constant_operand(node)
+    held = constant_operand(operands(node)["self"])
+    return None if held is None or held.dim() != 2 else held.t()
+
+
+def _weight(write: Writer, node: Any, matrix: Tensor) -> fx.Node:
+    """Returns the weight of the layer that multiplies by a matrix: what the product turns, or the matrix turned."""
+    if operator_name(node) in _TURNED:
+        source: fx.Node = operands(node)["self"]
+        return source
+    weight = matrix.detach().t().contiguous()
+    return write.constant(nn.Parameter(weight) if isinstance(matrix, nn.Parameter) else weight, "matrix")
 
 
 def _adds_a_row(values: dict[str, Any], bias: Any, matrix: Tensor) -> bool:
