@@ -6,18 +6,19 @@ import torch
 from torch import Tensor, fx, nn
 
 from quantplug.core.graph.facts import operands, operator_name, tensor_value
-from quantplug.core.graph.operators import schema_names
+from quantplug.core.graph.operators import TRANSPOSES, schema_names
 from quantplug.lowering.rewrites.writing import Writer, axis_of, constant_operand, done, matching
 
 _ATEN = torch.ops.aten
-_TURNED = schema_names(("t", "mT", "numpy_T"))
+_TRANSPOSES = schema_names(TRANSPOSES)
 
 
 def products_are_linear(model: fx.GraphModule) -> fx.GraphModule:
     """Writes addmm, mm and matmul by a constant matrix as linear, the only one of them with integer kernels."""
     for node, values in matching(model, "addmm", "mm", "matmul"):
         second = values.get("mat2", values.get("other"))
-        matrix = _matrix(second)
+        turned = _before_turning(second)
+        matrix = constant_operand(second) if turned is None else tensor_value(second)
         source = values.get("mat1", values["self"])
         bias = values["self"] if "mat1" in values else None
         if matrix is None or matrix.dim() != 2 or not _adds_a_row(values, bias, matrix):
@@ -26,23 +27,22 @@ def products_are_linear(model: fx.GraphModule) -> fx.GraphModule:
         if value is None or value.dim() < 2:
             continue
         write = Writer(model, node)
-        write.replace(write.call(_ATEN.linear.default, source, _weight(write, second, matrix), bias))
+        write.replace(write.call(_ATEN.linear.default, source, turned or _turned(write, matrix), bias))
     return done(model)
 
 
-def _matrix(node: Any) -> Tensor | None:
-    """Returns the constant matrix that an operand is, or that it is turned; None for any other operand."""
-    if operator_name(node) not in _TURNED:
-        return constant_operand(node)
-    held = constant_operand(operands(node)["self"])
-    return None if held is None or held.dim() != 2 else held.t()
+def _before_turning(node: Any) -> fx.Node | None:
+    """Returns the constant matrix that an operand is the transpose of, None where it is none."""
+    if operator_name(node) not in _TRANSPOSES:
+        return None
+    source: fx.Node = operands(node)["self"]
+    held, seen = constant_operand(source), tensor_value(node)
+    if held is None or seen is None or held.dim() != 2:
+        return None
+    return source if (seen.shape, seen.stride()) == (held.t().shape, held.t().stride()) else None
 
 
-def _weight(write: Writer, node: Any, matrix: Tensor) -> fx.Node:
-    """Returns the weight of the layer that multiplies by a matrix: what the product turns, or the matrix turned."""
-    if operator_name(node) in _TURNED:
-        source: fx.Node = operands(node)["self"]
-        return source
+def _turned(write: Writer, matrix: Tensor) -> fx.Node:
     weight = matrix.detach().t().contiguous()
     return write.constant(nn.Parameter(weight) if isinstance(matrix, nn.Parameter) else weight, "matrix")
 
