@@ -4,9 +4,10 @@ import math
 from collections.abc import Callable, Collection
 
 import torch
+from torch import fx
 from torchao.quantization.pt2e.quantizer import QuantizationConfig
 
-from quantplug.core.graph.facts import constant_value, is_constant, operands, rank, sizes_of
+from quantplug.core.graph.facts import constant_value, describe, is_constant, operands, rank, sizes_of
 from quantplug.core.graph.operators import operator_overloads
 from quantplug.core.patterns.language import Match
 
@@ -53,6 +54,18 @@ def around_zero_if_wide(match: Match | None, config: QuantizationConfig) -> str 
         if getattr(spec, "dtype", None) == torch.int16 and spec.qscheme != torch.per_tensor_symmetric:
             return f"the config quantizes activations of 16 bits with {spec.qscheme}, the kernels around zero"
     return None
+
+
+def activations_if_wide(match: Match, config: QuantizationConfig) -> str | None:
+    """Holds for products of two activations, and of constants where these have 8 bits, for kernels of 16 by 16 bits."""
+    constant = next((match[name] for name in ("a", "b") if _is_of_constants(match[name])), None)
+    if constant is None or getattr(config.input_activation, "dtype", None) != torch.int16:
+        return None
+    return f"it multiplies by {describe(constant)}, a constant of 16 bits, the kernels by weights of 8"
+
+
+def _is_of_constants(node: fx.Node) -> bool:
+    return is_constant(node) or bool(node.all_input_nodes and all(map(is_constant, node.all_input_nodes)))
 
 
 def enough_work(products: int) -> Callable[[Match, QuantizationConfig], str | None]:

@@ -24,8 +24,7 @@ from quantplug.quantizers.framework.backend import Backend
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 
 _BYTE = DTypeWithConstraints(torch.int8, scale_min_lower_bound=2**-16)
-# A scale of 2**-12 would leave numbers within 1 an eighth of the integers.
-_WIDE = DTypeWithConstraints(
+_WIDE = DTypeWithConstraints(  # a scale of 2**-12 would leave numbers within 1 an eighth of the integers
     torch.int16, -32767, scale_min_lower_bound=2**-24, zero_point_exact_match=0, qschemes=(torch.per_tensor_symmetric,)
 )
 _WEIGHT = DTypeWithConstraints(torch.int8, -127, qschemes=(torch.per_channel_symmetric, torch.per_tensor_symmetric))
@@ -33,9 +32,11 @@ _INT8 = DTypeConfig("int8", input=_BYTE, output=_BYTE, weight=_WEIGHT, bias=torc
 _INT16 = DTypeConfig("int16_activations", input=_WIDE, output=_WIDE, weight=_WEIGHT, bias=torch.int32)
 
 _REWRITES = (
+    *("dimensions:sample_is_batch", "movement:circular_padding_is_joined"),
+    *("folding:computed_weights_are_folded", "products:products_are_linear"),
     *("constants:numbers_are_constants", "attention:attention_is_products", "norms:norms_are_rows"),
     *("means:means_are_poolings", "softmax:softmax_is_steps"),
-    *("folding:computed_weights_are_folded", "products:products_are_linear", "products:products_are_batches"),
+    "products:products_are_batches",
 )
 _MOVES = (*(name for name in MOVES if name != "roll"), *REPEATS, *IDENTITIES, *PADS)
 _CURVES = ("sigmoid", "tanh", "silu", "gelu", "hardswish", "hardsigmoid", "leaky_relu", "elu")
@@ -46,7 +47,7 @@ _ROWS = (
         constraints.images_with_batch, constraints.one_group_or_scale, constraints.undilated
     ),
     linear(),
-    matmul("matmul", "bmm"),
+    matmul("matmul", "bmm").where(constraints.activations_if_wide),
     *(binary(name, tuple(CLAMPS)) for name in ("add", "sub", "mul")),
     *(binary(name, ()) for name in ("maximum", "minimum")),
     concatenation("cat").within(Level.EXACT),

@@ -16,7 +16,7 @@ _ATEN = torch.ops.aten
 _OVER = {
     f"{name}{dimensions}d": dimensions
     for dimensions in (1, 2, 3)
-    for name in ("conv", "max_pool", "avg_pool", "adaptive_avg_pool")
+    for name in ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_avg_pool")
 }
 
 
