@@ -142,6 +142,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"hidden_size": WIDTH, "num_hidden_layers": 1, "state_size": 4, "vocab_size": VOCABULARY, "use_cache": False},
         lambda: {"input_ids": tokens()["input_ids"][:, :6]},
     ),
+    "XLNet": Architecture(
+        "XLNetModel",
+        "XLNetConfig",
+        {"d_model": WIDTH, "n_layer": 1, "n_head": 2, "d_inner": 64, "vocab_size": 96},
+        padded,
+    ),
     "T5, encoder": Architecture("T5ForConditionalGeneration", "T5Config", {**T5, **SPECIAL}, padded, encoder),
     "T5, decoder": Architecture("T5ForConditionalGeneration", "T5Config", {**T5, **SPECIAL}, decoded, Decoder),
     "BART, encoder": Architecture("BartForConditionalGeneration", "BartConfig", BART, padded, encoder),
@@ -179,6 +185,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ResNet": Architecture(
         "ResNetModel", "ResNetConfig", {"depths": [1, 1], "hidden_sizes": [32, 64], "embedding_size": 16}, image(64)
     ),
+    "BiT": Architecture(
+        "BitModel",
+        "BitConfig",
+        {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "num_groups": 4},
+        image(64),
+    ),
+    "SigLIP, images": Architecture("SiglipVisionModel", "SiglipVisionConfig", PATCHES, image()),
     "CLIP, images": Architecture(
         "CLIPVisionModelWithProjection", "CLIPVisionConfig", {**PATCHES, "projection_dim": 16}, image()
     ),

@@ -160,7 +160,7 @@ def test_weights_that_are_to_be_trained_stay_computed():
 @pytest.mark.parametrize("config", ["8da4w", "int8"])
 @pytest.mark.parametrize(("bias", "is_flat"), [(False, False), (True, False), (True, True)])
 def test_parts_of_a_layer_over_an_open_size_are_layers_in_one_delegate(config, bias, is_flat):
-    """GPT-2's and Phi-3's queries, keys, values, gates: slices of an open size stand outside of XNNPACK's delegates."""
+    """Queries, keys, values, gates of GPT-2 and Phi-3: XNNPACK's delegates slice no open sizes."""
 
     class Fused(nn.Module):
         def __init__(self) -> None:
