@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torchao.quantization.pt2e import HistogramObserver, MinMaxObserver, PerChannelMinMaxObserver
 from torchao.quantization.pt2e.quantizer import (
+    DerivedQuantizationSpec,
     FixedQParamsQuantizationSpec,
     QuantizationAnnotation,
     QuantizationSpec,
@@ -94,6 +95,59 @@ class AnnotatesInputs(Plain):
 def test_an_input_that_is_annotated_is_asked_for() -> None:
     """The kit accused CortexMQuantizer, which does so beside convolutions that it leaves float."""
     assert reasons(AnnotatesInputs, "conv2d-relu", "unasked") == []
+
+
+class WithBias(Plain):
+    """Annotates the biases of linear layers too, in the scale of their sums."""
+
+    factor = 1.0
+
+    def decide(self, node: Any, model: fx.GraphModule) -> QuantizationAnnotation | None:
+        annotation = super().decide(node, model)
+        if annotation is not None and node.target == ATEN.linear.default and len(node.args) > 2:
+            sources = [(node.args[0], node), (node.args[1], node)]
+            ends = (torch.int32, -(2**31), 2**31 - 1, torch.per_channel_symmetric, 0)
+            annotation.input_qspec_map[node.args[2]] = DerivedQuantizationSpec(sources, self.of_sum, *ends)
+        return annotation
+
+    def of_sum(self, observers: Any) -> Any:
+        scales = [observer.calculate_qparams()[0] for observer in observers]
+        product = scales[0] * scales[1] * self.factor
+        return product, torch.zeros_like(product, dtype=torch.int32)
+
+
+def test_biases_in_the_scale_of_their_sums_are_what_kernels_read() -> None:
+    assert reasons(WithBias, "linear", "biases") == []
+    assert reasons(WithBias, "linear", "together") == []
+
+
+class WrongBias(WithBias):
+    factor = 2.0
+
+
+class ForgetsTheInput(Plain):
+    def decide(self, node: Any, model: fx.GraphModule) -> QuantizationAnnotation | None:
+        annotation = super().decide(node, model)
+        if annotation is not None and node.target == ATEN.linear.default:
+            del annotation.input_qspec_map[node.args[0]]
+        return annotation
+
+
+class JoinsTheFirst(Plain):
+    def join(self, node: Any) -> QuantizationAnnotation:
+        first = node.args[0][0]
+        return QuantizationAnnotation({first: ACT}, SharedQuantizationSpec((first, node)))
+
+
+class FirstCallOnly(Plain):
+    def annotate(self, model: fx.GraphModule) -> fx.GraphModule:
+        super().annotate(model)
+        seen = set[str]()
+        for node in model.graph.find_nodes(op="call_function", target=ATEN.linear.default):
+            if node.args[1].target in seen:
+                del node.meta[KEY]
+            seen.add(node.args[1].target)
+        return model
 
 
 class WrongAxis(Plain):
@@ -255,10 +309,19 @@ FAULTS = [
     (AnnotatesLate, "linear", "unasked", "is quantized, which nobody annotated"),
     (AnnotatesLess, "relu", "carried_out", "and read in float"),
     (ObservesFarZero, "relu", "numbers", "a zero point outside of -128..127"),
+    (WrongBias, "linear", "biases", "is added to a sum of scale"),
+    (
+        ForgetsTheInput,
+        "linear",
+        "together",
+        "'linear' reads its weight in integers and its input in float; annotate both",
+    ),
+    (JoinsTheFirst, "cat", "together", "reads its operand 0 in integers and its operand 1 in float"),
+    (FirstCallOnly, "linear", "together", "of 2 calls of 'linear' with the same parameters 1 are not annotated"),
 ]
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(11)
 @pytest.mark.parametrize(
     ("quantizer", "row", "check", "sentence"), FAULTS, ids=lambda case: getattr(case, "__name__", "")
 )

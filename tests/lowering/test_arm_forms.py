@@ -124,3 +124,51 @@ PADS = {
 def test_padding_of_any_mode_is_in_the_file(name):
     model = nn.Sequential(PADS[name], nn.Conv2d(4, 4, 3), PADS[name], nn.Conv2d(4, 2, 3))
     require_equal(lowered(model, MAP, "int8", "ethos-u85-256"), MAP)
+
+
+class Masked(nn.Module):
+    """Attention in which a mask hides what comes later."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.joined, self.last, self.way = nn.Linear(16, 48), nn.Linear(16, 16), way
+        seen = torch.ones(6, 6, dtype=torch.bool).tril()
+        self.seen, self.slopes = nn.Buffer(seen), nn.Buffer(torch.where(seen, -0.2 * torch.arange(6.0), -1e9))
+
+    def forward(self, x):
+        query, key, value = self.joined(x).view(-1, 6, 3, 4, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        if self.way == "by hand":
+            scores = (query @ key.transpose(-2, -1) / 2).masked_fill(~self.seen, -1e4)
+            found = scores.softmax(-1) @ value
+        elif self.way == "causal":
+            found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            found = F.scaled_dot_product_attention(query, key, value, attn_mask=getattr(self, self.way))
+        return x + self.last(found.transpose(1, 2).reshape(-1, 6, 16))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("config", ["int8", "16a8w"])
+@pytest.mark.parametrize("way", ["causal", "by hand", "seen", "slopes"])
+def test_attention_that_a_mask_hides_a_part_of(way, config):
+    model, x = Masked(way), torch.randn(8, 6, 16, generator=torch.Generator().manual_seed(0))
+    artefact = lowered(model, x, config)
+    assert sqnr(artefact(x), model(x)) > {"int8": 30, "16a8w": 50}[config]
+    require_equal(artefact, x)
+    with torch.no_grad():  # what comes later changes nothing of what was before
+        later = torch.cat([x[:, :5], -x[:, 5:]], 1)
+        assert torch.equal(artefact(later)[:, :5], artefact(x)[:, :5])
+
+
+def test_a_mask_of_run_time_leaves_the_softmax_float():
+    layer = nn.MultiheadAttention(16, 2, batch_first=True)
+    model = Function(lambda m, x, hidden: m.layer(x, x, x, key_padding_mask=hidden)[0], layer=layer)
+    x, hidden = torch.randn(2, 5, 16), torch.zeros(2, 5, dtype=torch.bool)
+    hidden[0, 3:] = True
+    torch.manual_seed(0)
+    artefact = quantplug.quantize(model.eval(), (x, hidden), "arm", [(x, hidden)], progress=False, target="tosa")
+    (softmax,) = [op for op in artefact.program.ops if "softmax" in op.target]
+    assert softmax.placement == "portable"
+    for given in (hidden, ~hidden.flip(1)):
+        assert sqnr(artefact(x, given), artefact.reference(x, given)) > 40
+    assert sqnr(artefact(x, hidden), model(x, hidden)) > 25

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from quantplug.conformance.candidate import Candidate
 from quantplug.conformance.candidate_flow import CandidateFlow, NotExportedError
+from quantplug.conformance.candidate_operands import OUTPUT_CHANNELS, biases_of_sums, pairs, quantized_together
 from quantplug.conformance.candidate_trials import CandidatePanel, CandidateTrial, all_forms, share_models
 from quantplug.conformance.corpus import BEHIND
 from quantplug.conformance.flow import DATA
@@ -29,13 +30,6 @@ _SAME_FUNCTION = 80.0
 _DECIBELS_OF_A_BIT, _SPARE = 6.02, 28.0
 _WORSE_THAN_OURS = 6.0
 _OF_PROGRAMS = ("lowered", "delegated", "level")
-# The operand that holds the weight, and its axis of output channels.
-_OUTPUT_CHANNELS = {
-    **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), (1, 0)),
-    **{f"conv_transpose{dims}d": (1, 1) for dims in (1, 2, 3)},
-    "addmm": (2, 1),
-    "mm": (1, 1),
-}
 _KEEPERS = {name.partition(".")[0] for name in (*MOVES, *JOINS, *MAXIMA)}
 
 
@@ -208,15 +202,9 @@ def _converted(trial: CandidateTrial, panel: CandidatePanel) -> str | None:
     return None if bool(found.isfinite().all()) else "the q/dq graph yields numbers that are not finite"
 
 
-def _pairs(flow: CandidateFlow, trial: CandidateTrial) -> Iterator[tuple[Operator, fx.Node]]:
-    """Yields the annotated operators of a piece with their nodes in the q/dq graph."""
-    nodes = {node.name: node for node in flow.own_nodes(flow.converted, trial.placed)}
-    yield from ((one, nodes[one.name]) for one in flow.own(trial.placed) if one.name in nodes)
-
-
 def _carried_out(trial: CandidateTrial, panel: CandidatePanel) -> str | None:
     """What is annotated is what stands in the q/dq graph."""
-    for one, node in _pairs(panel.flow, trial):
+    for one, node in pairs(panel.flow, trial):
         given = flat(node)
         for place, asked in one.inputs.items():
             if asked.numbers is not None and (reason := _unlike(given[place], asked.numbers)):
@@ -242,7 +230,7 @@ def _unlike(source: object, numbers: object) -> str | None:
 def _unasked(trial: CandidateTrial, panel: CandidatePanel) -> str | None:
     """Nothing is quantized that nobody annotated."""
     flow = panel.flow
-    for one, node in _pairs(flow, trial):
+    for one, node in pairs(flow, trial):
         for place, source in enumerate(flat(node)):
             asked = one.inputs.get(place)
             if is_dequantize(source) and (asked is None or asked.numbers is None):
@@ -262,7 +250,7 @@ def _producer(node: fx.Node) -> fx.Node:
 def _channels(trial: CandidateTrial, panel: CandidatePanel) -> str | None:
     """Weights have their scales along the channels of the output: others cannot be taken out of the sum."""
     for one in panel.flow.own(trial.placed):
-        place, axis = _OUTPUT_CHANNELS.get(one.kind, (0, None))
+        place, axis = OUTPUT_CHANNELS.get(one.kind, (0, None))
         asked = one.inputs.get(place)
         if axis is not None and asked is not None and asked.numbers is not None:
             found = asked.numbers.axis
@@ -297,7 +285,7 @@ def _conversions(node: fx.Node) -> Iterator[fx.Node]:
 
 def _shared(trial: CandidateTrial, panel: CandidatePanel) -> str | None:
     """What only moves, joins or compares numbers has one scale at all its ends."""
-    for one, node in _pairs(panel.flow, trial):
+    for one, node in pairs(panel.flow, trial):
         if one.kind in _KEEPERS and one.output is not None and one.inputs:
             ends = [x for x in (*node.all_input_nodes, *node.users) if is_qdq(x)]
             found = {(p.scale, p.zero_point) for p in map(qparams, ends) if isinstance(p.scale, float)}
@@ -351,7 +339,7 @@ def _delegated(trial: CandidateTrial, panel: CandidatePanel) -> str | None:
     left: Mapping[str, str] | None = getattr(flow.program, "left", None)
     if left is None:
         raise NotClaimedError("the lowering does not tell what it delegates")
-    for one, node in _pairs(flow, trial):
+    for one, node in pairs(flow, trial):
         if one.name in left and any(asked.numbers is not None for asked in one.asked):
             return f"'{node.name}' is quantized, and left to the portable operator {left[one.name]}"
     return None
@@ -391,6 +379,8 @@ CANDIDATE_CHECKS: Mapping[str, Check[CandidateTrial, CandidatePanel]] = {
     "unasked": Check(_unasked, ("converted",)),
     "channels": Check(_channels, ("annotated",)),
     "numbers": Check(_numbers, ("converted",)),
+    "biases": Check(biases_of_sums, ("converted",)),
+    "together": Check(quantized_together, ("converted",)),
     "shared": Check(_shared, ("converted",)),
     "close": Check(_close, ("converted",)),
     "dynamic": Check(_dynamic, ("close",)),
