@@ -5,6 +5,8 @@ that reads the rows up to each query's own, for targets that have such a kernel.
 with a mask does.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -42,4 +44,19 @@ def _(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float) 
     return query.new_empty((*query.shape[:-1], values.shape[-1]))
 
 
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *rows, ctx.scale = inputs
+    ctx.save_for_backward(*rows)
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of queries, keys and values, for recipes that train."""
+    *given, start = ctx.saved_tensors
+    with torch.enable_grad():
+        rows = [part.detach().requires_grad_() for part in given]
+        found = attend(*rows, start, ctx.scale)
+    return *torch.autograd.grad(found, rows, gradient), None, None
+
+
+cached_attention.register_autograd(_gradients, setup_context=_keep)
 CACHED_ATTENTION = torch.ops.quantplug.cached_attention.default

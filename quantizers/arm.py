@@ -35,8 +35,7 @@ _REWRITES = (
     *("dimensions:sample_is_batch", "movement:circular_padding_is_joined"),
     *("folding:computed_weights_are_folded", "products:products_are_linear"),
     *("constants:numbers_are_constants", "attention:attention_is_products", "norms:norms_are_rows"),
-    *("means:means_are_poolings", "softmax:softmax_is_steps"),
-    "products:products_are_batches",
+    *("means:means_are_poolings", "softmax:softmax_is_steps", "products:products_are_batches"),
 )
 _MOVES = (*(name for name in MOVES if name != "roll"), *REPEATS, *IDENTITIES, *PADS)
 _CURVES = ("sigmoid", "tanh", "silu", "gelu", "hardswish", "hardsigmoid", "leaky_relu", "elu")

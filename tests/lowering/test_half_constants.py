@@ -202,7 +202,7 @@ def test_e13_a_matrix_that_the_model_writes_stays_what_it_is(backend, tmp_path):
     expected = rounded(model)
     expected.seen.copy_(model.seen)
     artefact = quantplug.quantize(model, (x,), backend, config="float16", progress=False)
-    assert [row.quantized for row in artefact.report.rows if row.operator == "matmul"] == [True, False]
+    assert [row.quantized for row in artefact.report.rows if row.operator in ("linear", "matmul")] == [True, False]
     program = LOADED[backend](artefact.save(tmp_path / "model.bin"))
     for _ in range(3):
         x = torch.randn(3, 64)
@@ -225,7 +225,7 @@ def test_e13_what_float16_does_not_hold_stays_float_and_says_so(spoil, reason):
         spoil(model.v)
     prepared = quantplug.prepare_pt2e(exported(model, x), quantplug.get_quantizer("x86").set_global("float16"))
     rows = {row.operator: row for row in quantplug.explain(prepared).rows}
-    assert rows["matmul"].quantized
+    assert rows["linear"].quantized
     assert not rows["einsum"].quantized
     assert reason in rows["einsum"].reason
     assert quantplug.convert_pt2e(prepared)(x).isfinite().all()

@@ -55,8 +55,7 @@ def config_of(backend: str, config: str | None) -> str | None:
         declared.require_lowering_options(_SAID)
     except ConfigError as error:
         raise ConfigError(
-            f"Backend '{backend}' has no programs of language models, which say what they are; choose one of "
-            f"{list(BY_BACKEND)}."
+            f"Backend '{backend}' writes no language models; choose one of {sorted(BY_BACKEND)}."
         ) from error
     known = {*declared.configs, *declared.aliases}
     chosen = config or next((name for name in PREFERRED if name in known), None)
