@@ -53,9 +53,9 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     """Returns the gradients of queries, keys and values, for recipes that train."""
     *given, start = ctx.saved_tensors
     with torch.enable_grad():
-        rows = [part.detach().requires_grad_() for part in given]
-        found = attend(*rows, start, ctx.scale)
-    return *torch.autograd.grad(found, rows, gradient), None, None
+        query, keys, values = (part.detach().requires_grad_() for part in given)
+        found = attend(query, keys, values, start, ctx.scale)
+    return *torch.autograd.grad(found, (query, keys, values), gradient), None, None
 
 
 cached_attention.register_autograd(_gradients, setup_context=_keep)

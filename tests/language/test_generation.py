@@ -144,6 +144,20 @@ def test_attention_of_x86_reads_the_rows_that_are_filled(family):
     artefact.reset()
 
 
+@pytest.mark.parametrize("backend", ["xnnpack", "x86"])
+def test_recipes_train_through_attention_to_a_cache(backend):
+    """The scales of a decoder whose weights have 4 bits, with the attention that it has by default."""
+    config = {"xnnpack": "8da4w", "x86": "int4_weight_only"}[backend]
+    given = [torch.randint(0, VOCABULARY, (1, 40)) for _ in range(3)]
+    recipe, model = [quantplug.TrainScales()], causal("Llama", num_hidden_layers=1)
+    artefact = quantplug.quantize_language_model(
+        model, backend, config, context=64, calibration=given, recipe=recipe, progress=False
+    )
+    assert artefact.made is not None
+    assert artefact.facts.attends_to_rows
+    assert "scale" in str(artefact.made.applied[0])
+
+
 def test_attention_of_executorch_is_quiet(capfd):
     """Its operator for PyTorch tells of each call that it has no allocator, where programs are compared."""
     rows = torch.randn(1, 4, 2, 8)

@@ -144,5 +144,5 @@ def test_attention_to_a_cache(heads, groups, width, count, start):
     expected = F.scaled_dot_product_attention(query.transpose(1, 2), read, given, seen, scale=0.3).transpose(1, 2)
     torch.testing.assert_close(cached_attention(query, keys, values, at, 0.3), expected)
     torch.library.opcheck(CACHED_ATTENTION, (query, keys, values, at, 0.3))
-    given = [part.double().requires_grad_() for part in (query, keys, values)]
-    assert torch.autograd.gradcheck(lambda *rows: cached_attention(*rows, at, 0.3), given)
+    exact = [part.double().requires_grad_() for part in (query, keys, values)]
+    assert torch.autograd.gradcheck(lambda *rows: cached_attention(*rows, at, 0.3), exact)
