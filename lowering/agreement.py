@@ -6,6 +6,7 @@ weights are, is no yardstick: its program may differ from it as much as the grap
 takes few of its integers, one step is many decibels: there the step counts.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +59,7 @@ def agreement(
     limits = [_DECIBELS if minimum_sqnr is None else minimum_sqnr] * len(ratios)
     rounds = any(is_quantize(node) for node in graph.graph.nodes)
     if rounds and minimum_sqnr is None and not all(ratio >= _DECIBELS for ratio in ratios):
-        limits = [_limit(kept) for kept in _own_ratios(graph, inputs, expected)]
+        limits = [least_kept(kept) for kept in _own_ratios(graph, inputs, expected)]
     if minimum_sqnr is None:
         near = (step <= 1 + STEP_ROUNDING for step in _steps(found, expected, graph.graph))
         limits = [min(limit, _COARSE) if one else limit for one, limit in zip(near, limits, strict=True)]
@@ -80,14 +81,15 @@ def _own_ratios(graph: fx.GraphModule, inputs: tuple[Any, ...], expected: Any) -
     return list(zip(*found, strict=True))
 
 
-def _limit(kept: tuple[float, ...]) -> float:
+def least_kept(kept: tuple[float, ...]) -> float:
     """Returns what a program must keep of a graph that keeps so much of itself.
 
-    More than what is asked of any program says no more than that: of few integers, a run may move none. Runs that
-    differ by more than the margin are of graphs that choose, of which the lowest says enough.
+    Runs that differ by more than the margin excuse no more than that: of few integers one may move none, and of a graph
+    that chooses the lowest says enough.
     """
-    capped = [min(decibels, _DECIBELS + _MARGIN) for decibels in kept]
-    return min(capped) - min(max(capped) - min(capped), _MARGIN) - _MARGIN
+    lowest = min(kept)
+    spread = min(max(kept) - lowest, _MARGIN) if math.isfinite(lowest) else 0.0
+    return min(_DECIBELS, lowest - spread - _MARGIN)
 
 
 def _ratios(found: Any, expected: Any) -> list[float]:

@@ -23,7 +23,7 @@ CONFIGS = {
     ("xnnpack", "8da4w"): (12, 32, 30),
     ("xnnpack", "int8_dynamic"): (34, 60, 90),
     ("xnnpack", "float32"): (100, 100, 100),
-    ("x86", "int8_dynamic"): (34, 40, 34),
+    ("x86", "int8_dynamic"): (34, 38, 34),
     ("x86", "float32"): (100, 100, 100),
 }
 # A cache in int8 loses so much beside layers in float; a ratio that lies between two integers goes either way.
@@ -226,7 +226,8 @@ def test_each_expert_is_layers_of_integers(backend, family):
     """What chooses them jumps: a token that another expert computes is another one, but most are the same."""
     artefact = made(backend, "int8_dynamic", family, layers=1)[1]
     layers = [op.placement for op in artefact.made.program.ops if "linear" in op.target]
-    assert layers == ["int8"] * (4 + 1 + 2 * 4 + 1)  # attention, router, experts, head
+    of_expert = 3 if (backend, family) == ("xnnpack", "Mixtral") else 2  # a gate and what it gates are apart there
+    assert layers == ["int8"] * (4 + 1 + of_expert * 4 + 1)  # attention, router, experts, head
     ids, reference = texts(60)[0], copy.deepcopy(artefact.made.reference)
     artefact.reset()
     kept = []

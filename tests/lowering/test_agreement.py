@@ -1,11 +1,13 @@
 """A program is held against its q/dq graph, and the graph against itself where one step of an integer changes it."""
 
+import math
+
 import pytest
 import torch
 from qdq_graphs import Net, decibels, fake, graph_of
 
 from quantplug.core.errors import LoweringError
-from quantplug.lowering.agreement import agreement
+from quantplug.lowering.agreement import agreement, least_kept
 from quantplug.lowering.xnnpack import lower
 
 
@@ -52,6 +54,13 @@ def test_an_output_of_few_integers_may_be_one_step_away():
         agreement(expected + moved * 0.5, expected, coarse, (x,), 25.0)
     with pytest.raises(LoweringError, match=r"less than 12\.0 dB"):
         agreement(expected + 0.5, expected, coarse, (x,))
+
+
+def test_a_program_may_keep_less_than_the_lowest_run_by_what_runs_differ():
+    """As that of SmolLM2 does, of which runs keep 28 and 31 dB, and the program 23."""
+    assert least_kept((27.9, 31.4, 31.4)) == pytest.approx(21.9)
+    assert least_kept((27.9, 140.0, math.inf)) == pytest.approx(21.9)
+    assert least_kept((math.inf, math.inf)) == least_kept((60.0, 61.0)) == 25.0
 
 
 def test_runs_that_move_none_of_few_integers_excuse_nothing():
