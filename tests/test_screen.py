@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import quantplug
-from quantplug import cli, demo
+from quantplug import __main__, cli, demo
 from quantplug.core.errors import QuantplugWarning
 from quantplug.screen import Screen, current, with_screen
 
@@ -292,10 +292,25 @@ def test_a_pipe_that_is_closed_ends_quietly(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", [1, 4])
 def test_ctrl_c_ends_quietly_with_its_exit_code(folder, moment):
-    running = started("quantize", "model.pt2", "--calibration", "data.npz", "--out", "never.pte", cwd=folder)
+    np.savez(folder / "long.npz", np.zeros((60000, 3, 8, 8), np.float32))
+    running = started("quantize", "model.pt2", "--calibration", "long.npz", "--out", "never.pte", cwd=folder)
     time.sleep(moment)
+    assert running.poll() is None
     running.send_signal(signal.SIGINT)
     _, said = running.communicate(timeout=300)
     assert running.returncode == 130
     assert "Traceback" not in said
     assert not (folder / "never.pte").exists()
+
+
+def test_ctrl_c_while_the_command_line_is_read_ends_quietly(monkeypatch):
+    class Pressed:
+        def find_spec(self, name, path, target=None):
+            raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "quantplug.cli")
+    monkeypatch.delattr("quantplug.cli")
+    monkeypatch.setattr(sys, "meta_path", [Pressed()])
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+    assert ended.value.code == 130
