@@ -30,6 +30,7 @@ from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e
 from quantplug.core.qdq.integer_io import quantized_inputs
 from quantplug.core.report.explain import Report, explain
+from quantplug.language.experts import with_experts_apart
 from quantplug.lowering.program import Program
 from quantplug.quantizers.framework.backend import Backend
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
@@ -373,7 +374,8 @@ def export(
     """Returns the graph module of a model, exported in eval mode the default (non-strict) way.
 
     Args:
-        model: a module, an exported program or a graph module, which is returned as it is.
+        model: a module, whose stacked experts become linear layers (see `quantplug.language.experts`); or an exported
+            program or a graph module, which is returned as it is.
         example_inputs: positional inputs.
         dynamic_shapes: as for `torch.export.export`.
         example_kwargs: keyword inputs.
@@ -390,7 +392,7 @@ def export(
         raise ModelError(f"quantize takes an nn.Module or an exported program, found {type(model).__name__}.")
     _require_weights(model)
     in_training = any(module.training for module in model.modules())
-    evaluated = copy.deepcopy(model).eval() if in_training else model
+    evaluated = with_experts_apart(copy.deepcopy(model).eval() if in_training else model)
     keywords = dict(example_kwargs or {})
     require_nested(evaluated, example_inputs, keywords, dynamic_shapes)
     try:

@@ -237,6 +237,25 @@ def test_each_expert_is_layers_of_integers(backend, family):
     assert sorted(kept)[6] > 40
 
 
+@pytest.mark.parametrize("backend", ["xnnpack", "x86"])
+def test_experts_of_a_model_without_a_cache_are_layers_of_integers_too(backend):
+    model = causal("Mixtral", num_hidden_layers=1, use_cache=False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    given = {"input_ids": texts(20)[0]}
+    artefact = quantplug.quantize(model, None, backend, config="int8_dynamic", example_kwargs=given, progress=False)
+    layers = [op.placement for op in artefact.program.ops if "linear" in op.target]
+    assert layers == ["int8"] * (4 + 1 + 2 * 4 + 1)  # attention, router, experts, head
+    for ids in (given["input_ids"], texts(20, 2)[1]):
+        with torch.no_grad():
+            expected = model(input_ids=ids).logits[0]
+        found = artefact(input_ids=ids).logits[0]
+        assert (
+            sorted(sqnr(*pair) for pair in zip(found, expected, strict=True))[3] > 30
+        )  # another choice is another token
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_what_an_earlier_text_left_is_no_part_of_a_range():
     """Latents of DeepSeek go through a layer behind the cache, whose activations have one scale on x86."""
     _, artefact = made("x86", "int8_dynamic", "DeepseekV3")

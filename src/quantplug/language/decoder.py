@@ -4,7 +4,6 @@ Before: `model(input_ids)` over a whole sequence. After: `decoder(tokens [1, n],
 [1, vocabulary] behind the last token, and keeps what later tokens look back at.
 """
 
-import copy
 from contextlib import nullcontext
 from functools import cache
 from inspect import signature
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from quantplug.core.errors import ConfigError, ModelError, first_line
 from quantplug.core.specs.levels import sqnr
 from quantplug.language.attention import beginning_at, registered, requiring_causal_masks
-from quantplug.language.experts import apart, has_experts
+from quantplug.language.experts import apart, over_same_weights, with_experts_apart
 from quantplug.language.weights import weights_let_go
 
 
@@ -130,14 +129,12 @@ def _ours(model: nn.Module, attention: str) -> nn.Module:
 
     Without either it is the model itself.
     """
-    if attention == PLAIN and not has_experts(model):
-        return model
-    tensors = [*model.parameters(), *model.buffers()]
-    other: Any = copy.deepcopy(model, {id(each): each for each in tensors})
-    if attention != PLAIN:
-        other.set_attn_implementation(registered())
+    if attention == PLAIN:
+        return with_experts_apart(model)
+    other: nn.Module = over_same_weights(model)
+    other.set_attn_implementation(registered())  # type: ignore[operator]  # of transformers
     apart(other)
-    return other  # type: ignore[no-any-return]
+    return other
 
 
 _ROWS = {"float32": _Rows, "int8": _IntegerRows}

@@ -4,6 +4,7 @@ Before: a model of transformers whose experts are stacked in one parameter, of w
 model over the same weights, in which each expert computes each token, and those that were not chosen count 0 times.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -13,9 +14,18 @@ from torch import Tensor, nn
 _GATE = "_apply_gate"
 
 
-def has_experts(model: nn.Module) -> bool:
-    """Tells whether a model has experts that transformers stacks."""
-    return any(map(_is_stacked, model.modules()))
+def with_experts_apart(model: nn.Module) -> nn.Module:
+    """Returns a model over the same weights, with linear layers in the place of stacked experts where it has any."""
+    if not any(map(_is_stacked, model.modules())):
+        return model
+    other: nn.Module = over_same_weights(model)
+    apart(other)
+    return other
+
+
+def over_same_weights(model: nn.Module) -> Any:
+    """Returns a copy of a model, of its own class, whose parameters and buffers are the model's own."""
+    return copy.deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
 
 
 def apart(model: nn.Module) -> None:
