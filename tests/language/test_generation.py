@@ -237,6 +237,22 @@ def test_each_expert_is_layers_of_integers(backend, family):
     assert sorted(kept)[6] > 40
 
 
+def test_a_recipe_learns_of_the_head_from_every_token_of_a_text():
+    """And the program computes it for the last token alone."""
+    model, given, ids = causal(), texts(60, 8), texts(60, 11)[10]
+
+    def kept(recipe):
+        options = {"context": 64, "table": "float32", "calibration": given, "recipe": recipe, "progress": False}
+        artefact = quantplug.quantize_language_model(model, "xnnpack", "8da4w", **options)
+        slices = [node for node in artefact.made.reference.graph.nodes if node.target is torch.ops.aten.slice.Tensor]
+        assert any(node.args[1:3] == (1, -1) for node in slices)
+        found = [artefact.logits([int(token)], position) for position, token in enumerate(ids[0])]
+        with torch.no_grad():
+            return sqnr(torch.stack(found), model(ids).logits[0])
+
+    assert kept([quantplug.GPTQ()]) > kept(()) + 1
+
+
 @pytest.mark.parametrize("backend", ["xnnpack", "x86"])
 def test_experts_of_a_model_without_a_cache_are_layers_of_integers_too(backend):
     model = causal("Mixtral", num_hidden_layers=1, use_cache=False)

@@ -15,7 +15,7 @@ from quantplug.algorithms.recipe import Algorithm
 from quantplug.core.errors import CalibrationError, ConfigError, ModelError, first_line
 from quantplug.core.peers.glibc import give_back
 from quantplug.core.report.explain import explain
-from quantplug.flow import Artefact, Request, converted, export, lowered
+from quantplug.flow import Artefact, Converted, Request, converted, export, lowered
 from quantplug.language.artefact import LanguageArtefact
 from quantplug.language.decoder import (
     BY_BACKEND,
@@ -27,6 +27,7 @@ from quantplug.language.decoder import (
     require_cache,
 )
 from quantplug.language.facts import Facts
+from quantplug.language.head import read_each_token, read_last_token
 from quantplug.quantizers.framework.registry import get_quantizer
 
 # The first of these that a backend has is what it runs language models in.
@@ -178,7 +179,7 @@ def quantize_language_model(
     quantizer = get_quantizer(backend)
     quantizer = _with_table(quantizer if chosen == FLOAT else quantizer.set_global(chosen), rows, model)
     request = Request(backend=quantizer, calibration=batches, progress=progress, recipe=recipe, lowering=lowering)
-    found = converted(request, _exported(decoder, facts, batches))
+    found = _converted(request, _exported(decoder, facts, batches))
     if not keep:
         del decoder
         model.to("meta")
@@ -234,6 +235,17 @@ def _exported(
                 errors.append(error)
     name, reason = type(decoder.model).__name__, first_line(errors[-1]).rstrip(".")
     raise ModelError(f"torch.export fails on {name} over a cache ({reason}); pass another model.") from errors[-1]
+
+
+def _converted(request: Request, exported: torch.export.ExportedProgram) -> Converted:
+    """Returns the q/dq graph of a decoder, whose head has learned from each token of the texts."""
+    if request.calibration is None:
+        return converted(request, exported)
+    graph = export(exported, ())
+    rows = read_each_token(graph)
+    found = converted(request, graph, (exported.example_inputs or ((), {}))[0])
+    read_last_token(found.reference, rows)
+    return found
 
 
 def _in_float(exported: torch.export.ExportedProgram, backend: str, lowering: dict[str, Any]) -> Artefact:
