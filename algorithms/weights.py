@@ -137,7 +137,8 @@ class Weight:
         paths: the attributes that hold it.
         grid: the integers that it is rounded to.
         is_alone: whether no other weight shares its observer.
-        is_read_in_float: whether other operators read it as it is, as a table that is a model's head too.
+        is_read_besides: whether other operators read it as it is, or with observers of their own, as a table does that is
+            a model's head too.
     """
 
     layers: tuple[Layer, ...]
@@ -145,7 +146,7 @@ class Weight:
     paths: tuple[str, ...]
     grid: Grid
     is_alone: bool
-    is_read_in_float: bool
+    is_read_besides: bool
 
     @property
     def by_rows(self) -> Tensor:
@@ -204,7 +205,7 @@ def weights_of(model: fx.GraphModule) -> tuple[list[Weight], dict[str, str]]:
 
 
 def keep(model: fx.GraphModule, weight: Weight, value: Tensor, scale: Tensor) -> None:
-    """Gives a weight's layers another value, and its observers a scale; who reads the weight in float keeps it.
+    """Gives a weight's layers another value, and its observers a scale; who else reads the weight keeps it.
 
     Args:
         model: the prepared graph module.
@@ -213,7 +214,7 @@ def keep(model: fx.GraphModule, weight: Weight, value: Tensor, scale: Tensor) ->
         scale: in the shape in which the observers give theirs.
     """
     paths = weight.paths
-    if weight.is_read_in_float:
+    if weight.is_read_besides:
         own = new_parameter(model, weight.layers[0].constant, "rounded", weight.value)
         for layer in weight.layers:
             layer.observed.replace_input_with(layer.constant, own)
@@ -263,7 +264,8 @@ def _weight(
 ) -> Weight | str:
     known = {layer.observed for layer in layers}
     besides = [user for node in holders for user in node.users if user not in known]
-    others = [user for user in besides if observer_of(user) is not None]
+    observers = {layer.observer for layer in layers}
+    others = [user for user in besides if observer_of(user) in observers]
     others += [user for call in known for user in call.users if user not in {layer.node for layer in layers}]
     if others:
         return f"'{others[0].name}' reads its weight too"

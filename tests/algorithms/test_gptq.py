@@ -309,6 +309,35 @@ def test_a_weight_whose_integers_are_read_elsewhere_is_left_with_the_reason():
     assert "reads its weight too" in found.left["linear"]
 
 
+class Words(nn.Module):
+    """Rows of a table, and what it makes of them as a head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(48, 64), nn.Linear(64, 48, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens):
+        rows = self.table(tokens)
+        return rows, self.head(rows)
+
+
+def test_a_head_is_rounded_anew_beside_a_table_in_other_groups():
+    """As of language models with tied weights, whose tables have wider groups; the table stays as it was."""
+    tokens, model = torch.randint(48, (4, 16)), Words().eval()
+    quantizer = OurXNNPACKQuantizer().set_global("int4_dynamic_groups")
+    quantizer.set_operator_type("embedding", quantizer.backend.config("int4_groups", group_size=64))
+    prepared = quantplug.prepare_pt2e(torch.export.export(model, (tokens,)).module(), quantizer)
+    before = quantplug.convert_pt2e(prepared)
+    found = GPTQ().apply(prepared, [tokens])
+    assert found["linear"].after > found["linear"].before + 1
+    after = quantplug.convert_pt2e(prepared)
+    (rows, nearest), (same_rows, ours), true = before(tokens), after(tokens), model(tokens)[1]
+    assert torch.equal(rows, same_rows)
+    assert sqnr(ours, true) > sqnr(nearest, true) + 0.5
+
+
 def test_scales_stay_whatever_is_calibrated_or_copied_afterwards():
     model, data = perceptron(), [correlated(64, 64, seed=seed) for seed in range(2)]
     exported = torch.export.export(model, (data[0],)).module()
