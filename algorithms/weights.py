@@ -137,8 +137,8 @@ class Weight:
         paths: the attributes that hold it.
         grid: the integers that it is rounded to.
         is_alone: whether no other weight shares its observer.
-        is_read_besides: whether other operators read it as it is, or with observers of their own, as a table does that is
-            a model's head too.
+        is_read_besides: whether other operators read it as it is or with observers of their own, as a table that is a
+            model's head too.
     """
 
     layers: tuple[Layer, ...]

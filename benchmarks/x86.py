@@ -31,12 +31,13 @@ from torch import Tensor
 from x86_engines import ENGINES, Engine, Run, build
 from x86_models import case
 
+from quantplug.lowering.turns import wait_until_asleep
+
 CALLS = 3  # of an engine in a turn; one more before them is not timed and finds caches and threads
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 # Memory that a process gives back after a call comes back as pages to be cleared, which is up to a third of the time at
 # batch 8 and depends on what the process allocated before; every engine keeps its memory instead. Read when it starts.
 KEEP = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
-PAUSE = 0.005  # seconds before a turn, in which the threads of the engine before it fall asleep
 
 
 @dataclass
@@ -113,9 +114,10 @@ def serve(connection: Any, name: str, folder: Path, threads: int, compiles: bool
                 run = loaded[connection.recv()][1]
             except EOFError:
                 return
-            time.sleep(PAUSE)
             run(*inputs)
-            connection.send(statistics.median(_timed(run, inputs, clock) for _ in range(CALLS)))
+            found = statistics.median(_timed(run, inputs, clock) for _ in range(CALLS))
+            wait_until_asleep()  # threads that spin would take the processor from the next engine
+            connection.send(found)
 
 
 def _engine(name: str) -> Engine:

@@ -236,7 +236,7 @@ def _load_fastest(inputs: Inputs, quantized: Path, folder: Path, compiles: bool)
     print(f"  {program.engines.summary()}")
     for row in program.engines.rows:
         print("   ", *row.cells, sep="  ", flush=True)
-    yield f"quantplug auto ({program.engines.winner.engine})", program, program.save(folder / "program")
+    yield 'quantplug, engine="auto"', program, program.save(folder / "program")
 
 
 # ---- OpenVINO with its own quantizer

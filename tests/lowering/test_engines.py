@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import threading
 import time
 import warnings
 from typing import Any
@@ -359,6 +360,29 @@ def test_a_package_is_a_candidate_and_a_program(graph, monkeypatch, tmp_path):
     images = X.to(memory_format=torch.channels_last)
     program = backend.lower(graph, (images,), engine="onednn_package")
     assert sqnr(program(X), graph(X)) > 40
+
+
+def test_a_program_is_timed_when_the_threads_of_the_one_before_are_asleep():
+    """ONNX Runtime's spin for 40 ms after a call, and took half of two cores from whatever came next."""
+    spinning: list[threading.Thread] = []
+    disturbed, a = [], torch.randn(300, 300)
+
+    def spin():
+        end = time.perf_counter() + 0.04
+        while time.perf_counter() < end:
+            a @ a
+
+    def leaves_a_thread():
+        if not any(thread.is_alive() for thread in spinning):
+            spinning.append(threading.Thread(target=spin))
+            spinning[-1].start()
+
+    def comes_next():
+        disturbed.append(any(thread.is_alive() for thread in spinning))
+
+    in_turns([leaves_a_thread, comes_next])
+    assert len(spinning) >= 7
+    assert not any(disturbed)
 
 
 def test_turns_find_the_fastest_leave_the_slow_behind_and_prefer_the_first_of_equals():
