@@ -17,7 +17,7 @@ Run = Callable[[], Any]
 # Threads of a runtime spin for a while when its call is over (ONNX Runtime's for 40 ms), and would take the processor
 # from who comes next. They are asleep where the process computes less than this share of so many seconds; threads that
 # are not the runtime's may go on.
-_LOOK, _ASLEEP, _PATIENCE = 0.005, 0.1, 0.2
+_LOOK, _ASLEEP, _PATIENCE = 0.02, 0.1, 0.2
 # Calls of a turn: as many as take so many seconds, at least three unless they take longer. One before them finds
 # caches, which hold what the program before it left there.
 _CALLS, _TURN, _LONG = (3, 20), 0.01, 0.3
