@@ -265,9 +265,8 @@ def test_experts_of_a_model_without_a_cache_are_layers_of_integers_too(backend):
         with torch.no_grad():
             expected = model(input_ids=ids).logits[0]
         found = artefact(input_ids=ids).logits[0]
-        assert (
-            sorted(sqnr(*pair) for pair in zip(found, expected, strict=True))[3] > 30
-        )  # another choice is another token
+        kept = sorted(sqnr(*pair) for pair in zip(found, expected, strict=True))
+        assert kept[3] > 30  # a token that other experts compute is another one
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
