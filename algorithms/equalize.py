@@ -30,7 +30,7 @@ from quantplug.algorithms.scaling import (
     numbers_of,
     require_float_graph,
 )
-from quantplug.algorithms.trial import is_gain, told, trials
+from quantplug.algorithms.trial import Tried, compared
 from quantplug.core.calibration.node_by_node import Batches
 from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.errors import CalibrationError, ConfigError
@@ -139,7 +139,7 @@ class Equalize:
             return self._equalized(graph, batches)
 
     def _equalized(self, graph: fx.GraphModule, batches: Batches) -> Equalized:
-        passes = len(batches) * (2 if self.absorb is None else 4)
+        passes = len(batches) * (1 if self.absorb is None else 2)
         with progress_bar(shown=passes > 0, total=passes, step="Equalize") as advance:
             found, changed = self._scaled(graph, batches, advance)
             biases = [] if self.absorb is None else self._absorbed(graph, changed, batches, found, advance)
@@ -156,12 +156,13 @@ class Equalize:
         if not groups:
             return Equalized({}, channels.left | left), {}
         scales = Scales(graph, groups)
-        before = trials(scales, batches, self.per_channel, advance)
+        before = Tried.of(scales, self.per_channel) if batches else None
         _even_out(scales)
-        after = trials(scales, batches, self.per_channel, advance)
         found, left = _layers(scales), channels.left | left
-        if batches and not is_gain(before, after):
-            return Equalized({}, left | dict.fromkeys(found, told(before, after))), {}
+        if before is not None:
+            outcome = compared(before, Tried.of(scales, self.per_channel), batches, advance)
+            if not outcome.gains:
+                return Equalized({}, left | dict.fromkeys(found, outcome.told())), {}
         return Equalized(found, left), scales.changed()
 
     def _absorbed(
@@ -180,8 +181,8 @@ class Equalize:
         if not told_of:
             return []
         put_changes(moved, changes)
-        before, after = (trials(Scales(each, []), batches, self.per_channel, advance) for each in (scaled, moved))
-        if not is_gain(before, after):
+        before, after = (Tried.of(Scales(each, []), self.per_channel) for each in (scaled, moved))
+        if not compared(before, after, batches, advance).gains:
             return []
         found.absorbed.update(told_of)
         return changes

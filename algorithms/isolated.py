@@ -119,11 +119,6 @@ class _Run(BatchRun):
         self.env[quantize] = args, kwargs
         return rounded
 
-    def let_go(self, node: fx.Node) -> None:
-        """Drops what nobody reads behind a node."""
-        for used in self.user_to_last_uses.get(node, []):
-            self.env.pop(used, None)
-
     def with_only(self, operator: QuantizedOperator, constants: dict[fx.Node, Any]) -> "_Run":
         """Returns a run that goes on from here with one operator's pairs, and with its constants."""
         other = copy.copy(self)

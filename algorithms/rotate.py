@@ -25,7 +25,7 @@ from quantplug.algorithms.layers import Layer
 from quantplug.algorithms.orthogonal import rotation
 from quantplug.algorithms.results import ByLayer
 from quantplug.algorithms.scaling import Scales, numbers_of, require_float_graph
-from quantplug.algorithms.trial import is_gain, told, trials
+from quantplug.algorithms.trial import Tried, compared
 from quantplug.core.calibration.node_by_node import Batches
 from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.graph.facts import operator_name
@@ -118,12 +118,11 @@ class Rotate:
         if batches and found:
             turned = over_same_tensors(graph)
             put_changes(turned, changes)
-            with progress_bar(shown=True, total=2 * len(batches), step="Rotate") as advance:
-                before, after = (
-                    trials(Scales(each, []), batches, self.per_channel, advance) for each in (graph, turned)
-                )
-            if not is_gain(before, after):
-                return Rotated({}, left | dict.fromkeys(found, told(before, after, "rotated")))
+            with progress_bar(shown=True, total=len(batches), step="Rotate") as advance:
+                before, after = (Tried.of(Scales(each, []), self.per_channel) for each in (graph, turned))
+                outcome = compared(before, after, batches, advance)
+            if not outcome.gains:
+                return Rotated({}, left | dict.fromkeys(found, outcome.told("rotated")))
         put_changes(graph, changes)
         return Rotated(found, left)
 

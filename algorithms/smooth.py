@@ -35,7 +35,7 @@ from quantplug.algorithms.scaling import (
     numbers_of,
     require_float_graph,
 )
-from quantplug.algorithms.trial import STEPS, STEPS_OF_WEIGHTS, is_gain, round_to, told, trials
+from quantplug.algorithms.trial import STEPS, STEPS_OF_WEIGHTS, Tried, compared, round_to
 from quantplug.core.calibration.node_by_node import Batches, BatchRun, SideBySide
 from quantplug.core.calibration.outputs import LEAST_GAIN
 from quantplug.core.calibration.progress import progress_bar
@@ -150,15 +150,16 @@ class Smooth:
             return found
         seen, held_back = batches.halves()
         held_back = held_back or seen
-        total = 2 * len(held_back) + len(scales.groups)
-        with progress_bar(shown=True, total=total, step="Smooth", unit="batches or groups of layers") as advance:
-            before = trials(scales, held_back, self.per_channel, advance)
+        before = Tried.of(scales, self.per_channel) if self.alpha is None else None
+        total = len(scales.groups) + (0 if before is None else len(held_back))
+        with progress_bar(shown=True, total=total, step="Smooth", unit="groups of layers or batches") as advance:
             for index, read in _seen(tried, seen, scales.groups):
                 self._smooth(scales, index, read, found)
                 advance()
-            after = trials(scales, held_back, self.per_channel, advance)
-        if self.alpha is None and not is_gain(before, after):
-            return Smoothed({}, found.left | dict.fromkeys(found.layers, told(before, after)))
+            if before is not None:
+                outcome = compared(before, Tried.of(scales, self.per_channel), held_back, advance)
+                if not outcome.gains:
+                    return Smoothed({}, found.left | dict.fromkeys(found.layers, outcome.told()))
         found.inserted.update(put(graph, places, scales.changed()))
         return found
 

@@ -14,48 +14,101 @@ from torch import Tensor, fx
 from quantplug.algorithms.layers import Layer, layer_of
 from quantplug.algorithms.scaling import Scales
 from quantplug.core.calibration.node_by_node import BatchRun
-from quantplug.core.calibration.outputs import OutputNoise, by_sample
+from quantplug.core.calibration.outputs import OutputNoise, by_sample, is_no_chance
 from quantplug.core.graph.facts import is_constant
 from quantplug.core.peers.torch_names import pytree
 
 # Decibels that may be lost in a trial where another one gains.
 _LEAST_LOSS = 0.1
+# A trial that loses on so many samples, by so many times what tells it from chance, will not gain on the rest.
+_ENOUGH, _CERTAIN = 8, 2.0
 
 
-def trials(
-    scales: Scales, batches: Iterable[tuple[Any, ...]], per_channel: bool | None, advance: Callable[[], None]
-) -> list[OutputNoise]:
-    """Returns what a model's outputs lose under scales, with what layers read and their weights in 8 bits.
+@dataclass(frozen=True)
+class Tried:
+    """A model with what its layers read and their weights in 8 bits.
+
+    Attributes:
+        model: the float graph.
+        parameters: by node, of each trial.
+    """
+
+    model: fx.GraphModule
+    parameters: "list[dict[fx.Node, Tensor | _Rounded]]"
+
+    @classmethod
+    def of(cls, scales: Scales, per_channel: bool | None) -> "Tried":
+        """Returns a model under scales.
+
+        Args:
+            scales: as they are now.
+            per_channel: whether each output channel of a weight has a scale, or the whole weight one; None for a trial
+                of each.
+        """
+        kinds = (True, False) if per_channel is None else (per_channel,)
+        return cls(scales.model, [_parameters(scales, per_channel=kind) for kind in kinds])
+
+    def noises(self) -> list[OutputNoise]:
+        """Returns an empty record for each trial."""
+        return [OutputNoise() for _ in self.parameters]
+
+    def add(self, batch: tuple[Any, ...], wanted: Tensor | None, noises: list[OutputNoise]) -> None:
+        """Adds what a batch's outputs lose to the records of the trials."""
+        for noise, given in zip(noises, self.parameters, strict=True):
+            noise.add(by_sample(_RoundedRun(self.model, batch, given).result()), wanted)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a model's outputs lose in each trial, before and after a change."""
+
+    before: list[OutputNoise]
+    after: list[OutputNoise]
+
+    @property
+    def gains(self) -> bool:
+        """Whether a trial gains and none loses."""
+        return any(now.is_less_than(then) for then, now in self._pairs()) and not any(self._losses())
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a trial loses by more than chance, even if it is asked after each batch."""
+        losses = zip(self._losses(), self._pairs(), strict=True)
+        return any(
+            loses and len(now.errors) >= _ENOUGH and is_no_chance(now.errors - then.errors, _CERTAIN)
+            for loses, (then, now) in losses
+        )
+
+    def told(self, changed: str = "with scales") -> str:
+        """Returns in words what the trials keep."""
+        then, now = (" and ".join(f"{each.decibels:.1f}" for each in tried) for tried in (self.before, self.after))
+        return f"the outputs keep {then} dB in 8 bits, and {now} {changed}"
+
+    def _pairs(self) -> list[tuple[OutputNoise, OutputNoise]]:
+        return list(zip(self.before, self.after, strict=True))
+
+    def _losses(self) -> list[bool]:
+        return [now.decibels <= then.decibels - _LEAST_LOSS for then, now in self._pairs()]
+
+
+def compared(before: Tried, after: Tried, batches: Iterable[tuple[Any, ...]], advance: Callable[[], None]) -> Compared:
+    """Returns what a model's outputs lose before and after a change, on all batches or until that is lost.
 
     Args:
-        scales: the scales, of the model to try.
+        before: the model.
+        after: the model, changed so that it computes the same in float.
         batches: the inputs.
-        per_channel: whether each output channel of a weight has a scale, or the whole weight one; None for a trial of
-            each.
         advance: is called after each batch.
     """
-    kinds = (True, False) if per_channel is None else (per_channel,)
-    parameters = [_parameters(scales, per_channel=kind) for kind in kinds]
-    found = [OutputNoise() for _ in kinds]
+    found = Compared(before.noises(), after.noises())
     for batch in batches:
-        wanted = by_sample(BatchRun(scales.model, batch).result())
-        for noise, given in zip(found, parameters, strict=True):
-            noise.add(by_sample(_RoundedRun(scales.model, batch, given).result()), wanted)
+        wanted = by_sample(BatchRun(before.model, batch).result())
+        before.add(batch, wanted, found.before)
+        after.add(batch, wanted, found.after)
         advance()
+        if found.is_lost:
+            break
     return found
-
-
-def is_gain(before: list[OutputNoise], after: list[OutputNoise]) -> bool:
-    """Tells whether a trial gains and none loses."""
-    pairs = list(zip(before, after, strict=True))
-    gains = any(now.is_less_than(then) for then, now in pairs)
-    return gains and all(now.decibels > then.decibels - _LEAST_LOSS for then, now in pairs)
-
-
-def told(before: list[OutputNoise], after: list[OutputNoise], changed: str = "with scales") -> str:
-    """Returns in words what trials keep before and after something changed."""
-    then, now = (" and ".join(f"{each.decibels:.1f}" for each in tried) for tried in (before, after))
-    return f"the outputs keep {then} dB in 8 bits, and {now} {changed}"
 
 
 # Of 8 bits: of a range, and of a weight around 0 to either side.

@@ -27,25 +27,44 @@ Batch: TypeAlias = tuple[Any, ...]
 
 
 class BatchRun(fx.Interpreter):
-    """Runs a model without its observers; what it writes into buffers and inputs is its own."""
+    """Runs a model without its observers; what it writes into buffers and inputs is its own.
+
+    It has a buffer from the first node that reads it to the last: a language model's cache is as large as its layers'
+    results are small, and each layer has its own.
+    """
 
     def __init__(self, model: fx.GraphModule, batch: Batch) -> None:
         super().__init__(model)
         inputs = model.graph.find_nodes(op="placeholder")
         values = zip(inputs, pytree.tree_leaves(batch), strict=True)
         self.env = {node: _own(node, value) for node, value in values if node.users}
-        self.own = {name: attribute(model, name).clone() for name in written_buffers(model.graph)}
+        self.own: dict[str, Tensor] = {}
+        written = written_buffers(model.graph)
+        buffers = (node for node in model.graph.find_nodes(op="get_attr") if str(node.target) in written)
+        self._buffers = {node: str(node.target) for node in buffers if node.users}
+        ends = ((node, used) for node in model.graph.nodes for used in self.user_to_last_uses.get(node, []))
+        self._ends = {self._buffers[used]: node for node, used in ends if used in self._buffers}
         self._next: fx.Node = next(iter(model.graph.nodes))
 
     def advance(self, stop: fx.Node | None = None) -> None:
         """Runs the nodes up to one, None for all; what nobody reads any more is dropped."""
         while self._next is not stop and self._next.op != "root":
             node = self._next
-            if node.op != "placeholder":
+            if node.op != "placeholder" and node not in self._buffers:
+                for buffer in node.all_input_nodes:
+                    if buffer in self._buffers and buffer not in self.env:
+                        self.env[buffer] = self.run_node(buffer)
                 self.env[node] = self.run_node(node)
-            for used in self.user_to_last_uses.get(node, []):
-                del self.env[used]
+            self.let_go(node)
             self._next = node.next
+
+    def let_go(self, node: fx.Node) -> None:
+        """Drops what nobody reads behind a node."""
+        for used in self.user_to_last_uses.get(node, []):
+            self.env.pop(used, None)
+            name = self._buffers.get(used)
+            if name is not None and self._ends[name] is node:
+                self.own.pop(name, None)
 
     def result(self) -> Any:
         """Runs what is left and returns what the model does."""
@@ -54,7 +73,10 @@ class BatchRun(fx.Interpreter):
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Reads a buffer that the model writes from the run's own copy."""
-        return self.own[str(target)] if str(target) in self.own else super().get_attr(target, args, kwargs)
+        found, name = super().get_attr(target, args, kwargs), str(target)
+        if name in self._ends and name not in self.own:
+            self.own[name] = found.clone()
+        return self.own.get(name, found)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Passes on what reaches an observer."""

@@ -83,14 +83,15 @@ class OutputNoise:
         return self.decibels > other.decibels + LEAST_GAIN and is_no_chance(other.errors - self.errors)
 
 
-def is_no_chance(gains: Tensor) -> bool:
+def is_no_chance(gains: Tensor, times: float = 1.0) -> bool:
     """Tells whether samples gain, and not by chance (one-sided t-test, 95 %); one sample tells nothing.
 
     Args:
         gains: by sample, [samples].
+        times: the mean gain has to be so many times what the test asks for.
     """
     if len(gains) < 2:
         return True
     # Student's quantile, to within 7 % from three samples on.
-    quantile = 1.65 * (1 + 1.5 / (len(gains) - 1))
+    quantile = times * 1.65 * (1 + 1.5 / (len(gains) - 1))
     return bool(gains.mean() > quantile * gains.std() / math.sqrt(len(gains)))

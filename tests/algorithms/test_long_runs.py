@@ -96,6 +96,47 @@ def test_what_waits_in_a_file_changes_no_bit(model, monkeypatch):
     assert same(*found)
 
 
+class Cached(nn.Module):
+    """Layers each with a cache, the first of which is read again at the end."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        for place in range(4):
+            self.register_buffer(f"cache{place}", torch.zeros(1000, 8))
+
+    def forward(self, x, start):
+        positions = start + torch.arange(len(x))
+        for place, layer in enumerate(self.layers):
+            cache = self.get_buffer(f"cache{place}")
+            cache.index_copy_(0, positions, layer(x))
+            x = x + cache[: len(x)].softmax(0)
+        return x + self.cache0[: len(x)]
+
+
+def test_what_waits_of_a_batch_is_the_caches_that_were_written_and_are_read_again(monkeypatch):
+    batches = [
+        (torch.randn(5, 8, generator=torch.Generator().manual_seed(seed)), torch.zeros(1).long()) for seed in (0, 1)
+    ]
+    ready = quantplug.prepare_pt2e(
+        torch.export.export(Cached().eval(), batches[0]).module(),
+        quantplug.get_quantizer("xnnpack").set_global("int4_dynamic"),
+    )
+    quantplug.calibrate(ready, batches, progress=False)
+    sizes, parked = [], Parking.parked
+
+    def counting(place, values, held=()):
+        found = parked(place, values, held)
+        sizes.append(found.size)
+        return found
+
+    monkeypatch.setattr(Parking, "parked", counting)
+    assert len(GPTQ().apply(ready, batches)) == 4
+    assert 32_000 <= max(sizes) < 40_000  # bytes, of which one cache has 32,000
+    assert torch.equal(ready.get_buffer("cache0"), torch.zeros(1000, 8))
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4),

@@ -20,11 +20,12 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 )
 
 import quantplug
+from quantplug.algorithms import equalize, smooth
 from quantplug.algorithms.equalize import Equalize
 from quantplug.algorithms.rotate import Rotate
 from quantplug.algorithms.scaling import Scales
 from quantplug.algorithms.smooth import Smooth
-from quantplug.algorithms.trial import trials
+from quantplug.algorithms.trial import Tried, compared
 from quantplug.core.errors import CalibrationError, ConfigError, ModelError
 from quantplug.core.specs.levels import sqnr
 
@@ -666,7 +667,40 @@ def test_a_trial_keeps_no_second_model_in_float():
     model = nn.Sequential(*(each for _ in range(6) for each in (nn.Linear(40, 40), nn.ReLU()))).eval()
     graph, batches = torch.export.export(model, (torch.randn(3, 40),)).module(), [(torch.randn(3, 40),)]
     with torch.no_grad(), Copies(graph) as copies:
-        noises = trials(Scales(graph, []), batches, None, lambda: None)
+        tried = Tried.of(Scales(graph, []), None)
+        noises = compared(tried, tried, batches, lambda: None).before
     assert all(20 < noise.decibels < 60 for noise in noises)
-    assert copies.layers == 3 * 6
+    assert copies.layers == 5 * 6
     assert 1 <= copies.most <= 2
+
+
+@pytest.mark.parametrize("batches", [6, 40])
+@pytest.mark.parametrize("algorithm", [quantplug.Equalize(), quantplug.Smooth()], ids=["equalize", "smooth"])
+def test_what_is_lost_is_given_up_after_a_few_samples(algorithm, batches, monkeypatch):
+    """A trial takes as long as five runs of the model, and a language model's texts are many."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    asked = []
+
+    def spoils(scales, *_):
+        for index, group in enumerate(scales.groups):
+            scales.multiply(index, torch.logspace(-1.5, 1.5, 1 + group.count, dtype=torch.float64))
+
+    def spoils_one(self, scales, index, seen, found):
+        spoils(scales) if not index else None
+
+    def counting(before, after, given, _):
+        asked.append(0)
+        return compared(before, after, given, lambda: asked.__setitem__(-1, asked[-1] + 1))
+
+    monkeypatch.setattr(equalize, "_even_out", spoils)
+    monkeypatch.setattr(quantplug.Smooth, "_smooth", spoils_one)
+    for module in (equalize, smooth):
+        monkeypatch.setattr(module, "compared", counting)
+    graph = torch.export.export(model, (torch.randn(1, 16),)).module()
+    before = {name: value.clone() for name, value in graph.named_parameters()}
+    found = algorithm.apply(graph, [torch.randn(1, 16) for _ in range(batches)])
+    assert len(found) == 0
+    held_back = batches if isinstance(algorithm, quantplug.Equalize) else batches // 2
+    assert min(held_back, 8) <= asked[0] <= min(held_back, 12)
+    assert all(torch.equal(value, before[name]) for name, value in graph.named_parameters())
