@@ -9,9 +9,11 @@ from itertools import pairwise
 from typing import Any, ClassVar, Protocol, TypeGuard, runtime_checkable
 
 from torch import fx
+from torchao.quantization.pt2e.quantizer import Quantizer
 
 from quantplug.algorithms.equalize import Equalize
 from quantplug.algorithms.gptq import GPTQ
+from quantplug.algorithms.rotate import Rotate
 from quantplug.algorithms.smooth import Smooth
 from quantplug.algorithms.train_scales import TrainScales
 from quantplug.core.calibration.bias_correction import SAMPLES, BiasCorrection, correct_biases
@@ -78,7 +80,14 @@ class CorrectBiases:
 
 RECIPES: dict[str, tuple[Algorithm, ...]] = {
     "fast": (CorrectBiases(),),
-    "accurate": (Equalize(), Smooth(), GPTQ(), TrainScales(), CorrectBiases()),
+    "accurate": (
+        Rotate(samples=32, few_bits=True),
+        Equalize(),
+        Smooth(),
+        GPTQ(),
+        TrainScales(),
+        CorrectBiases(),
+    ),
 }
 
 
@@ -125,12 +134,27 @@ def apply(
     graph: fx.GraphModule,
     loader: Any,
     inputs: Callable[[Any], Any] | None,
+    quantizer: Quantizer,
     *,
     progress: bool,
 ) -> list[object]:
-    """Applies algorithms to the graph of their stage, in order, and returns what each did; `progress` shows bars."""
+    """Applies algorithms to the graph of their stage, in order, and returns what each did.
+
+    Args:
+        algorithms: of one stage; one with a method `for_quantizer` is asked for one that knows the quantizer.
+        graph: of this stage.
+        loader: batches as for `calibrate`.
+        inputs: picks the model's inputs out of a batch.
+        quantizer: that the graph is prepared for.
+        progress: whether bars are shown.
+    """
     with bars(shown=progress):
-        return [each.apply(graph, loader, inputs=inputs) for each in algorithms]
+        return [_knowing(each, quantizer).apply(graph, loader, inputs=inputs) for each in algorithms]
+
+
+def _knowing(algorithm: Algorithm, quantizer: Quantizer) -> Algorithm:
+    knows = getattr(algorithm, "for_quantizer", None)
+    return algorithm if knows is None else knows(quantizer)
 
 
 def by_stage(algorithms: Sequence[Algorithm]) -> tuple[list[Algorithm], list[Algorithm]]:

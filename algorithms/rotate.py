@@ -12,11 +12,12 @@ as they are.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
+from torchao.quantization.pt2e.quantizer import Quantizer
 
 from quantplug.algorithms.blocks import Basis, Norm, bases_of
 from quantplug.algorithms.changes import Change, Changes, put_changes
@@ -26,10 +27,14 @@ from quantplug.algorithms.orthogonal import rotation
 from quantplug.algorithms.results import ByLayer
 from quantplug.algorithms.scaling import Scales, numbers_of, require_float_graph
 from quantplug.algorithms.trial import Tried, compared
+from quantplug.algorithms.weights import FEW_BITS, weights_of
 from quantplug.core.calibration.node_by_node import Batches
+from quantplug.core.calibration.observer_places import waits_for_data
 from quantplug.core.calibration.progress import progress_bar
+from quantplug.core.errors import ConfigError
 from quantplug.core.graph.facts import operator_name
 from quantplug.core.graph.working_copy import over_same_tensors
+from quantplug.core.pt2e.prepare import prepare_pt2e
 
 
 @dataclass(frozen=True)
@@ -77,13 +82,23 @@ class Rotate:
         samples: batches to measure the gain on are taken until they hold so many samples.
         per_channel: which weights the gain is measured with: True for per-channel scales, False for per-tensor ones;
             None for both, of which none may lose.
+        quantizer: the gain is measured with what it makes of the model, if that needs no calibration, instead of with
+            8 bits. In a recipe it is the model's own.
+        few_bits: whether a model stays as it is if the quantizer, which has to be known then, gives none of its weights
+            5 bits or fewer.
         stage: which graph it is for.
     """
 
     seed: int = 0
     samples: int = 128
     per_channel: bool | None = None
+    quantizer: Quantizer | None = None
+    few_bits: bool = False
     stage: ClassVar[str] = "float"
+
+    def for_quantizer(self, quantizer: Quantizer) -> "Rotate":
+        """Returns a rotation that is measured with what a quantizer makes of the model."""
+        return self if self.quantizer is not None else replace(self, quantizer=quantizer)
 
     @torch.inference_mode(False)
     def apply(
@@ -105,9 +120,12 @@ class Rotate:
             inputs: picks the model's inputs out of a batch, as for `calibrate`.
 
         Raises:
+            ConfigError: `few_bits` is asked for without a quantizer.
             ModelError: `model` is no exported graph module, is prepared already, or a turned number leaves its type.
             CalibrationError: a loader is given and has no batch, one does not fit the model, or has NaN.
         """
+        if self.few_bits and self.quantizer is None:
+            raise ConfigError("Rotate asks for weights of few bits and knows no quantizer; pass Rotate(quantizer=...).")
         graph = require_float_graph(model, "Rotate")
         with numbers_of(graph, loader, self.samples, inputs, "Rotate") as batches, torch.no_grad():
             return self._rotated(graph, batches)
@@ -115,16 +133,32 @@ class Rotate:
     def _rotated(self, graph: fx.GraphModule, batches: Batches) -> Rotated:
         bases, left = bases_of(graph)
         found, changes = _layers(bases), _changes(graph, bases, self.seed)
+        prepared = self._prepared(graph) if found else None
+        if self.few_bits and prepared is not None and not _has_few_bits(prepared):
+            return Rotated({}, left | dict.fromkeys(found, f"no weight has {FEW_BITS} bits or fewer"))
         if batches and found:
             turned = over_same_tensors(graph)
             put_changes(turned, changes)
             with progress_bar(shown=True, total=len(batches), step="Rotate") as advance:
-                before, after = (Tried.of(Scales(each, []), self.per_channel) for each in (graph, turned))
-                outcome = compared(before, after, batches, advance)
+                outcome = compared(self._tried(graph, prepared), self._tried(turned), batches, advance)
             if not outcome.gains:
                 return Rotated({}, left | dict.fromkeys(found, outcome.told("rotated")))
         put_changes(graph, changes)
         return Rotated(found, left)
+
+    def _prepared(self, graph: fx.GraphModule) -> fx.GraphModule | None:
+        return None if self.quantizer is None else prepare_pt2e(over_same_tensors(graph), self.quantizer)
+
+    def _tried(self, graph: fx.GraphModule, prepared: fx.GraphModule | None = None) -> Tried:
+        prepared = prepared or self._prepared(graph)
+        if prepared is None or waits_for_data(prepared):
+            return Tried.of(Scales(graph, []), self.per_channel)
+        return Tried.by(graph, prepared)
+
+
+def _has_few_bits(prepared: fx.GraphModule) -> bool:
+    weights, _ = weights_of(prepared)
+    return any(weight.grid.is_of_few_bits for weight in weights)
 
 
 def _layers(bases: list[Basis]) -> dict[str, RotatedLayer]:

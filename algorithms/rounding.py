@@ -242,10 +242,13 @@ def _equations(matrix: Tensor, integers: Tensor, damped: Tensor, blocks: int) ->
     """Returns both sides of each row's normal equations: [groups, rows, blocks, blocks], [groups, rows, blocks, 1]."""
     size = matrix.shape[2] // blocks
 
-    def by_block(products: Tensor) -> Tensor:
-        return (products * integers).reshape(*matrix.shape[:2], blocks, size).sum(3)
+    def by_block(products: Tensor, start: int = 0) -> Tensor:
+        return (products * integers[:, :, start:]).reshape(*matrix.shape[:2], -1, size).sum(3)
 
-    places = [slice(block * size, (block + 1) * size) for block in range(blocks)]
-    left = torch.stack([by_block(integers[:, :, place] @ damped[:, place]) for place in places], 2)
+    left = matrix.new_empty(*matrix.shape[:2], blocks, blocks)
+    for block in range(blocks):  # with those behind it: the Hessian is symmetric
+        start, end = block * size, (block + 1) * size
+        sums = by_block(integers[:, :, start:end] @ damped[:, start:end, start:], start)
+        left[:, :, block, block:] = left[:, :, block:, block] = sums
     left.diagonal(dim1=2, dim2=3).mul_(1 + _RIDGE).add_(torch.finfo(left.dtype).tiny)
     return left, by_block(matrix @ damped)[..., None]

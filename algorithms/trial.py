@@ -1,11 +1,13 @@
-"""What scales are worth to a whole model: its outputs with every layer in 8 bits, against those of float.
+"""What other parameters are worth to a whole model: its outputs when it is quantized, against those of float.
 
-Before: an exported float graph, batches and scales. After: decibels; the graph is only read. Layer by layer scales may
-gain while the model loses, because outputs of a layer do not count alike for what comes behind it.
+Before: an exported float graph, the same with other parameters, and batches. After: decibels; the graphs are only read.
+Every layer is in 8 bits, or as a quantizer has it. Layer by layer other parameters may gain while the model loses,
+because outputs of a layer do not count alike for what comes behind it.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +15,11 @@ from torch import Tensor, fx
 
 from quantplug.algorithms.layers import Layer, layer_of
 from quantplug.algorithms.scaling import Scales
-from quantplug.core.calibration.node_by_node import BatchRun
+from quantplug.core.calibration.node_by_node import Batch, BatchRun
 from quantplug.core.calibration.outputs import OutputNoise, by_sample, is_no_chance
 from quantplug.core.graph.facts import is_constant
 from quantplug.core.peers.torch_names import pytree
+from quantplug.core.pt2e.convert import convert_pt2e
 
 # Decibels that may be lost in a trial where another one gains.
 _LEAST_LOSS = 0.1
@@ -26,19 +29,21 @@ _ENOUGH, _CERTAIN = 8, 2.0
 
 @dataclass(frozen=True)
 class Tried:
-    """A model with what its layers read and their weights in 8 bits.
+    """A float model, and what quantization makes of it.
 
     Attributes:
         model: the float graph.
-        parameters: by node, of each trial.
+        runs: of each trial, given a batch.
+        how: in words what is tried.
     """
 
     model: fx.GraphModule
-    parameters: "list[dict[fx.Node, Tensor | _Rounded]]"
+    runs: list[Callable[[Batch], BatchRun]]
+    how: str
 
     @classmethod
     def of(cls, scales: Scales, per_channel: bool | None) -> "Tried":
-        """Returns a model under scales.
+        """Returns a model under scales, with what its layers read and their weights in 8 bits.
 
         Args:
             scales: as they are now.
@@ -46,16 +51,22 @@ class Tried:
                 of each.
         """
         kinds = (True, False) if per_channel is None else (per_channel,)
-        return cls(scales.model, [_parameters(scales, per_channel=kind) for kind in kinds])
+        given = [_parameters(scales, per_channel=kind) for kind in kinds]
+        return cls(scales.model, [partial(_RoundedRun, scales.model, each) for each in given], "in 8 bits")
+
+    @classmethod
+    def by(cls, model: fx.GraphModule, prepared: fx.GraphModule) -> "Tried":
+        """Returns a model with what convert makes of it, prepared for a quantizer and calibrated."""
+        return cls(model, [partial(BatchRun, convert_pt2e(prepared))], "when quantized")
 
     def noises(self) -> list[OutputNoise]:
         """Returns an empty record for each trial."""
-        return [OutputNoise() for _ in self.parameters]
+        return [OutputNoise() for _ in self.runs]
 
-    def add(self, batch: tuple[Any, ...], wanted: Tensor | None, noises: list[OutputNoise]) -> None:
+    def add(self, batch: Batch, wanted: Tensor | None, noises: list[OutputNoise]) -> None:
         """Adds what a batch's outputs lose to the records of the trials."""
-        for noise, given in zip(noises, self.parameters, strict=True):
-            noise.add(by_sample(_RoundedRun(self.model, batch, given).result()), wanted)
+        for noise, run in zip(noises, self.runs, strict=True):
+            noise.add(by_sample(run(batch).result()), wanted)
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,7 @@ class Compared:
 
     before: list[OutputNoise]
     after: list[OutputNoise]
+    how: str
 
     @property
     def gains(self) -> bool:
@@ -82,7 +94,7 @@ class Compared:
     def told(self, changed: str = "with scales") -> str:
         """Returns in words what the trials keep."""
         then, now = (" and ".join(f"{each.decibels:.1f}" for each in tried) for tried in (self.before, self.after))
-        return f"the outputs keep {then} dB in 8 bits, and {now} {changed}"
+        return f"the outputs keep {then} dB {self.how}, and {now} {changed}"
 
     def _pairs(self) -> list[tuple[OutputNoise, OutputNoise]]:
         return list(zip(self.before, self.after, strict=True))
@@ -91,7 +103,7 @@ class Compared:
         return [now.decibels <= then.decibels - _LEAST_LOSS for then, now in self._pairs()]
 
 
-def compared(before: Tried, after: Tried, batches: Iterable[tuple[Any, ...]], advance: Callable[[], None]) -> Compared:
+def compared(before: Tried, after: Tried, batches: Iterable[Batch], advance: Callable[[], None]) -> Compared:
     """Returns what a model's outputs lose before and after a change, on all batches or until that is lost.
 
     Args:
@@ -100,7 +112,7 @@ def compared(before: Tried, after: Tried, batches: Iterable[tuple[Any, ...]], ad
         batches: the inputs.
         advance: is called after each batch.
     """
-    found = Compared(before.noises(), after.noises())
+    found = Compared(before.noises(), after.noises(), before.how)
     for batch in batches:
         wanted = by_sample(BatchRun(before.model, batch).result())
         before.add(batch, wanted, found.before)
@@ -157,9 +169,7 @@ def _rounded(scales: Scales, layer: Layer, *, per_channel: bool) -> _Rounded:
 class _RoundedRun(BatchRun):
     """Runs a model on other parameters, with what its layers read rounded to 8 bits."""
 
-    def __init__(
-        self, model: fx.GraphModule, batch: tuple[Any, ...], parameters: dict[fx.Node, Tensor | _Rounded]
-    ) -> None:
+    def __init__(self, model: fx.GraphModule, parameters: dict[fx.Node, Tensor | _Rounded], batch: Batch) -> None:
         super().__init__(model, batch)
         self._parameters = parameters
 

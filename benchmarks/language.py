@@ -138,10 +138,10 @@ def quantized(job: Job, quantizer: quantplug.BackendQuantizer, recipe: str | Non
     """Returns the reference graph of a quantizer of ours, with what a recipe does; it prints how long that took."""
     floats, others = by_stage(recipe_of(recipe or ()))
     graph, begin = working_copy(job.exported), time.perf_counter()
-    done = apply(floats, graph, job.calibration, None, progress=False)
+    done = apply(floats, graph, job.calibration, None, quantizer, progress=False)
     prepared = quantplug.prepare_pt2e(graph, quantizer)
     quantplug.calibrate(prepared, job.calibration, progress=False)
-    done += apply(others, prepared, job.calibration, None, progress=False)
+    done += apply(others, prepared, job.calibration, None, quantizer, progress=False)
     Console(stderr=True, width=160).print(*map(str, done), f"{time.perf_counter() - begin:.0f} s")
     return quantplug.convert_pt2e(prepared)
 

@@ -9,6 +9,7 @@ XNNPACK (Linux). What algorithms before have left counts, such as weights that a
 import argparse
 import gc
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rich.table import Table
 from vision import torchvision_models
 
 import quantplug
-from quantplug.algorithms.recipe import by_stage, recipe_of
+from quantplug.algorithms.recipe import apply, by_stage, recipe_of
 from quantplug.core.graph.working_copy import working_copy
 
 
@@ -38,7 +39,8 @@ class Meter:
         started = time.process_time()
         found = run()
         peak, left = (f"{resident(field) - self.before:.0f}" for field in ("VmHWM", "VmRSS"))
-        self.table.add_row(name, peak, left, f"{time.process_time() - started:.0f}", str(found))
+        said = "; ".join(map(str, found)) if isinstance(found, list) else str(found)
+        self.table.add_row(name, peak, left, f"{time.process_time() - started:.0f}", said)
         return found
 
 
@@ -55,13 +57,15 @@ def main() -> None:
     floats, others = by_stage(recipe_of("accurate"))
     meter = Meter()
     graph = working_copy(exported)
-    for each in floats:
-        meter.step(type(each).__name__, lambda each=each: each.apply(graph, batches))
     quantizer = quantplug.get_quantizer("xnnpack").set_global("int4_dynamic_groups")
+    for each in floats:
+        step = partial(apply, [each], graph, batches, None, quantizer, progress=True)
+        meter.step(type(each).__name__, step)
     prepared = quantplug.prepare_pt2e(graph, quantizer)
     quantplug.calibrate(prepared, batches, progress=False)
     for each in others:
-        meter.step(type(each).__name__, lambda each=each: each.apply(prepared, batches))
+        step = partial(apply, [each], prepared, batches, None, quantizer, progress=True)
+        meter.step(type(each).__name__, step)
     meter.step("convert", lambda: type(quantplug.convert_pt2e(prepared)).__name__)
     Console(width=160).print(meter.table)
     held = sum(weight.nbytes for weight in model.parameters()) / 2**20

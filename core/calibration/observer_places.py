@@ -15,6 +15,7 @@ from quantplug.core.graph.constants import constant_nodes
 from quantplug.core.graph.facts import describe, is_constant, is_observer, operands, rank, require_graph_module
 from quantplug.core.observers import DataObserver
 from quantplug.core.observers.base import search_key
+from quantplug.core.observers.from_specs import needs_data
 
 _CHANNELS_FIRST = ("conv", "batch_norm", "instance_norm", "group_norm")
 _CHANNELS_LAST = ("linear", "addmm", "aten.mm.", "matmul", "layer_norm", "rms_norm", "embedding")
@@ -175,3 +176,8 @@ def _said(node: fx.Node) -> str:
     if node.op == "get_attr":
         return f"constant '{node.target}'"
     return describe(node)
+
+
+def waits_for_data(prepared: fx.GraphModule) -> bool:
+    """Tells whether observers of activations need calibration data."""
+    return any(needs_data(place.observer) and not place.of_constants for place in observer_places(prepared))

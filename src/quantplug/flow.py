@@ -18,13 +18,12 @@ from torchao.quantization.pt2e.quantizer import QuantizationConfig, Quantizer
 from quantplug.algorithms.recipe import Algorithm, CorrectBiases, apply, by_stage, recipe_of
 from quantplug.core.calibration.bias_correction import SAMPLES
 from quantplug.core.calibration.calibrate import calibrate
-from quantplug.core.calibration.observer_places import observer_places
+from quantplug.core.calibration.observer_places import waits_for_data
 from quantplug.core.errors import ConfigError, ModelError, QuantplugWarning, first_line
 from quantplug.core.files.whole import write_whole
 from quantplug.core.graph.calling import in_order, input_names
 from quantplug.core.graph.nested_sizes import require_nested
 from quantplug.core.graph.working_copy import working_copy
-from quantplug.core.observers.from_specs import needs_data
 from quantplug.core.peers.torch_names import pytree
 from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e
@@ -209,14 +208,14 @@ def converted(
     exported = export(model, args, request.dynamic_shapes, kwargs)
     floats, others = by_stage(algorithms)
     exported = working_copy(exported) if floats else exported
-    applied = apply(floats, exported, calibration, inputs, progress=progress)
+    applied = apply(floats, exported, calibration, inputs, chosen, progress=progress)
     prepared = prepare_pt2e(exported, chosen)
     _require_quantized(explain(prepared), target.name)
     if calibration is None:
         _require_no_data(waits_for_data(prepared), target.name)
     elif waits_for_data(prepared):
         calibrate(prepared, calibration, limit=request.limit, progress=progress, inputs=inputs)
-    applied += apply(others, prepared, calibration, inputs, progress=progress)
+    applied += apply(others, prepared, calibration, inputs, chosen, progress=progress)
     if not isinstance(request.recipe, str):
         _tell_of_nothing(applied)
     reference = convert_pt2e(prepared)
@@ -272,11 +271,6 @@ def _require_no_data(waits: bool, backend: str) -> None:
             f"Backend '{backend}' quantizes activations statically here and needs data; pass calibration=loader, or a "
             "config that needs none such as 'int8_dynamic'."
         )
-
-
-def waits_for_data(prepared: fx.GraphModule) -> bool:
-    """Tells whether observers of activations need calibration data."""
-    return any(needs_data(place.observer) and not place.of_constants for place in observer_places(prepared))
 
 
 def _require_batches(calibration: Iterable[Any] | None) -> None:

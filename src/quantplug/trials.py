@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from quantplug.algorithms.recipe import Algorithm, apply, by_stage
 from quantplug.core.calibration.batches import BatchReader, picked
 from quantplug.core.calibration.calibrate import calibrate
+from quantplug.core.calibration.observer_places import waits_for_data
 from quantplug.core.calibration.outputs import floats_of
 from quantplug.core.errors import ConfigError
 from quantplug.core.graph.multiplications import multiplications
@@ -27,7 +28,7 @@ from quantplug.core.pt2e.convert import convert_pt2e
 from quantplug.core.pt2e.prepare import prepare_pt2e
 from quantplug.core.report.explain import explain
 from quantplug.core.specs.levels import sqnr
-from quantplug.flow import export, waits_for_data
+from quantplug.flow import export
 from quantplug.lowering.program import Program
 from quantplug.quantizers.framework.quantizer import BackendQuantizer
 from quantplug.quantizers.framework.registry import get_quantizer
@@ -172,11 +173,11 @@ def calibrated(job: Job, exported: fx.GraphModule, quantizer: BackendQuantizer) 
     """Returns a prepared model that has seen the calibration batches, with the job's recipe applied."""
     floats, others = by_stage(job.recipe)
     exported = working_copy(exported) if floats else exported
-    apply(floats, exported, job.calibration, job.inputs, progress=False)
+    apply(floats, exported, job.calibration, job.inputs, quantizer, progress=False)
     prepared = prepare_pt2e(exported, quantizer)
     if waits_for_data(prepared):
         calibrate(prepared, job.calibration, progress=False, inputs=job.inputs)
-    apply(others, prepared, job.calibration, job.inputs, progress=False)
+    apply(others, prepared, job.calibration, job.inputs, quantizer, progress=False)
     return prepared
 
 

@@ -21,7 +21,7 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 import quantplug
 from quantplug.algorithms.orthogonal import rotation
 from quantplug.algorithms.rotate import Rotate
-from quantplug.core.errors import CalibrationError, ModelError
+from quantplug.core.errors import CalibrationError, ConfigError, ModelError
 from quantplug.core.specs.levels import sqnr
 
 
@@ -275,6 +275,35 @@ def test_an_even_model_is_left_alone_where_batches_tell():
     assert "is an input of the model" in found.left["linear"]
     assert "dB in 8 bits" in found.left["linear_1"]
     assert all(value is before[name] for name, value in graph.named_parameters())
+
+
+def test_the_gain_is_measured_with_what_the_quantizer_makes_of_the_model():
+    """In the program that a user gets; its table and layers have 4 bits, which 8-bit trials know nothing of."""
+    model, data = with_outliers(Model(64, 4, shared=2, tied=False)), [tokens(0), tokens(1)]
+
+    def artefact(*recipe, config="int4_dynamic_groups"):
+        return quantplug.quantize(model, (tokens(0),), "xnnpack", data, config, recipe=recipe, progress=False)
+
+    plain, rotated = artefact(), artefact(Rotate(few_bits=True))
+    assert len(rotated.applied[0]) > 8
+    kept = [sqnr(each(tokens(2)), model(tokens(2))) for each in (plain, rotated)]
+    assert kept[1] > kept[0] + 3
+    with pytest.warns(quantplug.QuantplugWarning, match="no weight has 5 bits or fewer"):
+        assert not artefact(Rotate(few_bits=True), config="int8_dynamic").applied[0]
+
+
+def test_what_gains_nothing_with_the_quantizer_is_left():
+    quantizer = quantplug.get_quantizer("xnnpack").set_global("int4_dynamic_groups")
+    graph = exported(Model(64, 4, tied=False).eval(), tokens(0))
+    before = dict(graph.named_parameters())
+    found = Rotate(quantizer=quantizer).apply(graph, [tokens(0), tokens(1)])
+    assert "dB when quantized, and" in str(found)
+    assert all(value is before[name] for name, value in graph.named_parameters())
+
+
+def test_few_bits_are_those_of_a_quantizer():
+    with pytest.raises(ConfigError, match=r"knows no quantizer; pass Rotate\(quantizer=\.\.\.\)"):
+        Rotate(few_bits=True).apply(exported(Model().eval(), tokens(0)), [tokens(0)])
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -251,6 +252,58 @@ def test_a_recipe_learns_of_the_head_from_every_token_of_a_text():
             return sqnr(torch.stack(found), model(ids).logits[0])
 
     assert kept([quantplug.GPTQ()]) > kept(()) + 1
+
+
+def test_the_accurate_recipe_turns_a_table_of_few_bits():
+    """Two channels of the stream are larger than the others, as in trained models, and the head is the table."""
+    model, given, ids = causal("Llama", tie_word_embeddings=True), texts(60, 8), texts(60, 11)[10]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, [3, 11]] *= 5
+        for name, value in model.named_parameters():
+            if "norm" in name:
+                value[[3, 11]] /= 5
+
+    def kept(recipe):
+        options = {"context": 64, "calibration": given, "recipe": recipe, "progress": False}
+        artefact = quantplug.quantize_language_model(model, "xnnpack", "8da4w", **options)
+        found = [artefact.logits([int(token)], position) for position, token in enumerate(ids[0])]
+        with torch.no_grad():
+            return sqnr(torch.stack(found), model(ids).logits[0]), artefact
+
+    turned, artefact = kept("accurate")
+    assert "rotated channels" in str(artefact.made.applied[0])
+    assert turned > kept([quantplug.GPTQ()])[0] + 2
+
+
+@dataclass
+class Watching:
+    """An algorithm that looks at what a decoder returns."""
+
+    stage: str
+    seen: list[Any] = field(default_factory=list)
+
+    def apply(self, model, loader, *, inputs=None):
+        with torch.no_grad():
+            self.seen += [copy.deepcopy(model)(*batch) for batch in loader]
+
+
+@pytest.mark.parametrize(("backend", "config"), [("xnnpack", "8da4w"), ("xnnpack", "int8"), ("x86", "int8_dynamic")])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_a_recipe_sees_the_logits_behind_each_token_and_the_program_gives_the_last(backend, config, family):
+    model, given = causal(family, num_hidden_layers=1), texts(20, 3)
+    watching = [Watching("float"), Watching("calibrated")]
+    artefact = quantplug.quantize_language_model(
+        model, backend, config, context=64, calibration=given, recipe=watching, progress=False
+    )
+    for each in watching:
+        for ids, found in zip(given, each.seen, strict=True):
+            with torch.no_grad():
+                assert found.shape == (1, 20, VOCABULARY)
+                assert sqnr(found, model(ids).logits) > 100
+    reference = copy.deepcopy(artefact.made.reference)
+    batch = given[0], torch.zeros(1, dtype=torch.int64)
+    assert reference(*batch).shape == artefact.program(*batch).shape == (1, VOCABULARY)
+    assert sqnr(artefact.program(*batch), model(given[0]).logits[:, -1]) > 8
 
 
 @pytest.mark.parametrize("backend", ["xnnpack", "x86"])

@@ -1,42 +1,78 @@
-"""The head of a decoder computes each token while texts are read, and the last one alone in the program.
+"""A decoder gives the logits behind each token while texts are read, and those behind the last one in the program.
 
-A decoder is asked for the logits behind its last token, so that its head reads one row of a text. Observers and
-recipes learn of a head from all rows: `GPTQ` with one row for each of 189 texts would fit 576 columns to 189 rows.
-Before: an exported decoder. After: the same with another first row, and back.
+A decoder is asked for its last token, so that its head reads one row of a text. Observers and recipes learn of a head
+from all rows: `GPTQ` with one row for each of 189 texts would fit 576 columns to 189 rows, and what compares outputs
+or trains for them would see one token of each text. Before: an exported decoder. After: the same with another first
+row and another output, and back. What is recorded of shapes stays that of one token, which the program is made for.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from quantplug.core.graph.editing import erase_dead_code, viewed
+from quantplug.core.graph.facts import tensor_value
+
 _LAST, _FIRST = -1, 0
 _TOKENS = 1  # the dimension of rows [1, tokens, channels]
+_SLICE, _SELECT, _RESHAPE = torch.ops.aten.slice.Tensor, torch.ops.aten.select.int, torch.ops.aten.reshape.default
 
 
-def read_each_token(decoder: fx.GraphModule) -> str | None:
-    """Lets the head of a decoder read each token, in place; the decoder returns the same as before.
+@dataclass(frozen=True)
+class Head:
+    """What a decoder was before it gave each token's logits.
+
+    Attributes:
+        rows: the name of the node that hands rows to the head; None where the head reads each token anyway.
+        selects: whether the last token's logits were selected of what the head computed.
+    """
+
+    rows: str | None
+    selects: bool
+
+
+def read_each_token(decoder: fx.GraphModule) -> Head:
+    """Lets the head of a decoder read each token, and the decoder return the logits behind each, in place.
 
     Returns:
-        The name of the node that hands rows to the head, which `read_last_token` takes; None where there is none.
+        What `read_last_token` takes.
     """
-    node = decoder.graph.output_node()
+    output = decoder.graph.output_node()
+    selected = output.all_input_nodes[0]
+    selects = selected.target is _SELECT and selected.args[1:] == (_TOKENS, _LAST)
+    if selects:
+        output.replace_input_with(selected, selected.all_input_nodes[0])
+        erase_dead_code(decoder.graph)
+    node: fx.Node = output
     while node.all_input_nodes:
         node = node.all_input_nodes[0]
-        if node.target is torch.ops.aten.slice.Tensor and node.args[1:3] == (_TOKENS, _LAST):
+        if node.target is _SLICE and node.args[1:3] == (_TOKENS, _LAST):
             _begin(decoder, node, _FIRST)
-            return node.name
-    return None
+            return Head(node.name, selects)
+    decoder.recompile()
+    return Head(None, selects)
 
 
-def read_last_token(decoder: fx.GraphModule, name: str | None) -> None:
-    """Lets the head read the last token alone again, in place.
+def read_last_token(decoder: fx.GraphModule, head: Head) -> None:
+    """Lets the head read the last token alone again, and the decoder return its logits, in place.
 
     Args:
         decoder: what came of the one that `read_each_token` changed.
-        name: what it returned.
+        head: what it returned.
     """
-    if name is not None:
-        (rows,) = (node for node in decoder.graph.nodes if node.name == name)
+    output = decoder.graph.output_node()
+    logits = output.all_input_nodes[0]
+    if head.selects and head.rows is None:
+        output.replace_input_with(logits, viewed(output, _SELECT, logits, _TOKENS, _LAST))
+    elif head.selects:
+        value = tensor_value(logits)
+        assert value is not None
+        output.replace_input_with(logits, viewed(output, _RESHAPE, logits, [1, int(value.shape[-1])]))
+    if head.rows is not None:
+        (rows,) = (node for node in decoder.graph.nodes if node.name == head.rows)
         _begin(decoder, rows, _LAST)
+    decoder.recompile()
 
 
 def _begin(decoder: fx.GraphModule, rows: fx.Node, first: int) -> None:

@@ -126,7 +126,7 @@ def quantized(program: ExportedProgram, calibration: Any, order: Order, config: 
     """Returns the float graph behind what a recipe does to it, and the artefact that is made of it."""
     floats, others = by_stage(recipe_of(order.recipe or ()))
     graph = working_copy(program.module())
-    apply(floats, graph, calibration, None, progress=False)
+    apply(floats, graph, calibration, None, get_quantizer(order.backend).set_global(config), progress=False)
     args, kwargs = program.example_inputs or ((), {})
     recipe = others if floats else order.recipe  # by name, it is not told which of its parts gain nothing
     artefact = quantize(
