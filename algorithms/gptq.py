@@ -135,18 +135,27 @@ class GPTQ:
         """
         model = require_observers(prepared, "GPTQ")
         with torch.no_grad(), batches_of(model, loader, self.samples, inputs, least=1, step="GPTQ") as batches:
-            weights, left = weights_of(model)
-            with joined() as ranks, telling(ranks):
-                kept = Kept(self.checkpoint, lambda: fingerprint(self, model, weights, batches), ranks)
-                log = Log(kept, weights, batches, resume=self.resume)
-                rounded = self._all_rounded(model, batches, weights, ranks, log)
-                found, doubt = without_doubt(model, batches, rounded, ranks)
-                values = [one.value for one in found]
-                ranks.gather(None)  # what fails after this fails on all
-            for one, value in zip(found, values, strict=True):
-                keep(model, one.weight, value, one.scale)
-            model.recompile()
-            kept.remove()
+            return self.rounded_on(model, batches)
+
+    def rounded_on(self, model: fx.GraphModule, batches: Batches) -> RoundedWeights:
+        """Does what `apply` does, on all of some batches that wait already; without gradients.
+
+        Args:
+            model: the prepared, calibrated graph module.
+            batches: its inputs.
+        """
+        weights, left = weights_of(model)
+        with joined() as ranks, telling(ranks):
+            kept = Kept(self.checkpoint, lambda: fingerprint(self, model, weights, batches), ranks)
+            log = Log(kept, weights, batches, resume=self.resume)
+            rounded = self._all_rounded(model, batches, weights, ranks, log)
+            found, doubt = without_doubt(model, batches, rounded, ranks)
+            values = [one.value for one in found]
+            ranks.gather(None)  # what fails after this fails on all
+        for one, value in zip(found, values, strict=True):
+            keep(model, one.weight, value, one.scale)
+        model.recompile()
+        kept.remove()
         layers = {layer.node.name: _quality(one) for one in found for layer in one.weight.layers}
         others = (layer.node.name for one in rounded for layer in one.weight.layers)
         return RoundedWeights(layers, left | {name: doubt for name in others if doubt and name not in layers})

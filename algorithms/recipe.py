@@ -81,7 +81,7 @@ class CorrectBiases:
 RECIPES: dict[str, tuple[Algorithm, ...]] = {
     "fast": (CorrectBiases(),),
     "accurate": (
-        Rotate(samples=32, few_bits=True),
+        Rotate(samples=32, few_bits=True, before_gptq=True),
         Equalize(),
         Smooth(),
         GPTQ(),

@@ -16,7 +16,9 @@ from quantplug.core.graph.facts import tensor_value
 
 _LAST, _FIRST = -1, 0
 _TOKENS = 1  # the dimension of rows [1, tokens, channels]
-_SLICE, _SELECT, _RESHAPE = torch.ops.aten.slice.Tensor, torch.ops.aten.select.int, torch.ops.aten.reshape.default
+_SLICE = torch.ops.aten.slice.Tensor
+_SELECT = torch.ops.aten.select.int
+_RESHAPE = torch.ops.aten.reshape.default
 
 
 @dataclass(frozen=True)
