@@ -47,16 +47,21 @@ class BatchRun(fx.Interpreter):
         self._next: fx.Node = next(iter(model.graph.nodes))
 
     def advance(self, stop: fx.Node | None = None) -> None:
-        """Runs the nodes up to one, None for all; what nobody reads any more is dropped."""
+        """Runs the nodes up to one, None for all; what it reads is there, and what nobody reads any more is dropped."""
         while self._next is not stop and self._next.op != "root":
             node = self._next
             if node.op != "placeholder" and node not in self._buffers:
-                for buffer in node.all_input_nodes:
-                    if buffer in self._buffers and buffer not in self.env:
-                        self.env[buffer] = self.run_node(buffer)
+                self._read_buffers(node)
                 self.env[node] = self.run_node(node)
             self.let_go(node)
             self._next = node.next
+        self._read_buffers(self._next)
+
+    def _read_buffers(self, node: fx.Node) -> None:
+        """Reads the buffers that a node is given."""
+        for buffer in node.all_input_nodes:
+            if buffer in self._buffers and buffer not in self.env:
+                self.env[buffer] = self.run_node(buffer)
 
     def let_go(self, node: fx.Node) -> None:
         """Drops what nobody reads behind a node."""

@@ -137,6 +137,33 @@ def test_what_waits_of_a_batch_is_the_caches_that_were_written_and_are_read_agai
     assert torch.equal(ready.get_buffer("cache0"), torch.zeros(1000, 8))
 
 
+class Recurrent(nn.Module):
+    """A layer that reads a buffer itself."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.of_state, self.of_input = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.register_buffer("state", torch.randn(4, 32))
+
+    def forward(self, x):
+        found = torch.tanh(self.of_state(self.state) + self.of_input(x))
+        self.state.copy_(found)
+        return found
+
+
+@pytest.mark.parametrize("recipe", [[GPTQ()], "accurate"], ids=["gptq", "accurate"])
+def test_a_layer_that_reads_a_buffer_which_the_model_writes_is_rounded(recipe):
+    model, batches = Recurrent().eval(), [torch.randn(4, 32) for _ in range(4)]
+    state = model.get_buffer("state").clone()
+    artefact = quantplug.quantize(
+        model, (batches[0],), "x86", batches, "int4_weight_only", recipe=recipe, progress=False
+    )
+    rounded = next(done for done in artefact.applied if "rounded anew" in str(done))
+    assert len(rounded) == 2
+    assert torch.equal(model.get_buffer("state"), state)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4),

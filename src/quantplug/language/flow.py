@@ -242,9 +242,9 @@ def _converted(request: Request, exported: torch.export.ExportedProgram) -> Conv
     if request.calibration is None:
         return converted(request, exported)
     graph = export(exported, ())
-    rows = read_each_token(graph)
+    head = read_each_token(graph)
     found = converted(request, graph, (exported.example_inputs or ((), {}))[0])
-    read_last_token(found.reference, rows)
+    read_last_token(found.reference, head)
     return found
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from quantplug.core.graph.editing import erase_dead_code, viewed
+from quantplug.core.graph.editing import erase_unused, viewed
 from quantplug.core.graph.facts import tensor_value
 
 _LAST, _FIRST = -1, 0
@@ -45,15 +45,12 @@ def read_each_token(decoder: fx.GraphModule) -> Head:
     selects = selected.target is _SELECT and selected.args[1:] == (_TOKENS, _LAST)
     if selects:
         output.replace_input_with(selected, selected.all_input_nodes[0])
-        erase_dead_code(decoder.graph)
-    node: fx.Node = output
-    while node.all_input_nodes:
-        node = node.all_input_nodes[0]
-        if node.target is _SLICE and node.args[1:3] == (_TOKENS, _LAST):
-            _begin(decoder, node, _FIRST)
-            return Head(node.name, selects)
+        erase_unused([selected])
+    rows = _rows_of(output)
+    if rows is not None:
+        rows.update_arg(2, _FIRST)
     decoder.recompile()
-    return Head(None, selects)
+    return Head(None if rows is None else rows.name, selects)
 
 
 def read_last_token(decoder: fx.GraphModule, head: Head) -> None:
@@ -73,10 +70,15 @@ def read_last_token(decoder: fx.GraphModule, head: Head) -> None:
         output.replace_input_with(logits, viewed(output, _RESHAPE, logits, [1, int(value.shape[-1])]))
     if head.rows is not None:
         (rows,) = (node for node in decoder.graph.nodes if node.name == head.rows)
-        _begin(decoder, rows, _LAST)
+        rows.update_arg(2, _LAST)
     decoder.recompile()
 
 
-def _begin(decoder: fx.GraphModule, rows: fx.Node, first: int) -> None:
-    rows.update_arg(2, first)
-    decoder.recompile()
+def _rows_of(output: fx.Node) -> fx.Node | None:
+    """Returns the node that hands the last token's row to the head."""
+    node = output
+    while node.all_input_nodes:
+        node = node.all_input_nodes[0]
+        if node.target is _SLICE and node.args[1:3] == (_TOKENS, _LAST):
+            return node
+    return None
