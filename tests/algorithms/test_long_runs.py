@@ -159,8 +159,7 @@ def test_a_layer_that_reads_a_buffer_which_the_model_writes_is_rounded(recipe):
     artefact = quantplug.quantize(
         model, (batches[0],), "x86", batches, "int4_weight_only", recipe=recipe, progress=False
     )
-    rounded = next(done for done in artefact.applied if "rounded anew" in str(done))
-    assert len(rounded) == 2
+    assert any("2 layers' weights rounded anew" in str(done) for done in artefact.applied)
     assert torch.equal(model.get_buffer("state"), state)
 
 
