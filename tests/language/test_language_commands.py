@@ -75,6 +75,7 @@ def test_from_a_checkpoint_to_text_on_x86(model, recipe, run, files):
     generated(run, out, model)
     before, behind = map(float, re.findall(r"perplexity, \w+ ([\d.]+)", table))
     assert 0.8 < behind / before < 1.25
+    assert ("bias" in table) == ("fast" in recipe)  # what the recipe did
     assert X86Program.load(out).constants["get_eos_ids"] == [2]
 
 
@@ -88,12 +89,14 @@ def test_from_a_checkpoint_to_text_on_xnnpack(run, files):
 @pytest.mark.slow
 def test_figures_and_text_as_json(run, files):
     words = ("--backend", "x86", "--config", "int8_dynamic", "--calibration", "text.txt", "--score", "1")
+    words += ("--recipe", "fast", "--limit", "2")
     code, printed, errors = run("llm", "model", "--out", "json.pt2", "--context", "32", *words, "--json")
     assert code == 0, errors
     found = json.loads(printed)
     assert found["bytes"] == (files / "json.pt2").stat().st_size
     assert found["perplexity_float"] > 1
     assert found["decode"] > 0
+    assert [done for done in found["applied"] if "bias" in done] == found["applied"] != []
     words = ("generate", "json.pt2", "--tokenizer", "model", "--prompt", "bad cab", "--max-new-tokens", "6")
     assert run(*words)[1] == json.loads(run(*words, "--json")[1])["text"] + "\n"
     assert run(*words, "--quiet")[:2] == (0, "")

@@ -69,6 +69,7 @@ class Figures:
         decode: tokens a second of them.
         peak: the most bytes that the process had resident.
         peak_share: the same, times the weights in float32.
+        applied: what each algorithm of the recipe did, in a sentence.
     """
 
     perplexity_float: float | None
@@ -81,6 +82,7 @@ class Figures:
     decode: float
     peak: int | None
     peak_share: float | None
+    applied: tuple[str, ...]
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yields the rows of the table."""
@@ -114,12 +116,15 @@ def convert(order: Order, console: Console) -> Figures:
             expected = perplexity(checkpoint.model, scored, progress=order.progress)
     with _step(console, f"quantize with {chosen} and lower to {order.backend}"):
         artefact = _quantized(order, checkpoint, chosen, calibrating)
+    applied = () if artefact.made is None else tuple(map(str, artefact.made.applied))
+    for done in applied:
+        console.print(escape(done), soft_wrap=True)
     with _step(console, f"write {order.out}"):
         artefact.save(order.out)
     if scored:
         with _step(console, f"score the artefact on {_tokens(scored)} tokens, one by one"):
             perplexed = perplexity(artefact, scored, progress=order.progress)
-    figures = _measured(order.out, artefact, whole, (expected, perplexed))
+    figures = _measured(order.out, artefact, whole, (expected, perplexed), applied)
     console.print(_table(figures.rows()))
     console.print(escape(f"Wrote {order.out}."), soft_wrap=True)
     return figures
@@ -203,7 +208,13 @@ def _tokens(texts: Iterable[Tensor]) -> int:
     return sum(ids.shape[1] for ids in texts)
 
 
-def _measured(out: Path, artefact: LanguageArtefact, whole: int, scores: tuple[float | None, float | None]) -> Figures:
+def _measured(
+    out: Path,
+    artefact: LanguageArtefact,
+    whole: int,
+    scores: tuple[float | None, float | None],
+    applied: tuple[str, ...],
+) -> Figures:
     size, found, peak = out.stat().st_size, speed(artefact), _peak()
     return Figures(
         *scores,
@@ -215,6 +226,7 @@ def _measured(out: Path, artefact: LanguageArtefact, whole: int, scores: tuple[f
         decode=found.decode,
         peak=peak,
         peak_share=None if peak is None else peak / whole,
+        applied=applied,
     )
 
 
