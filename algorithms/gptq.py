@@ -9,7 +9,8 @@ The scales are searched first: each block's is multiplied by the factor with the
 the energy of the inputs (the diagonal of the Hessian, as in AWQ's and llama.cpp's searches). What GPTQ rounded is then
 made better by turns: scales fitted to the integers, and integers chosen anew one by one (QuantEase, arXiv:2309.01885).
 Each row keeps the best of all that was tried, rounding to nearest with the observer's scales included, judged by the
-whole Hessian. `rounding.py` has the arithmetic.
+whole Hessian. Tables of embeddings are rounded to nearest with scales that suit them best, in front of all that reads
+them. `rounding.py` has the arithmetic.
 """
 
 import math
@@ -30,8 +31,8 @@ from quantplug.algorithms.pieces import joined as joined_pieces
 from quantplug.algorithms.products import Sums
 from quantplug.algorithms.results import ByLayer
 from quantplug.algorithms.rounded import Log, Rounded
-from quantplug.algorithms.rounding import Passing, Tried, descended, errors_of, factors_of, refitted, target_of
-from quantplug.algorithms.weights import Grid, Weight, keep, weights_of
+from quantplug.algorithms.rounding import Passing, Tried, descended, errors_of, factors_of, fitted, refitted, target_of
+from quantplug.algorithms.weights import Grid, Weight, keep, tables_of, weights_of
 from quantplug.core.calibration.node_by_node import Batches, BatchRun, FloatRun, batches_of
 from quantplug.core.calibration.observer_places import require_observers
 from quantplug.core.calibration.processes import Alone, Exchange, joined, telling
@@ -49,7 +50,7 @@ class RoundedLayer:
 
     Attributes:
         before: decibels with the weight rounded to nearest.
-        after: decibels with the weight it has now.
+        after: decibels with the weight it has now. Of a table both are over all of its rows.
     """
 
     before: float
@@ -144,11 +145,11 @@ class GPTQ:
             model: the prepared, calibrated graph module.
             batches: its inputs.
         """
-        weights, left = weights_of(model)
+        (weights, left), (tables, of_tables) = weights_of(model), tables_of(model)
         with joined() as ranks, telling(ranks):
-            kept = Kept(self.checkpoint, lambda: fingerprint(self, model, weights, batches), ranks)
-            log = Log(kept, weights, batches, resume=self.resume)
-            rounded = self._all_rounded(model, batches, weights, ranks, log)
+            kept = Kept(self.checkpoint, lambda: fingerprint(self, model, [*tables, *weights], batches), ranks)
+            log = Log(kept, [*tables, *weights], batches, resume=self.resume)
+            rounded = self._all_rounded(model, batches, weights, tables, ranks, log)
             found, doubt = without_doubt(model, batches, rounded, ranks)
             values = [one.value for one in found]
             ranks.gather(None)  # what fails after this fails on all
@@ -158,37 +159,69 @@ class GPTQ:
         kept.remove()
         layers = {layer.node.name: _quality(one) for one in found for layer in one.weight.layers}
         others = (layer.node.name for one in rounded for layer in one.weight.layers)
-        return RoundedWeights(layers, left | {name: doubt for name in others if doubt and name not in layers})
+        reasons = left | of_tables | {name: doubt for name in others if doubt}
+        return RoundedWeights(layers, {name: reason for name, reason in reasons.items() if name not in layers})
 
     def _all_rounded(
-        self, model: fx.GraphModule, batches: Batches, weights: list[Weight], ranks: Exchange | Alone, log: Log
+        self,
+        model: fx.GraphModule,
+        batches: Batches,
+        weights: list[Weight],
+        tables: list[Weight],
+        ranks: Exchange | Alone,
+        log: Log,
     ) -> list[Rounded]:
         found = []
-        with progress_bar(shown=True, total=len(weights), step="GPTQ", unit="weights") as advance:
-            for one in self._rounded(model, batches, weights, ranks, log):
+        with progress_bar(shown=True, total=len(weights) + len(tables), step="GPTQ", unit="weights") as advance:
+            for one in self._rounded(model, batches, weights, tables, ranks, log):
                 found.append(one)
                 log.add(one)
                 advance()
         return found
 
     def _rounded(
-        self, model: fx.GraphModule, batches: Batches, weights: list[Weight], ranks: Exchange | Alone, log: Log
+        self,
+        model: fx.GraphModule,
+        batches: Batches,
+        weights: list[Weight],
+        tables: list[Weight],
+        ranks: Exchange | Alone,
+        log: Log,
     ) -> Iterator[Rounded]:
         own, count = batches[ranks.rank :: ranks.size], len(batches)
         runs, floats = (own.runs(partial(kind, model)) for kind in (BatchRun, FloatRun))
         by_layer = {layer.node: (weight, layer) for weight in weights for layer in weight.layers}
+        looked_up: dict[fx.Node, tuple[fx.Node, Rounded]] = {}
+        for table in tables:
+            one = log.found(table) or self._fitted(table, batches)
+            looked_up |= {layer.node: (layer.observed, one) for layer in table.layers}
+            yield one
+        stops = {**by_layer, **looked_up}
         sums = Sums(runs, floats, ranks, count)
-        for node, _ in zip(runs.stops(by_layer), floats.stops(by_layer), strict=True):
+        for node, _ in zip(runs.stops(stops), floats.stops(stops), strict=True):
+            if node in looked_up:
+                observed, one = looked_up[node]
+                runs.replace(observed, one.value)
+                continue
             weight, layer = by_layer[node]
-            one = log.found(weight)
-            total = None if one is not None else sums.added(weight, layer)
+            found = log.found(weight)
+            total = None if found is not None else sums.added(weight, layer)
             if layer is not weight.layers[-1]:
                 continue
             if total is not None:
-                one = self._round(weight, total, batches, ranks)
-            assert one is not None
-            yield one
-            runs.replace(layer.observed, one.value)
+                found = self._round(weight, total, batches, ranks)
+            assert found is not None
+            yield found
+            runs.replace(layer.observed, found.value)
+
+    def _fitted(self, table: Weight, batches: Batches) -> Rounded:
+        """Returns a table rounded to nearest, with scales that suit it best; each of its numbers counts alike."""
+        matrix = table.matrix
+        grid = fitted(matrix, table.grid) if self._searches_scales(table) else table.grid
+        energy, values = float(matrix.square().sum()), grid.nearest(matrix)
+        errors = (float((matrix - rounded).square_().sum()) for rounded in (table.grid.nearest(matrix), values))
+        quality = (decibels(energy, error) for error in errors)
+        return Rounded(table, batches.parked(table.as_held(values)), grid.as_given(grid.scale), *quality)
 
     def _round(self, weight: Weight, sums: Tensor, batches: Batches, ranks: Exchange | Alone) -> Rounded:
         hessians, crosses = sums.unbind(1)

@@ -84,7 +84,7 @@ RECIPES: dict[str, tuple[Algorithm, ...]] = {
         Rotate(samples=32, few_bits=True, before_gptq=True),
         Equalize(),
         Smooth(),
-        GPTQ(),
+        GPTQ(samples=256),
         TrainScales(),
         CorrectBiases(),
     ),

@@ -84,4 +84,4 @@ def _row(one: Rounded) -> tuple[Any, ...]:
 
 
 def _name(weight: Weight) -> str:
-    return weight.paths[0]
+    return weight.layers[0].node.name  # a table and a head may have one path

@@ -13,6 +13,8 @@ columns multiply, [groups, columns, columns] (the Hessian of the squared error).
   regression, and so much of it as held-back samples confirm.
 - `factors_of`: scales searched with errors weighted by the inputs' energy, the diagonal of the Hessian.
 - `refitted`: given the integers the result is linear in the scales, so that the best are a least squares solution.
+- `fitted`: the same where each element counts alike, as in a table: integers and scales in turns, after the search, as
+  Lloyd's algorithm does it (Lloyd, "Least Squares Quantization in PCM", 1982).
 """
 
 from dataclasses import dataclass, replace
@@ -30,6 +32,8 @@ _FACTORS = torch.linspace(1.0, 0.5, 26)
 _AT_ONCE = 2**22
 # What is added to these systems' diagonals, as a share of them.
 _RIDGE = 1e-4
+# How often the scales of a table are fitted to its integers: a fifth time gains a hundredth of a decibel.
+_TURNS = 4
 
 
 @dataclass(frozen=True)
@@ -236,6 +240,28 @@ def refitted(matrix: Tensor, values: Tensor, grid: Grid, damped: Tensor) -> tupl
     scale = torch.where(torch.isfinite(found) & (found > 0), found, grid.scale)
     fitted = replace(grid, scale=scale)
     return fitted, integers * fitted.spread(scale, matrix)
+
+
+def fitted(matrix: Tensor, grid: Grid) -> Grid:
+    """Returns the grid with the scales by which rounding a matrix to nearest errs least.
+
+    Args:
+        matrix: float32 [groups, rows, columns].
+        grid: with the scales to begin with.
+    """
+    at_once = len(matrix[0]) if grid.scale.shape[1] == 1 else max(1, _AT_ONCE // matrix[:, 0].numel())
+    parts = zip(*(torch.split(each, at_once, 1) for each in (matrix, grid.scale, grid.zero_point)), strict=True)
+    scales = [_fitted(part, replace(grid, scale=scale, zero_point=zero)).scale for part, scale, zero in parts]
+    return replace(grid, scale=torch.cat(scales, 1))
+
+
+def _fitted(matrix: Tensor, grid: Grid) -> Grid:
+    grid = grid.scaled(factors_of(grid, matrix, torch.eye(matrix.shape[2])[None]))
+    for _ in range(_TURNS):
+        integers = grid.nearest(matrix).div_(grid.spread(grid.scale, matrix))
+        found = (grid.by_block(matrix * integers) / grid.by_block(integers.square_())).to(grid.scale.dtype)
+        grid = replace(grid, scale=torch.where(torch.isfinite(found) & (found > 0), found, grid.scale))
+    return grid
 
 
 def _equations(matrix: Tensor, integers: Tensor, damped: Tensor, blocks: int) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ knows of matrices alone: here they are taken from tensors, however they lie, and
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from quantplug.core.pt2e.quantization import kind_of, static_quantization
 
 # Weights with more integers than these bits give are near enough to float that other things matter more.
 FEW_BITS = 5
+_TABLE = "aten::embedding"
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Layer:
     """An operator with a weight that can be rounded anew.
 
     Attributes:
-        operator: the linear layer or convolution.
+        operator: the linear layer or convolution, or the look-up in a table.
         observed: what it reads as its weight, the call of an observer.
         observer: that observer.
         constant: the node of the weight.
@@ -176,7 +178,7 @@ class Weight:
 
 
 def weights_of(model: fx.GraphModule) -> tuple[list[Weight], dict[str, str]]:
-    """Returns the weights that can be rounded anew, and by operator why others cannot.
+    """Returns the weights of layers that can be rounded anew, and by operator why others cannot.
 
     Args:
         model: a prepared, calibrated graph module; observers that wait for convert see their constants.
@@ -184,11 +186,39 @@ def weights_of(model: fx.GraphModule) -> tuple[list[Weight], dict[str, str]]:
     Raises:
         CalibrationError: an observer cannot observe a constant.
     """
+    return _weights(model, layer_of)
+
+
+def tables_of(model: fx.GraphModule) -> tuple[list[Weight], dict[str, str]]:
+    """Returns the tables of embeddings that can be rounded anew, and by operator why others cannot.
+
+    Args:
+        model: as for `weights_of`.
+
+    Raises:
+        CalibrationError: an observer cannot observe a constant.
+    """
+    tables, left = _weights(model, _table_of)
+    names = {node.name for node in model.graph.nodes if operator_name(node) == _TABLE}
+    return tables, {name: reason for name, reason in left.items() if name in names}
+
+
+def _table_of(node: fx.Node) -> Operator | None:
+    """Returns a look-up in a table as what has its rows for output channels; it reads no columns."""
+    if operator_name(node) != _TABLE:
+        return None
+    given = operands(node)
+    return Operator(node, given["indices"], given["weight"], None, 1, 0)
+
+
+def _weights(
+    model: fx.GraphModule, operator_of: Callable[[fx.Node], Operator | None]
+) -> tuple[list[Weight], dict[str, str]]:
     observe_constants(model.graph, calls_of_observers(model.graph))
     layers: dict[int, list[Layer]] = defaultdict(list)
     left: dict[str, str] = {}
     for node in model.graph.nodes:
-        found = _layer(node)
+        found = _layer(node, operator_of(node))
         if isinstance(found, Layer):
             layers[id(attribute(model, str(found.constant.target)))].append(found)
         elif found:
@@ -224,8 +254,8 @@ def keep(model: fx.GraphModule, weight: Weight, value: Tensor, scale: Tensor) ->
         freeze(layer.observer, scale, weight.grid.as_given(weight.grid.zero_point))
 
 
-def _layer(node: fx.Node) -> Layer | str | None:
-    operator, given = layer_of(node), operands(node) if node.op == "call_function" else {}
+def _layer(node: fx.Node, operator: Operator | None) -> Layer | str | None:
+    given = operands(node) if node.op == "call_function" else {}
     observed = given.get("weight")
     observer = observer_of(observed)
     if not isinstance(observed, fx.Node) or observer is None:

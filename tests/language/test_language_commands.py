@@ -89,8 +89,8 @@ def test_from_a_checkpoint_to_text_on_xnnpack(run, files):
 @pytest.mark.slow
 def test_figures_and_text_as_json(run, files):
     words = ("--backend", "x86", "--config", "int8_dynamic", "--calibration", "text.txt", "--score", "1")
-    words += ("--recipe", "fast", "--limit", "2")
-    code, printed, errors = run("llm", "model", "--out", "json.pt2", "--context", "32", *words, "--json")
+    recipe = ("--recipe", "fast", "--limit", "2")
+    code, printed, errors = run("llm", "model", "--out", "json.pt2", "--context", "32", *words, *recipe, "--json")
     assert code == 0, errors
     found = json.loads(printed)
     assert found["bytes"] == (files / "json.pt2").stat().st_size
