@@ -12,7 +12,7 @@ from typing import Any
 
 # mallopt's number for the bytes from which on a piece of memory is mapped by itself (malloc.h); such a limit; and where
 # glibc's own rule ends, by which the limit follows the largest piece that was freed: there is no way back to the rule.
-_THRESHOLD, _MAPPED, _LARGEST = -3, 2**18, 2**25
+_THRESHOLD, _MAPPED, _LARGEST = -3, 2**22, 2**25
 
 
 def give_back() -> None:
@@ -25,9 +25,11 @@ def give_back() -> None:
 
 @contextmanager
 def freed_at_once() -> Iterator[None]:
-    """Lets tensors of 256 kB and more go back to the system as soon as they are freed.
+    """Lets tensors of 4 MB and more go back to the system as soon as they are freed.
 
     Among tensors that come and go for minutes the pieces that glibc keeps grow to as much as the tensors themselves.
+    To take small ones back costs more than it saves: with a limit of 256 kB `GPTQ` on SmolLM2 peaks 1 % lower, and takes
+    a quarter longer.
     """
     option = _function("mallopt")
     if option is None:

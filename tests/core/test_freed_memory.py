@@ -23,7 +23,7 @@ def resident():
 torch.ones(2**22)  # freed: from now on glibc keeps pieces of up to 16 MB
 with freed_at_once() if sys.argv[1] == "at once" else nullcontext():
     before = resident()
-    pairs = [(torch.ones(2**18), torch.ones(2**12)) for _ in range(100)]  # 1 MB each, and what lies between them
+    pairs = [(torch.ones(2**20), torch.ones(2**12)) for _ in range(25)]  # 4 MB each, and what lies between them
     pairs = [small for _, small in pairs]
     print(resident() - before)
 """
