@@ -149,7 +149,8 @@ class GPTQ:
         with joined() as ranks, telling(ranks):
             kept = Kept(self.checkpoint, lambda: fingerprint(self, model, [*tables, *weights], batches), ranks)
             log = Log(kept, [*tables, *weights], batches, resume=self.resume)
-            rounded = self._all_rounded(model, batches, weights, tables, ranks, log)
+            rounding = self._rounded(model, batches, weights, tables, ranks, log)
+            rounded = list(_logged(rounding, log, len(weights + tables)))
             found, doubt = without_doubt(model, batches, rounded, ranks)
             values = [one.value for one in found]
             ranks.gather(None)  # what fails after this fails on all
@@ -161,23 +162,6 @@ class GPTQ:
         others = (layer.node.name for one in rounded for layer in one.weight.layers)
         reasons = left | of_tables | {name: doubt for name in others if doubt}
         return RoundedWeights(layers, {name: reason for name, reason in reasons.items() if name not in layers})
-
-    def _all_rounded(
-        self,
-        model: fx.GraphModule,
-        batches: Batches,
-        weights: list[Weight],
-        tables: list[Weight],
-        ranks: Exchange | Alone,
-        log: Log,
-    ) -> list[Rounded]:
-        found = []
-        with progress_bar(shown=True, total=len(weights) + len(tables), step="GPTQ", unit="weights") as advance:
-            for one in self._rounded(model, batches, weights, tables, ranks, log):
-                found.append(one)
-                log.add(one)
-                advance()
-        return found
 
     def _rounded(
         self,
@@ -273,3 +257,12 @@ class GPTQ:
 
 def _quality(one: Rounded) -> RoundedLayer:
     return RoundedLayer(one.before, one.after)
+
+
+def _logged(rounding: Iterator[Rounded], log: Log, total: int) -> Iterator[Rounded]:
+    """Yields weights as they are rounded, shows how many are, and keeps them."""
+    with progress_bar(shown=True, total=total, step="GPTQ", unit="weights") as advance:
+        for one in rounding:
+            log.add(one)
+            advance()
+            yield one
