@@ -28,8 +28,8 @@ def freed_at_once() -> Iterator[None]:
     """Lets tensors of 4 MB and more go back to the system as soon as they are freed.
 
     Among tensors that come and go for minutes the pieces that glibc keeps grow to as much as the tensors themselves.
-    To take small ones back costs more than it saves: with a limit of 256 kB `GPTQ` on SmolLM2 peaks 1 % lower, and takes
-    a quarter longer.
+    To take small ones back costs more than it saves: with a limit of 256 kB `GPTQ` on SmolLM2 peaks 1 % lower, and
+    takes a quarter longer.
     """
     option = _function("mallopt")
     if option is None:

@@ -10,6 +10,7 @@ import torch
 from language_models import VOCABULARY, causal, texts, tokenizer, write_folder
 
 import quantplug
+from quantplug.core.errors import ConfigError
 from quantplug.core.specs.levels import sqnr
 from quantplug.language.decoder import objection
 from quantplug.language.measure import perplexity, speed
@@ -142,6 +143,9 @@ def test_attention_of_x86_reads_the_rows_that_are_filled(family):
         if name.startswith(("keys", "values")):
             rows[:, 5:] = float("nan")
     assert torch.equal(artefact.logits([3, 1, 4, 1, 5], 0), expected)
+    assert torch.equal(artefact.logits(torch.tensor([[3, 1, 4, 1, 5]]), 0), expected)
+    with pytest.raises(ConfigError, match=r"The prompt has \[3, 1\], which is no token"):
+        artefact.logits(torch.tensor([[3, 1], [4, 1]]), 0)
     artefact.reset()
 
 

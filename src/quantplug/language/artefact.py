@@ -80,26 +80,27 @@ class LanguageArtefact:
             yield token
             start, fed = start + len(fed), [token]
 
-    def logits(self, ids: list[int], start: int) -> Tensor:
+    def logits(self, ids: Iterable[int] | Tensor, start: int) -> Tensor:
         """Returns the logits [vocabulary] behind tokens whose first one stands at a position; they go into the cache.
 
         Args:
-            ids: the tokens, at least one.
+            ids: the tokens, at least one, as for `generate`.
             start: the position of the first of them, from 0.
 
         Raises:
             ConfigError: they do not fit the cache, or are no tokens of the model.
             LoweringError: the logits are not finite.
         """
-        if not ids or start < 0 or start + len(ids) > self.facts.context:
+        tokens = _listed(ids)
+        if not tokens or start < 0 or start + len(tokens) > self.facts.context:
             raise ConfigError(
-                f"{len(ids)} tokens from position {start} on do not fit the cache of {self.facts.context}; begin "
+                f"{len(tokens)} tokens from position {start} on do not fit the cache of {self.facts.context}; begin "
                 "earlier."
             )
-        self._require_tokens(ids)
+        self._require_tokens(tokens)
         found = torch.empty(0)
-        for first in range(0, len(ids), self.facts.step):
-            part = ids[first : first + self.facts.step]
+        for first in range(0, len(tokens), self.facts.step):
+            part = tokens[first : first + self.facts.step]
             found = self.program(torch.tensor([part]), torch.tensor([start + first]))[0]
         if not bool(torch.isfinite(found).all()):
             self.reset()
@@ -125,9 +126,7 @@ class LanguageArtefact:
         return self.program.nbytes
 
     def _prompt(self, ids: Iterable[int] | Tensor) -> list[int]:
-        if isinstance(ids, Tensor):
-            ids = (ids[0] if ids.dim() == 2 and len(ids) == 1 else ids).tolist()
-        prompt: list[Any] = list(ids) if isinstance(ids, Iterable) else [ids]
+        prompt = _listed(ids)
         if not prompt:
             raise ConfigError("The prompt is empty; begin with a token, such as the tokenizer's first.")
         self._require_tokens(prompt)
@@ -155,6 +154,13 @@ class LanguageArtefact:
                 f"{room}; ask for fewer, or lower the model with a larger context."
             )
         return wanted or room
+
+
+def _listed(ids: Iterable[int] | Tensor) -> list[Any]:
+    """Returns tokens as a list, whatever is in it: of a tensor [1, n] its row."""
+    if isinstance(ids, Tensor):
+        ids = (ids[0] if ids.dim() == 2 and len(ids) == 1 else ids).tolist()
+    return list(ids) if isinstance(ids, Iterable) else [ids]
 
 
 def _drawn(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
