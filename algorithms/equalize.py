@@ -10,15 +10,17 @@ are absorbed (section 4.2) if the user asks for it.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, fx
+from torchao.quantization.pt2e.quantizer import Quantizer
 
 from quantplug.algorithms.absorb import absorbed
 from quantplug.algorithms.changes import Change, put_changes, put_parameters
 from quantplug.algorithms.channels import Source, channels_of
+from quantplug.algorithms.judge import Judge
 from quantplug.algorithms.layers import Layer, layer_of
 from quantplug.algorithms.results import ByLayer
 from quantplug.algorithms.scaling import (
@@ -30,7 +32,7 @@ from quantplug.algorithms.scaling import (
     numbers_of,
     require_float_graph,
 )
-from quantplug.algorithms.trial import Tried, compared
+from quantplug.algorithms.trial import compared
 from quantplug.core.calibration.node_by_node import Batches
 from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.errors import CalibrationError, ConfigError
@@ -92,6 +94,10 @@ class Equalize:
         absorb: which parts of biases move into the layers behind (section 4.2 of the paper), if the outputs gain: None
             for none. "exact" for those that nothing clips on the way. "seen" for those besides whose channels stay
             far above a relu's 0 on all batches; for inputs beyond these the model computes something else.
+        quantizer: the gain is measured with what it makes of the model, if that needs no calibration, instead of with
+            8 bits. In a recipe it is the model's own.
+        before_gptq: whether `GPTQ` comes behind it, and the gain is measured with weights of few bits that a short one
+            has rounded, on a quarter of the batches.
         stage: which graph it is for.
 
     Raises:
@@ -101,6 +107,8 @@ class Equalize:
     per_channel: bool | None = None
     samples: int = 32
     absorb: Literal["exact", "seen"] | None = None
+    quantizer: Quantizer | None = None
+    before_gptq: bool = False
     stage: ClassVar[str] = "float"
 
     def __post_init__(self) -> None:
@@ -108,6 +116,10 @@ class Equalize:
             raise ConfigError(
                 f"Equalize absorbs biases 'exact' or 'seen', found {self.absorb!r}; leave it out for none."
             )
+
+    def for_quantizer(self, quantizer: Quantizer) -> "Equalize":
+        """Returns the same, measured with what a quantizer makes of the model."""
+        return self if self.quantizer is not None else replace(self, quantizer=quantizer)
 
     @torch.inference_mode(False)
     def apply(
@@ -124,7 +136,7 @@ class Equalize:
         Args:
             model: an exported float graph, of `torch.export.export(...).module()`; its parameters are replaced.
             loader: batches as for `calibrate`, or None: scales need no data. With batches they are kept only if the
-                outputs come nearer to float with all layers in 8 bits.
+                outputs come nearer to float with all layers in 8 bits, or as the quantizer has them.
             inputs: picks the model's inputs out of a batch, as for `calibrate`.
 
         Raises:
@@ -155,12 +167,13 @@ class Equalize:
         groups, left = _with_ranges(groups_of(channels))
         if not groups:
             return Equalized({}, channels.left | left), {}
-        scales = Scales(graph, groups)
-        before = Tried.of(scales, self.per_channel) if batches else None
+        scales, judge = Scales(graph, groups), Judge(self.quantizer, self.per_channel, self.before_gptq)
+        seen, others = judge.parts(batches)
+        before = judge.tried(scales, seen) if batches else None
         _even_out(scales)
         found, left = _layers(scales), channels.left | left
         if before is not None:
-            outcome = compared(before, Tried.of(scales, self.per_channel), batches, advance)
+            outcome = compared(before, judge.tried(scales, seen), others, advance)
             if not outcome.gains:
                 return Equalized({}, left | dict.fromkeys(found, outcome.told())), {}
         return Equalized(found, left), scales.changed()
@@ -181,8 +194,10 @@ class Equalize:
         if not told_of:
             return []
         put_changes(moved, changes)
-        before, after = (Tried.of(Scales(each, []), self.per_channel) for each in (scaled, moved))
-        if not compared(before, after, batches, advance).gains:
+        judge = Judge(self.quantizer, self.per_channel, self.before_gptq)
+        seen, others = judge.parts(batches)
+        before, after = (judge.tried(Scales(each, []), seen) for each in (scaled, moved))
+        if not compared(before, after, others, advance).gains:
             return []
         found.absorbed.update(told_of)
         return changes

@@ -82,8 +82,8 @@ RECIPES: dict[str, tuple[Algorithm, ...]] = {
     "fast": (CorrectBiases(),),
     "accurate": (
         Rotate(samples=32, few_bits=True, before_gptq=True),
-        Equalize(),
-        Smooth(),
+        Equalize(before_gptq=True),
+        Smooth(before_gptq=True),
         GPTQ(samples=256),
         TrainScales(),
         CorrectBiases(),

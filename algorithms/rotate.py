@@ -13,7 +13,7 @@ as they are.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -22,24 +22,19 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 from quantplug.algorithms.blocks import Basis, Norm, bases_of
 from quantplug.algorithms.changes import Change, Changes, put_changes
 from quantplug.algorithms.channels import Reader, Source
-from quantplug.algorithms.gptq import GPTQ
+from quantplug.algorithms.judge import Judge, has_few_bits
 from quantplug.algorithms.layers import Layer
 from quantplug.algorithms.orthogonal import rotation
 from quantplug.algorithms.results import ByLayer
 from quantplug.algorithms.scaling import Scales, numbers_of, require_float_graph
-from quantplug.algorithms.trial import Compared, Tried, compared
-from quantplug.algorithms.weights import FEW_BITS, weights_of
+from quantplug.algorithms.trial import Compared, compared
+from quantplug.algorithms.weights import FEW_BITS
 from quantplug.core.calibration.node_by_node import Batches
-from quantplug.core.calibration.observer_places import waits_for_data
 from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.errors import ConfigError
 from quantplug.core.graph.facts import operator_name
 from quantplug.core.graph.working_copy import over_same_tensors
 from quantplug.core.pt2e.prepare import prepare_pt2e
-
-_Candidate: TypeAlias = tuple[fx.GraphModule, fx.GraphModule | None]
-# Of so many batches GPTQ sees one in a trial, and the others tell what is gained.
-_SEEN = 4
 
 
 @dataclass(frozen=True)
@@ -142,39 +137,27 @@ class Rotate:
     def _rotated(self, graph: fx.GraphModule, batches: Batches) -> Rotated:
         bases, left = bases_of(graph)
         found, changes = _layers(bases), _changes(graph, bases, self.seed)
-        prepared = self._prepared(graph) if found else None
-        if self.few_bits and prepared is not None and not _has_few_bits(prepared):
+        if found and self.few_bits and not self._has_few_bits(graph):
             return Rotated({}, left | dict.fromkeys(found, f"no weight has {FEW_BITS} bits or fewer"))
         if batches and found:
             turned = over_same_tensors(graph)
             put_changes(turned, changes)
-            outcome = self._outcome((graph, prepared), (turned, self._prepared(turned)), batches)
+            outcome = self._outcome(graph, turned, batches)
             if not outcome.gains:
                 return Rotated({}, left | dict.fromkeys(found, outcome.told("rotated")))
         put_changes(graph, changes)
         return Rotated(found, left)
 
-    def _prepared(self, graph: fx.GraphModule) -> fx.GraphModule | None:
-        return None if self.quantizer is None else prepare_pt2e(over_same_tensors(graph), self.quantizer)
+    def _has_few_bits(self, graph: fx.GraphModule) -> bool:
+        assert self.quantizer is not None
+        return has_few_bits(prepare_pt2e(over_same_tensors(graph), self.quantizer))
 
-    def _outcome(self, before: _Candidate, after: _Candidate, batches: Batches) -> Compared:
-        seen = batches[: max(1, len(batches) // _SEEN)]
-        then, now = (self._tried(*each, seen) for each in (before, after))
-        others = batches[len(seen) :] if self.before_gptq and len(batches) > 1 else batches
+    def _outcome(self, before: fx.GraphModule, after: fx.GraphModule, batches: Batches) -> Compared:
+        judge = Judge(self.quantizer, self.per_channel, self.before_gptq)
+        seen, others = judge.parts(batches)
+        then, now = (judge.tried(Scales(each, []), seen) for each in (before, after))
         with progress_bar(shown=True, total=len(others), step="Rotate") as advance:
             return compared(then, now, others, advance)
-
-    def _tried(self, graph: fx.GraphModule, prepared: fx.GraphModule | None, seen: Batches) -> Tried:
-        if prepared is None or waits_for_data(prepared):
-            return Tried.of(Scales(graph, []), self.per_channel)
-        if self.before_gptq and _has_few_bits(prepared):
-            GPTQ(scales=False, sweeps=0).rounded_on(prepared, seen)
-        return Tried.by(graph, prepared)
-
-
-def _has_few_bits(prepared: fx.GraphModule) -> bool:
-    weights, _ = weights_of(prepared)
-    return any(weight.grid.is_of_few_bits for weight in weights)
 
 
 def _layers(bases: list[Basis]) -> dict[str, RotatedLayer]:

@@ -15,15 +15,17 @@ layers has to gain for the outputs of the model too, on the later half of the ba
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 from torch.nn.functional import linear
+from torchao.quantization.pt2e.quantizer import Quantizer
 
 from quantplug.algorithms.channels import Reader, channels_of
+from quantplug.algorithms.judge import Judge
 from quantplug.algorithms.multiplying import multiplied, places_of, put
 from quantplug.algorithms.results import ByLayer
 from quantplug.algorithms.scaling import (
@@ -35,7 +37,7 @@ from quantplug.algorithms.scaling import (
     numbers_of,
     require_float_graph,
 )
-from quantplug.algorithms.trial import STEPS, STEPS_OF_WEIGHTS, Tried, compared, round_to
+from quantplug.algorithms.trial import STEPS, STEPS_OF_WEIGHTS, compared, round_to
 from quantplug.core.calibration.node_by_node import Batches, BatchRun, SideBySide
 from quantplug.core.calibration.outputs import LEAST_GAIN
 from quantplug.core.calibration.progress import progress_bar
@@ -103,6 +105,10 @@ class Smooth:
             None for both, of which none may lose.
         multiply: whether a multiplication may be inserted in front of layers whose producer cannot take the scales. It
             helps only where the quantizer leaves it in float.
+        quantizer: the gain of the whole model is measured with what it makes of it, if that needs no calibration,
+            instead of with 8 bits. In a recipe it is the model's own.
+        before_gptq: whether `GPTQ` comes behind it, and that gain is measured with weights of few bits that a short one
+            has rounded, on an eighth of the batches.
         stage: which graph it is for.
 
     Raises:
@@ -113,12 +119,18 @@ class Smooth:
     samples: int = 128
     per_channel: bool | None = None
     multiply: bool = False
+    quantizer: Quantizer | None = None
+    before_gptq: bool = False
     stage: ClassVar[str] = "float"
 
     def __post_init__(self) -> None:
         is_number = isinstance(self.alpha, int | float) and not isinstance(self.alpha, bool)
         if self.alpha is not None and not (is_number and 0 <= self.alpha <= 1):
             raise ConfigError(f"Smooth takes an alpha from 0 to 1, found {self.alpha!r}; leave it out to search it.")
+
+    def for_quantizer(self, quantizer: Quantizer) -> "Smooth":
+        """Returns the same, measured with what a quantizer makes of the model."""
+        return self if self.quantizer is not None else replace(self, quantizer=quantizer)
 
     @torch.inference_mode(False)
     def apply(
@@ -150,14 +162,16 @@ class Smooth:
             return found
         seen, held_back = batches.halves()
         held_back = held_back or seen
-        before = Tried.of(scales, self.per_channel) if self.alpha is None else None
+        judge = Judge(self.quantizer, self.per_channel, self.before_gptq)
+        rounded_on, _ = judge.parts(seen)
+        before = judge.tried(scales, rounded_on) if self.alpha is None else None
         total = len(scales.groups) + (0 if before is None else len(held_back))
         with progress_bar(shown=True, total=total, step="Smooth", unit="groups of layers or batches") as advance:
             for index, read in _seen(tried, seen, scales.groups):
                 self._smooth(scales, index, read, found)
                 advance()
             if before is not None:
-                outcome = compared(before, Tried.of(scales, self.per_channel), held_back, advance)
+                outcome = compared(before, judge.tried(scales, rounded_on), held_back, advance)
                 if not outcome.gains:
                     return Smoothed({}, found.left | dict.fromkeys(found.layers, outcome.told()))
         found.inserted.update(put(graph, places, scales.changed()))

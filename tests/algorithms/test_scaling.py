@@ -704,3 +704,55 @@ def test_what_is_lost_is_given_up_after_a_few_samples(algorithm, batches, monkey
     held_back = batches if isinstance(algorithm, quantplug.Equalize) else batches // 2
     assert min(held_back, 8) <= asked[0] <= min(held_back, 12)
     assert all(torch.equal(value, before[name]) for name, value in graph.named_parameters())
+
+
+def outlier():
+    """Returns layers behind a norm with a channel much larger than the others, and batches."""
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(64)
+    with torch.no_grad():
+        norm.weight[5] = 20.0
+    model = nn.Sequential(norm, nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
+    return model, [torch.randn(32, 64) for _ in range(8)]
+
+
+@pytest.mark.parametrize("before_gptq", [False, True])
+def test_what_gains_in_8_bits_is_judged_by_what_the_models_own_quantizer_makes_of_it(before_gptq):
+    """Outliers that move into weights are no good to 4 bits, whose activations have a scale for each row."""
+    model, data = outlier()
+    quantizer = quantplug.get_quantizer("xnnpack").set_global("int4_dynamic_groups")
+    assert len(Smooth().apply(exported(model, data[0]), data)) == 2
+    graph = exported(model, data[0])
+    before = {name: value.clone() for name, value in graph.named_parameters()}
+    found = Smooth(before_gptq=before_gptq).for_quantizer(quantizer).apply(graph, data)
+    assert not found
+    assert "dB when quantized" in found.left["linear"]
+    assert all(torch.equal(value, before[name]) for name, value in graph.named_parameters())
+
+
+def test_equalization_is_judged_by_the_models_own_quantizer_too():
+    """Columns of different sizes are no good to 4 bits with a scale for each row."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(64, 64), nn.Linear(64, 16)
+    with torch.no_grad():
+        second.weight.mul_(torch.randn(64).exp())
+    model, data = nn.Sequential(first, nn.ReLU(), second).eval(), [torch.randn(32, 64) for _ in range(8)]
+    quantizer = quantplug.get_quantizer("xnnpack").set_global("int4_dynamic")
+    equalized = Equalize(quantizer=quantizer).apply(graph := exported(model, data[0]), data)
+    assert set(equalized) == {"linear_1"}
+    plain, scaled = (
+        sqnr(quantplug.quantize(each, (data[0],), quantizer, progress=False).reference(data[1]), model(data[1]))
+        for each in (exported(model, data[0]), graph)
+    )
+    assert scaled > plain + 0.5
+
+
+def test_the_accurate_recipe_is_as_good_as_rounding_by_gptq_alone_in_4_bits():
+    model, data = outlier()
+    wanted, kept = model(data[1]), []
+    for recipe in ([quantplug.GPTQ()], "accurate"):
+        made = quantplug.quantize(
+            model, (data[0],), "xnnpack", data, "int4_dynamic_groups", recipe=recipe, progress=False
+        )
+        kept.append(sqnr(made.reference(data[1]), wanted))
+    assert kept[1] > kept[0] - 0.5
