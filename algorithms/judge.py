@@ -1,8 +1,8 @@
 """What a change of a float graph is judged by: what becomes of the model with it.
 
 Before: an exported float graph whose parameters are to change. After: the same, quantized as far as can be known there.
-What a quantizer makes of it is nearer to what a user gets than 8 bits: SmolLM2, smoothed, loses nothing in 8 bits, and
-has a perplexity of 38 instead of 34 with weights of 4.
+What a quantizer makes of it is nearer to what a user gets than 8 bits: SmolLM2, equalized and smoothed, gains in 8
+bits, and has a perplexity of 38 instead of 34 with weights of 4.
 """
 
 from dataclasses import dataclass
