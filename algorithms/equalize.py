@@ -167,7 +167,7 @@ class Equalize:
         groups, left = _with_ranges(groups_of(channels))
         if not groups:
             return Equalized({}, channels.left | left), {}
-        scales, judge = Scales(graph, groups), Judge(self.quantizer, self.per_channel, self.before_gptq)
+        scales, judge = Scales(graph, groups), self._judge(graph)
         seen, others = judge.parts(batches)
         before = judge.tried(scales, seen) if batches else None
         _even_out(scales)
@@ -194,13 +194,13 @@ class Equalize:
         if not told_of:
             return []
         put_changes(moved, changes)
-        judge = Judge(self.quantizer, self.per_channel, self.before_gptq)
-        seen, others = judge.parts(batches)
-        before, after = (judge.tried(Scales(each, []), seen) for each in (scaled, moved))
-        if not compared(before, after, others, advance).gains:
+        if not self._judge(scaled).outcome(scaled, moved, batches, advance).gains:
             return []
         found.absorbed.update(told_of)
         return changes
+
+    def _judge(self, graph: fx.GraphModule) -> Judge:
+        return Judge.of(graph, self.quantizer, self.per_channel, before_gptq=self.before_gptq)
 
 
 def _with_ranges(groups: list[Group]) -> tuple[list[Group], dict[str, str]]:

@@ -5,6 +5,7 @@ What a quantizer makes of it is nearer to what a user gets than 8 bits: SmolLM2,
 bits, and has a perplexity of 38 instead of 34 with weights of 4.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import fx
@@ -13,7 +14,7 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 from quantplug.algorithms.changes import put_parameters
 from quantplug.algorithms.gptq import GPTQ
 from quantplug.algorithms.scaling import Scales
-from quantplug.algorithms.trial import Tried
+from quantplug.algorithms.trial import Compared, Tried, compared
 from quantplug.algorithms.weights import weights_of
 from quantplug.core.calibration.node_by_node import Batches
 from quantplug.core.calibration.observer_places import waits_for_data
@@ -29,21 +30,41 @@ class Judge:
     """How a changed model is quantized to be judged.
 
     Attributes:
-        quantizer: the model's own. None, and one whose observers have to see data first: all layers are in 8 bits.
+        quantizer: the model's own; None for all layers in 8 bits.
         per_channel: which weights of 8 bits are tried: True for per-channel scales, False for per-tensor ones; None
             for both.
-        before_gptq: whether a short GPTQ rounds the weights of few bits.
+        has_few_bits: whether the model's own quantizer gives a weight few bits.
+        rounds: whether a short GPTQ rounds these.
     """
 
     quantizer: Quantizer | None
     per_channel: bool | None
-    before_gptq: bool
+    has_few_bits: bool
+    rounds: bool
+
+    @classmethod
+    def of(
+        cls, model: fx.GraphModule, quantizer: Quantizer | None, per_channel: bool | None, *, before_gptq: bool
+    ) -> "Judge":
+        """Returns the judge of a float graph.
+
+        Args:
+            model: the graph.
+            quantizer: its own, if it is known; one whose observers have to see data first cannot be tried.
+            per_channel: which weights of 8 bits are tried.
+            before_gptq: whether GPTQ comes behind the change.
+        """
+        if quantizer is None:
+            return cls(None, per_channel, has_few_bits=False, rounds=False)
+        prepared = prepare_pt2e(over_same_tensors(model), quantizer)
+        few = any(weight.grid.is_of_few_bits for weight in weights_of(prepared)[0])
+        known = not waits_for_data(prepared)
+        return cls(quantizer if known else None, per_channel, few, rounds=known and few and before_gptq)
 
     def parts(self, batches: Batches) -> tuple[Batches, Batches]:
-        """Returns the batches that GPTQ sees, and those to judge by."""
+        """Returns the batches that GPTQ sees, and those to judge by: all of them where there is no GPTQ."""
         seen = batches[: max(1, len(batches) // _SEEN)]
-        apart = self.before_gptq and self.quantizer is not None and len(batches) > 1
-        return seen, batches[len(seen) :] if apart else batches
+        return seen, batches[len(seen) :] if self.rounds and len(batches) > 1 else batches
 
     def tried(self, scales: Scales, seen: Batches) -> Tried:
         """Returns a model under scales, quantized.
@@ -52,22 +73,19 @@ class Judge:
             scales: as they are now.
             seen: what GPTQ sees.
         """
-        prepared = self._prepared(scales)
-        if prepared is None or waits_for_data(prepared):
+        if self.quantizer is None:
             return Tried.of(scales, self.per_channel)
-        if self.before_gptq and has_few_bits(prepared):
+        scaled = over_same_tensors(scales.model)
+        put_parameters(scaled, scales.changed())
+        prepared = prepare_pt2e(scaled, self.quantizer)
+        if self.rounds:
             GPTQ(scales=False, sweeps=0).rounded_on(prepared, seen)
         return Tried.by(scales.model, prepared)
 
-    def _prepared(self, scales: Scales) -> fx.GraphModule | None:
-        if self.quantizer is None:
-            return None
-        scaled = over_same_tensors(scales.model)
-        put_parameters(scaled, scales.changed())
-        return prepare_pt2e(scaled, self.quantizer)
-
-
-def has_few_bits(prepared: fx.GraphModule) -> bool:
-    """Tells whether a weight of a prepared graph has few bits."""
-    weights, _ = weights_of(prepared)
-    return any(weight.grid.is_of_few_bits for weight in weights)
+    def outcome(
+        self, before: fx.GraphModule, after: fx.GraphModule, batches: Batches, advance: Callable[[], None]
+    ) -> Compared:
+        """Returns what a model's outputs lose before and after a change; see `compared`."""
+        seen, others = self.parts(batches)
+        then, now = (self.tried(Scales(each, []), seen) for each in (before, after))
+        return compared(then, now, others, advance)

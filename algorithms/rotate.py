@@ -22,19 +22,17 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 from quantplug.algorithms.blocks import Basis, Norm, bases_of
 from quantplug.algorithms.changes import Change, Changes, put_changes
 from quantplug.algorithms.channels import Reader, Source
-from quantplug.algorithms.judge import Judge, has_few_bits
+from quantplug.algorithms.judge import Judge
 from quantplug.algorithms.layers import Layer
 from quantplug.algorithms.orthogonal import rotation
 from quantplug.algorithms.results import ByLayer
-from quantplug.algorithms.scaling import Scales, numbers_of, require_float_graph
-from quantplug.algorithms.trial import Compared, compared
+from quantplug.algorithms.scaling import numbers_of, require_float_graph
 from quantplug.algorithms.weights import FEW_BITS
 from quantplug.core.calibration.node_by_node import Batches
 from quantplug.core.calibration.progress import progress_bar
 from quantplug.core.errors import ConfigError
 from quantplug.core.graph.facts import operator_name
 from quantplug.core.graph.working_copy import over_same_tensors
-from quantplug.core.pt2e.prepare import prepare_pt2e
 
 
 @dataclass(frozen=True)
@@ -137,27 +135,20 @@ class Rotate:
     def _rotated(self, graph: fx.GraphModule, batches: Batches) -> Rotated:
         bases, left = bases_of(graph)
         found, changes = _layers(bases), _changes(graph, bases, self.seed)
-        if found and self.few_bits and not self._has_few_bits(graph):
+        if not found:
+            return Rotated({}, left)
+        judge = Judge.of(graph, self.quantizer, self.per_channel, before_gptq=self.before_gptq)
+        if self.few_bits and not judge.has_few_bits:
             return Rotated({}, left | dict.fromkeys(found, f"no weight has {FEW_BITS} bits or fewer"))
-        if batches and found:
+        if batches:
             turned = over_same_tensors(graph)
             put_changes(turned, changes)
-            outcome = self._outcome(graph, turned, batches)
+            with progress_bar(shown=True, total=len(judge.parts(batches)[1]), step="Rotate") as advance:
+                outcome = judge.outcome(graph, turned, batches, advance)
             if not outcome.gains:
                 return Rotated({}, left | dict.fromkeys(found, outcome.told("rotated")))
         put_changes(graph, changes)
         return Rotated(found, left)
-
-    def _has_few_bits(self, graph: fx.GraphModule) -> bool:
-        assert self.quantizer is not None
-        return has_few_bits(prepare_pt2e(over_same_tensors(graph), self.quantizer))
-
-    def _outcome(self, before: fx.GraphModule, after: fx.GraphModule, batches: Batches) -> Compared:
-        judge = Judge(self.quantizer, self.per_channel, self.before_gptq)
-        seen, others = judge.parts(batches)
-        then, now = (judge.tried(Scales(each, []), seen) for each in (before, after))
-        with progress_bar(shown=True, total=len(others), step="Rotate") as advance:
-            return compared(then, now, others, advance)
 
 
 def _layers(bases: list[Basis]) -> dict[str, RotatedLayer]:

@@ -162,7 +162,7 @@ class Smooth:
             return found
         seen, held_back = batches.halves()
         held_back = held_back or seen
-        judge = Judge(self.quantizer, self.per_channel, self.before_gptq)
+        judge = Judge.of(tried, self.quantizer, self.per_channel, before_gptq=self.before_gptq)
         rounded_on, _ = judge.parts(seen)
         before = judge.tried(scales, rounded_on) if self.alpha is None else None
         total = len(scales.groups) + (0 if before is None else len(held_back))

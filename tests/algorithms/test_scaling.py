@@ -22,10 +22,12 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 import quantplug
 from quantplug.algorithms import equalize, smooth
 from quantplug.algorithms.equalize import Equalize
+from quantplug.algorithms.judge import Judge
 from quantplug.algorithms.rotate import Rotate
 from quantplug.algorithms.scaling import Scales
 from quantplug.algorithms.smooth import Smooth
 from quantplug.algorithms.trial import Tried, compared
+from quantplug.core.calibration.node_by_node import batches_of
 from quantplug.core.errors import CalibrationError, ConfigError, ModelError
 from quantplug.core.specs.levels import sqnr
 
@@ -756,3 +758,14 @@ def test_the_accurate_recipe_is_as_good_as_rounding_by_gptq_alone_in_4_bits():
         )
         kept.append(sqnr(made.reference(data[1]), wanted))
     assert kept[1] > kept[0] - 0.5
+
+
+@pytest.mark.parametrize("config", ["int8", "int8_dynamic"])
+def test_without_a_gptq_all_batches_judge(config):
+    """Static configs are judged in 8 bits, dynamic ones as they are: no batch is kept for rounding by GPTQ."""
+    model, data = outlier()
+    quantizer = quantplug.get_quantizer("xnnpack").set_global(config)
+    judge = Judge.of(exported(model, data[0]), quantizer, None, before_gptq=True)
+    assert (judge.quantizer is None, judge.rounds) == (config == "int8", False)
+    with batches_of(exported(model, data[0]), data, 256, None, least=1, step="a test") as batches:
+        assert len(judge.parts(batches)[1]) == len(data)
