@@ -10,7 +10,7 @@ are absorbed (section 4.2) if the user asks for it.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,7 +20,7 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 from quantplug.algorithms.absorb import absorbed
 from quantplug.algorithms.changes import Change, put_changes, put_parameters
 from quantplug.algorithms.channels import Source, channels_of
-from quantplug.algorithms.judge import Judge
+from quantplug.algorithms.judge import Judge, Judged
 from quantplug.algorithms.layers import Layer, layer_of
 from quantplug.algorithms.results import ByLayer
 from quantplug.algorithms.scaling import (
@@ -81,7 +81,7 @@ class Equalized(ByLayer[EqualizedLayer]):
 
 
 @dataclass(frozen=True)
-class Equalize:
+class Equalize(Judged):
     """Evens out the ranges of weights, channel by channel, over layers that follow each other; see `apply`.
 
     Cross-layer equalization (Nagel et al., arXiv:1906.04721, section 4.1): a channel of a producer is divided by a
@@ -116,10 +116,6 @@ class Equalize:
             raise ConfigError(
                 f"Equalize absorbs biases 'exact' or 'seen', found {self.absorb!r}; leave it out for none."
             )
-
-    def for_quantizer(self, quantizer: Quantizer) -> "Equalize":
-        """Returns the same, measured with what a quantizer makes of the model."""
-        return self if self.quantizer is not None else replace(self, quantizer=quantizer)
 
     @torch.inference_mode(False)
     def apply(

@@ -6,10 +6,12 @@ bits, and has a perplexity of 38 instead of 34 with weights of 4.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 from torchao.quantization.pt2e.quantizer import Quantizer
+from typing_extensions import Self
 
 from quantplug.algorithms.changes import put_parameters
 from quantplug.algorithms.gptq import GPTQ
@@ -89,3 +91,15 @@ class Judge:
         seen, others = self.parts(batches)
         then, now = (self.tried(Scales(each, []), seen) for each in (before, after))
         return compared(then, now, others, advance)
+
+
+class Judged:
+    """What an algorithm has that is judged by the model's own quantizer, a dataclass with a field for it."""
+
+    quantizer: Quantizer | None
+
+    def for_quantizer(self, quantizer: Quantizer) -> Self:
+        """Returns the same, measured with what a quantizer makes of the model, unless it has one already."""
+        own: Any = self
+        found: Self = own if self.quantizer is not None else replace(own, quantizer=quantizer)
+        return found

@@ -12,7 +12,7 @@ as they are.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 from quantplug.algorithms.blocks import Basis, Norm, bases_of
 from quantplug.algorithms.changes import Change, Changes, put_changes
 from quantplug.algorithms.channels import Reader, Source
-from quantplug.algorithms.judge import Judge
+from quantplug.algorithms.judge import Judge, Judged
 from quantplug.algorithms.layers import Layer
 from quantplug.algorithms.orthogonal import rotation
 from quantplug.algorithms.results import ByLayer
@@ -68,7 +68,7 @@ class Rotated(ByLayer[RotatedLayer]):
 
 
 @dataclass(frozen=True)
-class Rotate:
+class Rotate(Judged):
     """Spreads outliers over all channels of residual streams and of attentions' values; see `apply`.
 
     QuaRot (Ashkboos et al., arXiv:2404.00456, section 4) and SpinQuant (Liu et al., arXiv:2405.16406, R1 and R2 of
@@ -97,10 +97,6 @@ class Rotate:
     few_bits: bool = False
     before_gptq: bool = False
     stage: ClassVar[str] = "float"
-
-    def for_quantizer(self, quantizer: Quantizer) -> "Rotate":
-        """Returns a rotation that is measured with what a quantizer makes of the model."""
-        return self if self.quantizer is not None else replace(self, quantizer=quantizer)
 
     @torch.inference_mode(False)
     def apply(

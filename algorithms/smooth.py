@@ -15,7 +15,7 @@ layers has to gain for the outputs of the model too, on the later half of the ba
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 from quantplug.algorithms.channels import Reader, channels_of
-from quantplug.algorithms.judge import Judge
+from quantplug.algorithms.judge import Judge, Judged
 from quantplug.algorithms.multiplying import multiplied, places_of, put
 from quantplug.algorithms.results import ByLayer
 from quantplug.algorithms.scaling import (
@@ -90,7 +90,7 @@ class Smoothed(ByLayer[SmoothedLayer]):
 
 
 @dataclass(frozen=True)
-class Smooth:
+class Smooth(Judged):
     """Moves outliers of activations into weights; see `apply`.
 
     SmoothQuant (Xiao et al., arXiv:2211.10438, section 4): for each channel j that layers read, activations are divided
@@ -127,10 +127,6 @@ class Smooth:
         is_number = isinstance(self.alpha, int | float) and not isinstance(self.alpha, bool)
         if self.alpha is not None and not (is_number and 0 <= self.alpha <= 1):
             raise ConfigError(f"Smooth takes an alpha from 0 to 1, found {self.alpha!r}; leave it out to search it.")
-
-    def for_quantizer(self, quantizer: Quantizer) -> "Smooth":
-        """Returns the same, measured with what a quantizer makes of the model."""
-        return self if self.quantizer is not None else replace(self, quantizer=quantizer)
 
     @torch.inference_mode(False)
     def apply(
