@@ -23,6 +23,19 @@ def silu_is_product(model: fx.GraphModule) -> fx.GraphModule:
     return done(model)
 
 
+def glu_is_product(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes glu as one half times the sigmoid of the other (Dauphin et al., arXiv:1612.08083)."""
+    for node, values in matching(model, "glu"):
+        result = tensor_value(node)
+        if result is None or not isinstance(size := result.shape[values["dim"]], int):
+            continue
+        write = Writer(model, node)
+        parts = ((0, size), (size, 2 * size))
+        half, other = (write.call(_ATEN.slice.Tensor, values["self"], values["dim"], *part) for part in parts)
+        write.replace(write.call(_ATEN.mul.Tensor, half, write.call(_ATEN.sigmoid.default, other)))
+    return done(model)
+
+
 def hardsigmoid_is_clamp(model: fx.GraphModule) -> fx.GraphModule:
     """Writes hardsigmoid(x) as clamp(x / 6 + 1/2, 0, 1).
 

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from quantplug.core.graph.editing import call_like, set_operand
 from quantplug.core.graph.facts import operands, operator_name, tensor_value
 from quantplug.core.graph.operators import COPIES, VIEWS, schema_names
+from quantplug.lowering.rewrites.masks import as_written, before_broadcasting
 from quantplug.lowering.rewrites.writing import Writer, axis_of, constant_operand, done, matching
 
 _ATEN = torch.ops.aten
@@ -105,15 +106,16 @@ def any_attention_is_products(model: fx.GraphModule, taken: Callable[[fx.Node], 
         model: a graph module; it is changed in place and returned.
         taken: which nodes may be written so, None for all.
     """
-    masks: dict[tuple[fx.Node, int], _Mask] = {}
+    masks: dict[tuple[Any, int], _Mask] = {}
     for node, values in matching(model, "scaled_dot_product_attention"):
         if not _is_plain(values) or (taken is not None and not taken(node)):
             continue
         write, query = Writer(model, node), tensor_value(values["query"])
         mask = _known(write, values)
         if mask is None and values["attn_mask"] is not None and not values["is_causal"] and query is not None:
-            place = (values["attn_mask"], query.dim())
-            mask = masks.get(place) or masks.setdefault(place, _asked(write, values["attn_mask"], query))
+            given = before_broadcasting(values["attn_mask"])
+            place = (as_written(given), query.dim())
+            mask = masks.get(place) or masks.setdefault(place, _asked(write, given, query))
         if mask is not None:
             _write(write, values, mask)
     return done(model)
@@ -308,9 +310,14 @@ def _before_repeating(node: fx.Node) -> fx.Node | None:
     while operator_name(node) in _REGROUPED:
         node = operands(node)["self"]
     repeated = _shape(node)
-    if operator_name(node) != "aten::expand" or len(shape) != 4 or len(repeated) != 5:
+    if operator_name(node) != "aten::expand" or len(shape) != 4:
         return None
     one = operands(node)["self"]
+    if len(repeated) == 4:
+        is_of_one_head = _is_one(_shape(one)[1]) and _alike([*_shape(one)[:1], shape[1], *_shape(one)[2:]], shape)
+        return one if is_of_one_head and _alike(repeated, shape) else None
+    if len(repeated) != 5:
+        return None
     before, is_one = _shape(one), operator_name(one) == "aten::unsqueeze"
     source = operands(one)["self"] if is_one else one
     joined = [*repeated[:1], repeated[1] * repeated[2], *repeated[3:]]

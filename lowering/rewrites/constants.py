@@ -43,32 +43,30 @@ def batch_norm_is_depthwise(model: fx.GraphModule) -> fx.GraphModule:
     the affine map of evaluation, x * w / sqrt(v + e) + (b - m * w / sqrt(v + e)), has an int8 kernel in this form.
     """
     for node, values in matching(model, "batch_norm"):
-        source, running = tensor_value(values["input"]), _constants(values)
-        if source is None or source.dim() != 4 or values["training"] or running is None:
+        source, line = tensor_value(values["input"]), line_of_batch_norm(values)
+        if source is None or source.dim() != 4 or line is None or _folds(values["input"]):
             continue
-        if _folds(values["input"]):
-            continue
-        mean, variance, scale, shift = running
-        factor = scale / torch.sqrt(variance + values["eps"])
+        factor, summand = line
         write = Writer(model, node)
-        weight = write.constant(factor.detach().reshape(-1, 1, 1, 1).clone(), "norm_weight")
-        bias = write.constant((shift - mean * factor).detach().clone(), "norm_bias")
+        weight = write.constant(factor.reshape(-1, 1, 1, 1), "norm_weight")
+        bias = write.constant(summand, "norm_bias")
         channels = int(factor.numel())
         write.replace(write.call(_ATEN.conv2d.default, values["input"], weight, bias, [1, 1], [0, 0], [1, 1], channels))
     return done(model)
 
 
-def _constants(values: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+def line_of_batch_norm(values: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Returns by what a batch norm multiplies each channel at inference, and what it adds; None if either is open.
+
+    Args:
+        values: its operands.
+    """
     mean, variance = (constant_operand(values[name]) for name in ("running_mean", "running_var"))
-    if mean is None or variance is None:
+    if mean is None or variance is None or values["training"]:
         return None
     scale, shift = constant_operand(values["weight"]), constant_operand(values["bias"])
-    return (
-        mean,
-        variance,
-        torch.ones_like(mean) if scale is None else scale,
-        torch.zeros_like(mean) if shift is None else shift,
-    )
+    factor = (1.0 if scale is None else scale) / torch.sqrt(variance + values["eps"])
+    return factor.detach(), ((0.0 if shift is None else shift) - mean * factor).detach()
 
 
 def _folds(producer: fx.Node) -> bool:

@@ -5,7 +5,7 @@ allow about twenty elementwise operators in float only, although the runtime in 
 kernels for them; the subclasses here say so. Nodes that legalization marked stay float or portable.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,9 @@ _WITH_WEIGHTS = (
 # Copies that only export needs.
 _COPIES = {"aten::clone", "dim_order_ops::_clone_dim_order"}
 # What portable kernels compute as well where there are few numbers.
-_LIGHT = schema_names(("add", "sub", "mul", "div", "abs", "neg", "clamp"))
+_LIGHT = schema_names(
+    ("add", "sub", "mul", "div", "abs", "neg", "clamp", "view_copy", "unsqueeze_copy", "squeeze_copy")
+)
 _FEW = 2**18
 _GEMM_CONFIGS = ("ConvolutionConfig", "LinearConfig", "AddmmConfig", "MMConfig")
 
@@ -84,7 +86,7 @@ def without_mere_copies(stage: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def worth_a_delegate(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> list[Sequence[fx.Node]]:
-    """Returns groups without sums and products of few numbers that stand between operators of none.
+    """Returns groups without sums, products and views of few numbers that stand between operators of none.
 
     Each would cut the delegate around it into two, as the scales of a cache in integers do.
 
@@ -113,22 +115,29 @@ def in_stages(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> list[list
     """Returns groups of nodes joined to partitions none of which reads its own results by way of others.
 
     The stage of a group is how often the longest way to it changes between groups and nodes of none; what is in one
-    stage runs together. torch's partitioner joins some groups that depend on each other both ways.
+    stage runs together. Counted from the end there may be fewer of them: what a mask is added to need not run before
+    the mask is computed. torch's partitioner joins some groups that depend on each other both ways.
 
     Args:
         graph: an edge program's.
         groups: what has to run in one delegate; they do not depend on each other both ways.
     """
-    units = _units(graph, groups)
-    inside = {group[0] for group in groups}
-    stage: dict[fx.Node, int] = {}
-    for unit in networkx.topological_sort(units):
-        before = units.predecessors(unit)
-        stage[unit] = max((stage[one] + ((one in inside) != (unit in inside)) for one in before), default=0)
+    units, inside = _units(graph, groups), {group[0] for group in groups}
+    stages = (_stages(each, inside) for each in (units, units.reverse(copy=False)))
+    stage = min(stages, key=lambda each: len({each[group[0]] for group in groups}))
     joined: dict[int, list[fx.Node]] = {}
     for group in groups:
         joined.setdefault(stage[group[0]], []).extend(group)
     return list(joined.values())
+
+
+def _stages(units: Any, inside: Container[fx.Node]) -> dict[fx.Node, int]:
+    """Returns for each unit how often the longest way to it changes between groups and nodes of none."""
+    stage: dict[fx.Node, int] = {}
+    for unit in networkx.topological_sort(units):
+        before = units.predecessors(unit)
+        stage[unit] = max((stage[one] + ((one in inside) != (unit in inside)) for one in before), default=0)
+    return stage
 
 
 def _units(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> Any:

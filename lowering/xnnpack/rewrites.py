@@ -16,6 +16,7 @@ from quantplug.core.graph.lazy import compiled_once
 from quantplug.lowering.rewrites.activations import (
     clamp_is_activation,
     elu_is_plain,
+    glu_is_product,
     hardsigmoid_is_clamp,
     rrelu_is_leaky_relu,
     silu_is_product,
@@ -26,6 +27,7 @@ from quantplug.lowering.rewrites.attention import (
     attention_is_products,
     repeated_heads_are_grouped,
 )
+from quantplug.lowering.rewrites.complex import complex_numbers_are_pairs
 from quantplug.lowering.rewrites.constants import (
     batch_norm_is_depthwise,
     numbers_are_constants,
@@ -77,6 +79,7 @@ Rewrite = Callable[[fx.GraphModule], fx.GraphModule]
 
 # What the runtime of ExecuTorch 1.4 lacks altogether, in float too, or computes wrongly.
 _RUNNABLE: tuple[Rewrite, ...] = (
+    complex_numbers_are_pairs,
     view_is_reshape,
     rrelu_is_leaky_relu,
     elu_is_plain,
@@ -126,6 +129,7 @@ ALL: tuple[Rewrite, ...] = (
     average_pooling_is_depthwise,
     batch_norm_is_depthwise,
     silu_is_product,
+    glu_is_product,
     hardsigmoid_is_clamp,
     clamp_is_activation,
     numbers_are_constants,

@@ -186,6 +186,160 @@ def test_rotary_positions_of_any_length(grouped):
     assert artefact.program.counts.portable <= 8
 
 
+class ByHand(nn.Module):
+    """Attention as models write it themselves, with a function of the scores and of what they are given."""
+
+    def __init__(self, masked):
+        super().__init__()
+        torch.manual_seed(0)
+        self.masked = masked
+        self.queries, self.keys = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.values, self.end = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, hidden):
+        queries, keys, values = (
+            layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.queries, self.keys, self.values)
+        )
+        scores = self.masked(queries @ keys.transpose(2, 3) / math.sqrt(WIDTH // HEADS), hidden[:, None, None])
+        return self.end((scores.softmax(-1) @ values).transpose(1, 2).flatten(2))
+
+
+LATER = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+LEAST = torch.finfo(torch.float32).min
+# How scores are hidden, and how many operators outside of the delegate that takes.
+HIDDEN = {
+    "minus infinity": (lambda scores, hidden: scores.masked_fill(hidden, -math.inf), 3),
+    "a large number": (lambda scores, hidden: scores.masked_fill(hidden, -1e9), 5),
+    "the least number": (lambda scores, hidden: torch.where(hidden, LEAST, scores), 5),
+    "shown": (lambda scores, hidden: torch.where(~hidden, scores, -1e4), 5),
+    "later ones": (lambda scores, hidden: scores.masked_fill(LATER, -math.inf), 0),
+    "later ones by a number": (lambda scores, hidden: scores.masked_fill(LATER, -1e9), 0),
+    "both": (lambda scores, hidden: scores.masked_fill(LATER, -math.inf).masked_fill(hidden, -math.inf), 3),
+    "added": (lambda scores, hidden: scores + hidden.float() * -1e4, 4),
+}
+
+
+def padding(seed):
+    """Texts of which the last tokens are hidden."""
+    lengths = torch.randint(1, LENGTH + 1, (2, 1), generator=torch.Generator().manual_seed(seed))
+    return torch.arange(LENGTH)[None] >= lengths
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", HIDDEN)
+@pytest.mark.parametrize("config", ["int8", "int8_dynamic"])
+def test_scores_hidden_by_hand_stay_in_one_delegate(name, config):
+    masked, outside = HIDDEN[name]
+    model = ByHand(masked)
+    batches = [(x, padding(seed)) for seed, x in enumerate(sequences(4))]
+    artefact = lowered(model, batches, config=config)
+    holds(artefact, model, batches)
+    assert artefact.program.counts.delegates == 1
+    assert artefact.program.counts.portable <= outside
+
+
+@pytest.mark.slow
+def test_infinity_below_a_large_number_is_left_as_it_is():
+    """Minus infinity times nothing is no number: the second mask cannot be a product."""
+    model = ByHand(lambda scores, hidden: scores.masked_fill(LATER, -math.inf).masked_fill(hidden, -1e9))
+    batches = [(x, padding(seed)) for seed, x in enumerate(sequences(4))]
+    artefact = lowered(model, batches)
+    holds(artefact, model, batches)
+    everything = torch.ones(2, LENGTH, dtype=torch.bool)
+    x = batches[0][0]
+    assert sqnr(artefact(x, everything), true(model, (x, everything))) > 20
+
+
+@pytest.mark.slow
+def test_rows_of_which_all_is_hidden_are_means():
+    model = ByHand(lambda scores, hidden: scores.masked_fill(hidden, -1e9))
+    batches = [(x, padding(seed)) for seed, x in enumerate(sequences(4))]
+    artefact = lowered(model, batches)
+    everything = torch.ones(2, LENGTH, dtype=torch.bool)
+    for x, _ in batches[:2]:
+        assert sqnr(artefact(x, everything), true(model, (x, everything))) > 20
+
+
+class Padded(nn.Module):
+    """torch's own encoder, whose layers write views of the mask each for itself."""
+
+    def __init__(self, layers):
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 64, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+    def forward(self, x, hidden):
+        return self.encoder(x, src_key_padding_mask=hidden)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("layers", [3, 1])
+def test_padding_of_torchs_encoder_is_computed_once(layers):
+    model = Padded(layers)
+    batches = [(x, padding(seed)) for seed, x in enumerate(sequences(4))]
+    artefact = lowered(model, batches)
+    for given in (*batches[:2], batches[0]):
+        assert sqnr(artefact(*given), artefact.reference(*given)) > 30
+        shown = ~given[1]
+        assert sqnr(artefact(*given)[shown], true(model, given)[shown]) > 15
+    assert artefact.program.counts.delegates == 1
+    assert artefact.program.counts.portable <= 10, "however many layers there are"
+
+
+@pytest.mark.slow
+def test_one_head_that_is_expanded_for_all_queries():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.queries, self.pair = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH // HEADS)
+            self.end = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            queries = self.queries(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            pair = (part[:, None].expand(-1, HEADS, -1, -1) for part in self.pair(x).chunk(2, -1))
+            found = F.scaled_dot_product_attention(queries, next(pair), next(pair), is_causal=True)
+            return self.end(found.transpose(1, 2).flatten(2))
+
+    model, batches = Shared(), [(x,) for x in sequences(4)]
+    artefact = lowered(model, batches)
+    holds(artefact, model, batches)
+    assert (artefact.program.counts.delegates, artefact.program.counts.portable) == (1, 0)
+
+
+class Complex(nn.Module):
+    """Rotary positions as Llama's first code has them, held or computed."""
+
+    def __init__(self, held):
+        super().__init__()
+        torch.manual_seed(0)
+        self.held, self.attention = held, Attention(is_causal=True)
+        self.before, self.size = nn.Linear(WIDTH, WIDTH), WIDTH // HEADS
+        self.register_buffer("turns", self.of(torch.arange(2 * LENGTH)))
+
+    def of(self, positions):
+        angles = torch.outer(positions, 10.0 ** -(torch.arange(0, self.size, 2) / self.size))
+        return torch.polar(torch.ones_like(angles), angles)
+
+    def forward(self, x, positions):
+        turns = self.turns[: x.shape[1]] if self.held else self.of(positions.float()) * 1.0
+        heads = self.before(x).unflatten(-1, (HEADS, self.size // 2, 2))
+        turned = torch.view_as_real(torch.view_as_complex(heads) * turns[:, None]).flatten(2)
+        return self.attention(turned)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("held", [True, False])
+def test_complex_rotary_positions(held):
+    model = Complex(held)
+    batches = [(x, torch.arange(LENGTH) + seed * (not held)) for seed, x in enumerate(sequences(4))]
+    artefact = lowered(model, batches)
+    holds(artefact, model, batches)
+    assert artefact.program.counts.delegates == 1
+    assert artefact.program.counts.portable <= (0 if held else 1), "integers become floats outside"
+
+
 @pytest.mark.slow
 def test_half_precision_runs():
     model = Attention(turned=True).eval()

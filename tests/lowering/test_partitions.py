@@ -44,6 +44,18 @@ def test_stages_hold_every_group_once_and_no_cycle(drawn):
         assert len(stages) == 1, "nothing outside is in between"
 
 
+@pytest.mark.parametrize(("is_read_early", "stages"), [(False, 1), (True, 2)])
+def test_what_nobody_waits_for_runs_in_the_last_delegate(is_read_early, stages):
+    """A layer in front of masked attention needs no delegate of its own before the mask is there."""
+    graph, aten = fx.Graph(), torch.ops.aten
+    x, mask = graph.placeholder("x"), graph.placeholder("mask")
+    layer = graph.call_function(aten.neg.default, (x,))
+    outside = graph.call_function(aten.where.self, (mask, layer if is_read_early else x, x))
+    masked = graph.call_function(aten.add.Tensor, (layer, outside))
+    graph.output(masked)
+    assert len(in_stages(graph, [[layer], [masked]])) == stages
+
+
 def test_copies_that_only_pass_through_stay_outside():
     """XLNet's tokens, copied for a layer and for the sum behind it: no delegate of it was written at all."""
     graph, aten = fx.Graph(), torch.ops.aten

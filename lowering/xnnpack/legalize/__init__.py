@@ -16,6 +16,10 @@ from quantplug.core.graph.facts import describe, operator_name
 from quantplug.core.qdq.calls import QuantizedCall, quantized_calls
 from quantplug.core.qdq.qparams import folded
 from quantplug.lowering.rewrites.attention import any_attention_is_products
+from quantplug.lowering.rewrites.broadcasting import expansions_are_broadcast
+from quantplug.lowering.rewrites.constants import numbers_are_constants
+from quantplug.lowering.rewrites.functions import functions_have_kernels
+from quantplug.lowering.rewrites.masks import hidden_is_summed
 from quantplug.lowering.rewrites.norms import norms_are_rows
 from quantplug.lowering.rewrites.products import turned_parts_are_products
 from quantplug.lowering.signed import signed_integers
@@ -40,6 +44,7 @@ from quantplug.lowering.xnnpack.legalize.movement import (
     moves_keep_qparams,
     pads_of_integers_are_moves,
     pads_stay_quantized,
+    single_taps_have_own_scales,
     softmax_over_rows,
     spell_out_slopes,
 )
@@ -144,6 +149,7 @@ def steps(found: Legalized, accepts: Callable[[fx.Node], bool] | None = None) ->
         Step("pads of integers yield integers", pads_stay_quantized, leaves=(_ONE_EACH,)),
         Step("softmax over rows", softmax_over_rows),
         Step("dynamic linear layers over rows", dynamic_linears_over_rows),
+        Step("scales of run time for each kernel", single_taps_have_own_scales),
         Step("weight-only layers", partial(_weight_only, found)),
         Step("products without integer kernel", _refusing(found.floats, NO_INTEGER_KERNEL), leaves=(_PRODUCTS,)),
         Step("float convolutions of rows as images", float_rows_between_integers_are_images),
@@ -154,6 +160,10 @@ def steps(found: Legalized, accepts: Callable[[fx.Node], bool] | None = None) ->
         Step("operators that stay portable", _refusing(found.portable, *PORTABLE)),
         Step("casts of integers as conversions", partial(casts_of_integers_are_conversions, taken=accepts)),
         Step("turned parts as products", turned_parts_are_products),
+        Step("numbers beside floats as constants", numbers_are_constants),
+        Step("what is hidden as sums", partial(hidden_is_summed, taken=accepts)),
+        Step("expansions as broadcasts", partial(expansions_are_broadcast, taken=accepts)),
+        Step("functions that have kernels", partial(functions_have_kernels, taken=accepts)),
         Step("norms as rows", partial(norms_are_rows, taken=accepts)),
         Step("nothing that is not read", finish),
     )

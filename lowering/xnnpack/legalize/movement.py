@@ -4,18 +4,21 @@ Before: moves, pads and concatenations whose qparams differ; softmax and dynamic
 ExecuTorch 1.4's layout pass gets wrong. After: the same numbers, rescaled beside them; the same operators over rows.
 """
 
+import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from quantplug.core.graph.aliases import changed_under_other_names
-from quantplug.core.graph.editing import call_like, constant
-from quantplug.core.graph.facts import constant_value, operator_name, tensor_value
+from quantplug.core.graph.editing import call_like, constant, like
+from quantplug.core.graph.facts import constant_value, operands, operator_name, tensor_value
 from quantplug.core.graph.operators import ALIASES, COPIES, IDENTITIES, JOINS, MOVES, PADS, schema_names
 from quantplug.core.qdq.calls import QuantizedCall, quantized_calls
-from quantplug.core.qdq.nodes import is_dequantize
+from quantplug.core.qdq.nodes import is_dequantize, is_dynamic, is_quantize
 from quantplug.core.qdq.qparams import requantize, static_qparams
+from quantplug.lowering.rewrites.writing import is_getitem
 from quantplug.lowering.xnnpack.legalize.integers import one_dequantize_per_use
 
 _ATEN = torch.ops.aten
@@ -136,17 +139,31 @@ def pads_stay_quantized(working: fx.GraphModule) -> None:
 def softmax_over_rows(working: fx.GraphModule) -> None:
     """A softmax of images works on rows: ExecuTorch's layout pass would run it over channels behind a pooling.
 
-    The pass keeps values channels-last until an operator asks otherwise, and softmax does not; a reshape does.
+    The pass keeps values channels-last until an operator asks otherwise, and softmax does not; a reshape does. One
+    over another dimension than the last is turned, as the kernel takes none.
     """
     for call in quantized_calls(working.graph, ("aten::softmax", "aten::_softmax")):
         node, value = call.node, tensor_value(call.node)
         shape: list[Any] = [] if value is None else list(value.shape)
+        if len(shape) == 3 and call.operands["dim"] % 3 != 2:
+            _turn(node, call.input, call.operands["dim"])
         if len(shape) != 4 or call.operands["dim"] not in (-1, 3) or not all(isinstance(s, int) for s in shape):
             continue
         with working.graph.inserting_before(node):
             rows = call_like(working.graph, node, _ATEN.reshape.default, call.input, [-1, shape[-1]])
         node.args = (rows, -1, *node.args[2:])
         _as_image(node, shape)
+
+
+def _turn(node: fx.Node, source: fx.Node, dim: int) -> None:
+    """Lets a softmax run over the last dimension of what is turned, and turns its result back."""
+    users = list(node.users)
+    with node.graph.inserting_before(node):
+        node.args = (call_like(node.graph, node, _ATEN.transpose.int, source, dim, -1), -1, *node.args[2:])
+    with node.graph.inserting_after(node):
+        back = call_like(node.graph, node, _ATEN.transpose.int, node, dim, -1)
+    for user in users:
+        user.replace_input_with(node, back)
 
 
 def dynamic_linears_over_rows(working: fx.GraphModule) -> None:
@@ -186,3 +203,39 @@ def _as_image(node: fx.Node, sizes: list[Any]) -> None:
         image = call_like(node.graph, node, _ATEN.reshape.default, node, sizes)
     for user in users:
         user.replace_input_with(node, image)
+
+
+def single_taps_have_own_scales(working: fx.GraphModule) -> None:
+    """Lets convolutions of one tap quantize for themselves what others quantize at run time too.
+
+    XNNPACK 1.4's products of rows and its convolutions over windows both read integers with scales of run time, but
+    not the same ones: what stands behind one of them is wrong where both share.
+    """
+    for quantize in [n for n in working.graph.nodes if is_quantize(n) and is_dynamic(n)]:
+        backs = list(quantize.users)
+        single = [user for back in backs for user in back.users if _has_one_tap(user)]
+        if not single or all(_has_one_tap(user) for back in backs for user in back.users):
+            continue
+        scales = [node for node in quantize.all_input_nodes[1:] if is_getitem(node)]
+        found = [node for scale in scales[:1] for node in scale.all_input_nodes]
+        own, behind = dict[fx.Node, fx.Node](), backs[0].next
+        for node in (*found, *scales, quantize, backs[0]):
+            with working.graph.inserting_before(behind):
+                own[node] = like(working.graph.node_copy(node, partial(_one_of, own)), node)
+        for user in single:
+            for back in backs:
+                user.replace_input_with(back, own[backs[0]])
+
+
+def _one_of(own: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+    return own.get(node, node)
+
+
+def _has_one_tap(node: fx.Node) -> bool:
+    """Tells whether a convolution is a product of rows to XNNPACK."""
+    if operator_name(node) not in ("aten::conv1d", "aten::conv2d"):
+        return False
+    given = operands(node)
+    weight = tensor_value(given["weight"])
+    is_dense = set(given["stride"]) == {1} and given["groups"] == 1 and not any(given["padding"])
+    return is_dense and weight is not None and math.prod(weight.shape[2:]) == 1

@@ -4,14 +4,17 @@ Before: a delegate's program. After: what all passes make of it. A pass of Execu
 the delegate again all the same, which was a quarter of the time that lowering a transformer took.
 """
 
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import fx
 
-from quantplug.lowering.executorch_names import passes_of_delegates
+from quantplug.core.qdq.nodes import is_dequantize, is_quantize
+from quantplug.lowering.executorch_names import edge_operator, passes_of_delegates
 
 _NORMS = ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training")
 # Operators without any of which a pass changes nothing. One that is not here always runs.
@@ -71,6 +74,8 @@ def idle_passes_left_out() -> Iterator[None]:
         def transform(self) -> Any:
             program = self.exported_program
             for one in self.passes:
+                if one.__name__ == "ChannelsLastTaggedReshapePass":
+                    images_are_turned_for_their_scales(program.graph)
                 if has_work(one.__name__, program.graph):
                     program = stock(program, [one]).transform()
             return program
@@ -80,3 +85,36 @@ def idle_passes_left_out() -> Iterator[None]:
         yield
     finally:
         setattr(module, name, stock)
+
+
+def images_are_turned_for_their_scales(graph: fx.Graph) -> None:
+    """Copies to channels last what a convolution reads whose scales are found at run time.
+
+    ExecuTorch's layout pass would turn what stands first in the delegate in its place, as if all that comes after kept
+    the order: a view in between mixes channels and pixels up. Copies of what is turned already are removed again.
+
+    Args:
+        graph: a delegate's, in the edge dialect; it is changed in place.
+    """
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.nodes):
+        quantized = _quantized_at_run_time(node.args[0]) if _name(node) == "convolution" else None
+        if quantized is None or not isinstance(source := quantized.args[0], fx.Node) or source in copies.values():
+            continue
+        if source not in copies:
+            with graph.inserting_after(source):
+                copy = graph.call_function(edge_operator("_to_copy"), (source,), {"memory_format": torch.channels_last})
+            copy.meta = {"val": source.meta["val"]}
+            copies[source] = copy
+        for scale in quantized.all_input_nodes[1:]:
+            scale.all_input_nodes[0].replace_input_with(source, copies[source])
+        quantized.replace_input_with(source, copies[source])
+
+
+def _quantized_at_run_time(dequantized: Any) -> fx.Node | None:
+    """Returns what quantizes an input with scales of run time, None for others."""
+    if not isinstance(dequantized, fx.Node) or not is_dequantize(dequantized):
+        return None
+    quantized: Any = dequantized.args[0]
+    scales = quantized.all_input_nodes[1:] if is_quantize(quantized) else []
+    return quantized if scales and all(scale.target is operator.getitem for scale in scales) else None
