@@ -23,7 +23,7 @@ from quantplug.core.pt2e.convert import convert_pt2e
 
 # Decibels that may be lost in a trial where another one gains.
 _LEAST_LOSS = 0.1
-# A trial that loses on so many samples, by so many times what tells it from chance, will not gain on the rest.
+# A trial that loses or gains on so many samples, by so many times what tells it from chance, will do so on the rest.
 _ENOUGH, _CERTAIN = 8, 2.0
 
 
@@ -83,13 +83,14 @@ class Compared:
         return any(now.is_less_than(then) for then, now in self._pairs()) and not any(self._losses())
 
     @property
-    def is_lost(self) -> bool:
-        """Whether a trial loses by more than chance, even if it is asked after each batch."""
-        losses = zip(self._losses(), self._pairs(), strict=True)
-        return any(
-            loses and len(now.errors) >= _ENOUGH and is_no_chance(now.errors - then.errors, _CERTAIN)
-            for loses, (then, now) in losses
-        )
+    def is_settled(self) -> bool:
+        """Whether a trial loses, or all gain, by more than chance, even if it is asked after each batch."""
+        pairs = self._pairs()
+        if any(len(now.errors) < _ENOUGH for _, now in pairs):
+            return False
+        is_lost = (is_no_chance(now.errors - then.errors, _CERTAIN) for then, now in pairs)
+        is_won = (is_no_chance(then.errors - now.errors, _CERTAIN) for then, now in pairs)
+        return any(map(bool.__and__, self._losses(), is_lost)) or (self.gains and all(is_won))
 
     def told(self, changed: str = "with scales") -> str:
         """Returns in words what the trials keep."""
@@ -104,7 +105,7 @@ class Compared:
 
 
 def compared(before: Tried, after: Tried, batches: Iterable[Batch], advance: Callable[[], None]) -> Compared:
-    """Returns what a model's outputs lose before and after a change, on all batches or until that is lost.
+    """Returns what a model's outputs lose before and after a change, on all batches or until that is settled.
 
     Args:
         before: the model.
@@ -118,7 +119,7 @@ def compared(before: Tried, after: Tried, batches: Iterable[Batch], advance: Cal
         before.add(batch, wanted, found.before)
         after.add(batch, wanted, found.after)
         advance()
-        if found.is_lost:
+        if found.is_settled:
             break
     return found
 

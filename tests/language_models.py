@@ -37,6 +37,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "Mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
     "GptOss": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+    "DeepseekV2": {
+        **dict.fromkeys(("kv_lora_rank", "moe_intermediate_size"), 32),
+        **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),
+        **dict.fromkeys(("n_shared_experts", "first_k_dense_replace"), 1),
+        "q_lora_rank": None,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "DeepseekV3": {
         **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "moe_intermediate_size"), 32),
         **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),

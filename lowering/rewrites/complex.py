@@ -11,13 +11,14 @@ import torch
 from torch import fx
 
 from quantplug.core.graph.facts import operator_name, tensor_value
-from quantplug.core.graph.operators import ALIASES, RESHAPES, SLICES, TRANSPOSES, schema_names
+from quantplug.core.graph.operators import ALIASES, COPIES, RESHAPES, SLICES, TRANSPOSES, schema_names
 from quantplug.lowering.rewrites.writing import Writer, constant_operand, done
 
 _ATEN = torch.ops.aten
 _Pair: TypeAlias = tuple[fx.Node, fx.Node]
 # Done to both parts alike: none of them counts the parts among its dimensions.
-_TO_BOTH = schema_names((*RESHAPES, *TRANSPOSES, *SLICES, *ALIASES, "expand"))
+_TO_BOTH = schema_names((*RESHAPES, *COPIES, *TRANSPOSES, *SLICES, *ALIASES, "expand"))
+_CAST = "aten::to"
 
 
 def complex_numbers_are_pairs(model: fx.GraphModule) -> fx.GraphModule:
@@ -40,7 +41,8 @@ def _is_known(node: fx.Node) -> bool:
     name = operator_name(node)
     if not _is_complex(node) or constant_operand(node) is not None or name in _FROM_REAL:
         return True
-    return (name in _TO_BOTH or name in _WRITTEN) and not node.kwargs and all(map(_is_known, node.all_input_nodes))
+    is_written = name == _CAST or ((name in _TO_BOTH or name in _WRITTEN) and not node.kwargs)
+    return is_written and all(map(_is_known, node.all_input_nodes))
 
 
 def _parts(model: fx.GraphModule, node: fx.Node, pairs: dict[fx.Node, _Pair]) -> _Pair:
@@ -56,6 +58,8 @@ def _written(model: fx.GraphModule, node: fx.Node, pairs: dict[fx.Node, _Pair]) 
         return write.constant(held.real.contiguous(), "real"), write.constant(held.imag.contiguous(), "imaginary")
     if name in _FROM_REAL:
         return _FROM_REAL[name](write, *node.args)
+    if name == _CAST:  # between devices, or to what it is
+        return _parts(model, node.all_input_nodes[0], pairs)
     given: list[Any] = [_parts(model, one, pairs) if _is_complex(one) else one for one in node.args]
     if name in _TO_BOTH:
         target: Any = node.target

@@ -708,6 +708,23 @@ def test_what_is_lost_is_given_up_after_a_few_samples(algorithm, batches, monkey
     assert all(torch.equal(value, before[name]) for name, value in graph.named_parameters())
 
 
+@pytest.mark.parametrize("batches", [6, 40])
+def test_what_gains_is_kept_after_a_few_samples(batches, monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).eval()
+    with torch.no_grad():
+        model[0].weight[3] *= 30.0
+    asked = []
+
+    def counting(before, after, given, _):
+        return compared(before, after, given, lambda: asked.append(0))
+
+    monkeypatch.setattr(equalize, "compared", counting)
+    graph = torch.export.export(model, (torch.randn(1, 16),)).module()
+    assert len(quantplug.Equalize(per_channel=False).apply(graph, [torch.randn(1, 16) for _ in range(batches)])) == 1
+    assert min(batches, 8) <= len(asked) <= min(batches, 12)
+
+
 def outlier():
     """Returns layers behind a norm with a channel much larger than the others, and batches."""
     torch.manual_seed(0)

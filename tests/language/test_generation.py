@@ -338,6 +338,12 @@ def test_what_an_earlier_text_left_is_no_part_of_a_range():
 
 
 @pytest.mark.slow
+def test_complex_positions_on_xnnpack():
+    """DeepSeek V2 turns its queries and keys by complex numbers that it computes from the positions."""
+    _check("xnnpack", "float32", "DeepseekV2", layers=1, parts=(20, 10), steps=20)
+
+
+@pytest.mark.slow
 def test_a_window_on_xnnpack():
     """Its mask is not the operator's, so that the model's own attention reads all rows."""
     _check("xnnpack", "float32", "Mistral", parts=(20, 10), steps=20)
