@@ -15,7 +15,6 @@ from quantplug.algorithms.equalize import Equalize
 from quantplug.algorithms.gptq import GPTQ
 from quantplug.algorithms.rotate import Rotate
 from quantplug.algorithms.smooth import Smooth
-from quantplug.algorithms.train_scales import TrainScales
 from quantplug.core.calibration.bias_correction import SAMPLES, BiasCorrection, correct_biases
 from quantplug.core.calibration.progress import bars
 from quantplug.core.errors import ConfigError
@@ -85,7 +84,6 @@ RECIPES: dict[str, tuple[Algorithm, ...]] = {
         Equalize(before_gptq=True),
         Smooth(before_gptq=True),
         GPTQ(samples=256),
-        TrainScales(),
         CorrectBiases(),
     ),
 }

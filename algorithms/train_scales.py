@@ -44,8 +44,6 @@ _BETAS = (0.9, 0.95)
 _PART = 2**20
 # Bytes of float outputs that wait in memory: each is read once a pass, which takes seconds.
 _WAITING = 2**25
-# Shares of what was trained that are tried, of the logarithm of each scale.
-_SHARES = (1.0, 0.5, 0.25)
 # What the loss has to fall by, and what the squared error may grow by: 0.2 and 0.1 decibels.
 _LEAST_GAIN, _MOST_LOSS = 10**-0.02, 10**0.01
 
@@ -176,11 +174,11 @@ class TrainScales:
         self, model: fx.GraphModule, trainable: Trainable, data: "_Data", kept: Kept, left: dict[str, str]
     ) -> TrainedScales:
         held_back = data.held_back
-        total = self.epochs * data.seen + (1 + len(_SHARES)) * len(held_back)
+        total = self.epochs * data.seen + 2 * len(held_back)
         with progress_bar(shown=True, total=total, step="TrainScales", unit="batches") as advance:
             before = _Measured(trainable, data, advance)
             self._train(trainable, data, before, kept, advance)
-            _, after = _best_share(trainable, data, before, advance)
+            after = _Measured(trainable, data, advance)
         if not after.is_better_than(before):
             return TrainedScales({}, (), before.distance, before.distance, left)
         scales = {layer.node.name: each.scale.numel() for each in trainable.scaled for layer in each.weight.layers}
@@ -213,20 +211,6 @@ class TrainScales:
                 optimizer.step()
                 kept.write(partial(_content, optimizer, step + 1))
             advance()
-
-
-def _best_share(
-    trainable: Trainable, data: "_Data", before: "_Measured", advance: Callable[[], None]
-) -> tuple[float, "_Measured"]:
-    """Leaves that share of what was trained with which held-back batches lose least, and returns it with the losses."""
-    trained = [each.detach().clone() for each in trainable.parameters()]
-    measured = dict[float, _Measured]()
-    for share in _SHARES:
-        trainable.put(share * each for each in trained)
-        measured[share] = _Measured(trainable, data, advance)
-    best = min(measured, key=lambda share: measured[share].loss_from(before))
-    trainable.put(best * each for each in trained)
-    return best, measured[best]
 
 
 def _content(optimizer: torch.optim.Optimizer, done: int) -> dict[str, Any]:
@@ -362,10 +346,6 @@ class _Measured:
     def loss(self, losses: Tensor) -> Tensor:
         """Returns squared error and divergence as shares of what they are here, added, of losses [..., 3]."""
         return (losses[..., 1:] / self._units.to(losses)).sum(-1)
-
-    def loss_from(self, before: "_Measured") -> float:
-        """Returns the loss in the mean, 2 where nothing changed."""
-        return float(before.loss(self._losses).mean())
 
     def is_better_than(self, before: "_Measured") -> bool:
         """Tells whether the loss is less, by more than chance, and the squared error not more."""

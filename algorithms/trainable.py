@@ -8,7 +8,7 @@ arXiv:1308.3432) but for values that a static range clips.
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -132,12 +132,6 @@ class Trainable:
     def parameters(self) -> list[nn.Parameter]:
         """Returns what an optimizer trains."""
         return [each.trained for each in self.scaled] + [each.trained for each in self.vectors]
-
-    @torch.no_grad()
-    def put(self, trained: Iterable[Tensor]) -> None:
-        """Gives what is trained other values, in the order of `parameters`."""
-        for each, value in zip(self.parameters(), trained, strict=True):
-            each.copy_(value)
 
     @property
     def weights(self) -> list[Weight]:

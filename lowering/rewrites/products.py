@@ -1,4 +1,4 @@
-"""Products by a constant matrix as linear layers, and parts of rows in another order as such products."""
+"""Products by a constant matrix as linear layers, and parts of layers as layers."""
 
 from typing import Any
 
@@ -106,7 +106,7 @@ def parts_of_open_layers_are_layers(model: fx.GraphModule) -> fx.GraphModule:
             continue
         if not all(part is not None and part[0] is whole for part in parts):
             continue
-        for user, (_, _, start, end) in zip(list(whole.users), filter(None, parts), strict=True):
+        for user, (_, start, end) in zip(list(whole.users), filter(None, parts), strict=True):
             write = Writer(model, user)
             rows = [_rows(write, operand, start, end) for operand in constants]
             part = write.call(_ATEN.linear.default, given["input"], *rows)
@@ -150,35 +150,8 @@ def products_are_batches(model: fx.GraphModule) -> fx.GraphModule:
     return done(model)
 
 
-def turned_parts_are_products(model: fx.GraphModule) -> fx.GraphModule:
-    """Writes parts of rows that are joined again in another order, some negated, as a product by a constant matrix.
-
-    Rotary positions turn halves of heads so. XNNPACK slices tensors whose sizes are known; where the length of a
-    sequence is open, the slices would stand outside of its delegates. The product is exact: all but one of the terms
-    of each sum are zeros.
-    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
-    """
-    for node, values in matching(model, "cat"):
-        parts = [_part(part) for part in values["tensors"]]
-        sources = {part[0] for part in parts if part is not None}
-        value = tensor_value(next(iter(sources))) if len(sources) == 1 and None not in parts else None
-        if value is None or not _is_row_of_open_tensor(value) or axis_of(values["dim"], value.dim()) != value.dim() - 1:
-            continue
-        unit = torch.eye(int(value.shape[-1]), dtype=value.dtype)
-        matrix = torch.cat([sign * unit[start:end] for _, sign, start, end in filter(None, parts)])
-        write = Writer(model, node)
-        write.replace(write.call(_ATEN.linear.default, sources.pop(), write.constant(matrix, "turned")))
-    return done(model)
-
-
-def _part(node: Any) -> tuple[fx.Node, float, int, int] | None:
-    """Returns the tensor that a node has a part of, with which sign, and from where to where along its last axis."""
-    sign = -1.0 if operator_name(node) == "aten::neg" else 1.0
-    node = operands(node)["self"] if sign < 0 else node
-    if operator_name(node) != "aten::slice":
-        value = tensor_value(node)
-        is_known = value is not None and value.dim() > 0 and isinstance(value.shape[-1], int)
-        return (node, sign, 0, int(value.shape[-1])) if value is not None and is_known else None
+def _part(node: fx.Node) -> tuple[fx.Node, int, int] | None:
+    """Returns the tensor that a slice has a part of, and from where to where along its last axis."""
     given = operands(node)
     value = tensor_value(given["self"])
     if value is None or axis_of(given["dim"], value.dim()) != value.dim() - 1 or given["step"] != 1:
@@ -187,7 +160,7 @@ def _part(node: Any) -> tuple[fx.Node, float, int, int] | None:
     if not all(isinstance(number, int) for number in (start, length)) or not isinstance(end, int | None):
         return None
     start, end, _ = slice(start, end).indices(length)
-    return given["self"], sign, start, end
+    return given["self"], start, end
 
 
 def _is_row_of_open_tensor(value: Tensor) -> bool:

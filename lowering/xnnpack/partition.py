@@ -62,8 +62,9 @@ def partitioner(graph: fx.Graph, legal: Legalized) -> Any:
 
     class InStages(XnnpackPartitioner):
         def generate_partitions(self, ep: Any) -> list[Any]:
-            stages = in_stages(ep.graph, worth_a_delegate(ep.graph, self.get_matched_nodes_from_configs(ep)))
-            kept = filter(None, map(without_mere_copies, stages))
+            every = self.get_matched_nodes_from_configs(ep)
+            stages = (in_stages(ep.graph, groups) for groups in (every, worth_a_delegate(ep.graph, every)))
+            kept = filter(None, map(without_mere_copies, min(stages, key=len)))
             return [Partition(id=index, nodes=stage) for index, stage in enumerate(kept)]
 
     return InStages(configs=[_guarded(config, graph, legal) for config in stock])

@@ -21,7 +21,7 @@ from quantplug.lowering.rewrites.constants import numbers_are_constants
 from quantplug.lowering.rewrites.functions import functions_have_kernels
 from quantplug.lowering.rewrites.masks import hidden_is_summed
 from quantplug.lowering.rewrites.norms import norms_are_rows
-from quantplug.lowering.rewrites.products import turned_parts_are_products
+from quantplug.lowering.rewrites.parts import parts_of_open_rows_are_products
 from quantplug.lowering.signed import signed_integers
 from quantplug.lowering.spelling import spell_plainly
 from quantplug.lowering.steps import Step, every_node, run
@@ -159,7 +159,7 @@ def steps(found: Legalized, accepts: Callable[[fx.Node], bool] | None = None) ->
         Step("operators that stay float", _refusing(found.floats, SCALES_OUT_OF_RANGE, MEANS)),
         Step("operators that stay portable", _refusing(found.portable, *PORTABLE)),
         Step("casts of integers as conversions", partial(casts_of_integers_are_conversions, taken=accepts)),
-        Step("turned parts as products", turned_parts_are_products),
+        Step("parts of open rows as products", parts_of_open_rows_are_products),
         Step("numbers beside floats as constants", numbers_are_constants),
         Step("what is hidden as sums", partial(hidden_is_summed, taken=accepts)),
         Step("expansions as broadcasts", partial(expansions_are_broadcast, taken=accepts)),
