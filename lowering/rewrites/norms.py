@@ -122,6 +122,8 @@ def _correction(values: dict[str, Any]) -> float:
 
 def _length(write: Writer, values: dict[str, Any], source: Tensor) -> fx.Node | None:
     order = values["ord"] if "ord" in values else values["p"]
+    if operator_name(write.node) == "aten::linalg_norm" and order is not None:
+        return None  # of a matrix, which is another
     target = {1: _ATEN.abs.default, 2: _ATEN.square.default, None: _ATEN.square.default}.get(order)
     if target is None:
         return None

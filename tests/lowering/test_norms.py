@@ -213,6 +213,29 @@ class Beside(nn.Module):
         return normed, self.layer(normed)
 
 
+NORMS = {
+    "largest column": (lambda x: torch.linalg.norm(x, 1, dim=(1, 2)), False),
+    "singular value": (lambda x: torch.linalg.norm(x, 2, dim=(1, 2)), False),
+    "largest number": (lambda x: torch.linalg.vector_norm(x, torch.inf, dim=-1), False),
+    "of Frobenius": (lambda x: torch.linalg.norm(x, dim=(1, 2)), True),
+    "of all numbers": (lambda x: torch.norm(x, p=2, dim=(1, 2)), True),
+    "of vectors": (lambda x: torch.linalg.vector_norm(x, 2, dim=1), True),
+    "variance of one": (lambda x: x[:, :1].var(1), False),
+    "variance of populations": (lambda x: torch.var(x, dim=(1, 2), correction=0), True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:var")
+@pytest.mark.parametrize("name", NORMS)
+def test_what_is_another_norm_is_left(name):
+    function, is_written = NORMS[name]
+    x = torch.randn(2, 5, 32)
+    graph = norms_are_rows(torch.export.export(Applied(lambda _, x: function(x)), (x,)).module())
+    names = {operator_name(node) for node in graph.graph.nodes}
+    assert ("aten::linear" in names) == is_written
+    assert torch.allclose(graph(x), function(x), rtol=1e-5, equal_nan=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
 @pytest.mark.parametrize("offset", [0.0, 100.0, -3000.0])
