@@ -148,10 +148,17 @@ def _is_plain(values: dict[str, Any]) -> bool:
     query, key = tensor_value(values["query"]), tensor_value(values["key"])
     if query is None or key is None or values["dropout_p"]:
         return False
-    if not values.get("enable_gqa"):
+    if not _is_shared(values):
         return True
     shared = (query.shape[1], key.shape[1], query.shape[-1], key.shape[-1])
     return query.dim() == key.dim() == 4 and _open(*shared) == 0 and _open(key.shape[0], key.shape[2]) <= 1
+
+
+def _is_shared(values: dict[str, Any]) -> bool:
+    """Tells whether queries read fewer heads than they have: as `enable_gqa` says, or one that is broadcast."""
+    query, key, value = (_shape(values[name]) for name in ("query", "key", "value"))
+    is_broadcast = len(query) == len(key) == len(value) == 4 and _is_one(key[1]) and _is_one(value[1])
+    return bool(values.get("enable_gqa")) or (is_broadcast and isinstance(query[1], int) and query[1] > 1)
 
 
 def _open(*sizes: Any) -> int:
@@ -186,8 +193,8 @@ def _write(write: Writer, values: dict[str, Any], mask: _Mask) -> None:
 def _is_to_be_repeated(values: dict[str, Any]) -> bool:
     """Tells whether heads are shared, and scores have two open sizes: XNNPACK reshapes to one, as groups would need."""
     query, key = values["query"].meta["val"], values["key"].meta["val"]
-    is_asked = values.get("enable_gqa") and key.shape[1] != query.shape[1]
-    return bool(is_asked) and _open(query.shape[0], query.shape[2], key.shape[2]) > 1
+    is_asked = _is_shared(values) and key.shape[1] != query.shape[1]
+    return is_asked and _open(query.shape[0], query.shape[2], key.shape[2]) > 1
 
 
 def _has_flat_scores(values: dict[str, Any]) -> bool:
@@ -223,7 +230,7 @@ class _Groups:
         query, key = tensor_value(values["query"]), tensor_value(values["key"])
         assert query is not None
         assert key is not None
-        is_asked = values.get("enable_gqa") and key.shape[1] != query.shape[1]
+        is_asked = _is_shared(values) and key.shape[1] != query.shape[1]
         grouped = is_asked and not _is_to_be_repeated(values)
         return cls(write, int(key.shape[1]) if grouped else None, int(query.shape[1]) if grouped else 0)
 

@@ -288,7 +288,8 @@ def test_padding_of_torchs_encoder_is_computed_once(layers):
 
 
 @pytest.mark.slow
-def test_one_head_that_is_expanded_for_all_queries():
+@pytest.mark.parametrize("is_expanded", [True, False])
+def test_one_head_for_all_queries(is_expanded):
     class Shared(nn.Module):
         def __init__(self):
             super().__init__()
@@ -298,7 +299,8 @@ def test_one_head_that_is_expanded_for_all_queries():
 
         def forward(self, x):
             queries = self.queries(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            pair = (part[:, None].expand(-1, HEADS, -1, -1) for part in self.pair(x).chunk(2, -1))
+            heads = HEADS if is_expanded else 1
+            pair = (part[:, None].expand(-1, heads, -1, -1) for part in self.pair(x).chunk(2, -1))
             found = F.scaled_dot_product_attention(queries, next(pair), next(pair), is_causal=True)
             return self.end(found.transpose(1, 2).flatten(2))
 
