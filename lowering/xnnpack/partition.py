@@ -63,8 +63,8 @@ def partitioner(graph: fx.Graph, legal: Legalized) -> Any:
     class InStages(XnnpackPartitioner):
         def generate_partitions(self, ep: Any) -> list[Any]:
             every = self.get_matched_nodes_from_configs(ep)
-            stages = (in_stages(ep.graph, groups) for groups in (every, worth_a_delegate(ep.graph, every)))
-            kept = filter(None, map(without_mere_copies, min(stages, key=len)))
+            whole, fewer = (in_stages(ep.graph, each) for each in (every, worth_a_delegate(ep.graph, every)))
+            kept = filter(None, map(without_mere_copies, fewer if len(fewer) < len(whole) else whole))
             return [Partition(id=index, nodes=stage) for index, stage in enumerate(kept)]
 
     return InStages(configs=[_guarded(config, graph, legal) for config in stock])

@@ -101,6 +101,9 @@ NETS = {
     "group norm": (lambda: images(stirred(nn.GroupNorm(4, 8))), PIXELS),
     "group norm without scales": (lambda: images(nn.GroupNorm(2, 8, affine=False)), PIXELS),
     "layer norm of channels": (lambda: images(Applied(_channels_first)), PIXELS),
+    "softmax of channels": (lambda: images(Applied(lambda s, x: x.softmax(1))), PIXELS),
+    "softmax of columns": (lambda: images(Applied(lambda s, x: x.softmax(2))), PIXELS),
+    "softmax of lines": (lambda: images(Applied(lambda s, x: x.softmax(-1))), PIXELS),
     "unit pixels": (lambda: images(Applied(lambda s, x: F.normalize(x, dim=1))), PIXELS),
     "response norm over the image": (
         lambda: images(Applied(lambda s, x: _global_response(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))),

@@ -145,25 +145,28 @@ def softmax_over_rows(working: fx.GraphModule) -> None:
     for call in quantized_calls(working.graph, ("aten::softmax", "aten::_softmax")):
         node, value = call.node, tensor_value(call.node)
         shape: list[Any] = [] if value is None else list(value.shape)
-        if len(shape) == 3 and call.operands["dim"] % 3 != 2:
-            _turn(node, call.input, call.operands["dim"])
-        if len(shape) != 4 or call.operands["dim"] not in (-1, 3) or not all(isinstance(s, int) for s in shape):
+        if value is not None and len(shape) > 2 and call.operands["dim"] not in (-1, len(shape) - 1):
+            shape = list(_turned(node, call.input, call.operands["dim"], value).shape)
+        if len(shape) != 4 or not all(isinstance(s, int) for s in shape):
             continue
         with working.graph.inserting_before(node):
-            rows = call_like(working.graph, node, _ATEN.reshape.default, call.input, [-1, shape[-1]])
+            rows = call_like(working.graph, node, _ATEN.reshape.default, node.all_input_nodes[0], [-1, shape[-1]])
         node.args = (rows, -1, *node.args[2:])
         _as_image(node, shape)
 
 
-def _turn(node: fx.Node, source: fx.Node, dim: int) -> None:
-    """Lets a softmax run over the last dimension of what is turned, and turns its result back."""
+def _turned(node: fx.Node, source: fx.Node, dim: int, value: Tensor) -> Tensor:
+    """Lets a softmax run over the last dimension of what is turned, turns its result back, and returns its value."""
     users = list(node.users)
     with node.graph.inserting_before(node):
         node.args = (call_like(node.graph, node, _ATEN.transpose.int, source, dim, -1), -1, *node.args[2:])
     with node.graph.inserting_after(node):
         back = call_like(node.graph, node, _ATEN.transpose.int, node, dim, -1)
+    own = value.transpose(dim, -1)
+    node.meta["val"], back.meta["val"] = own, value
     for user in users:
         user.replace_input_with(node, back)
+    return own
 
 
 def dynamic_linears_over_rows(working: fx.GraphModule) -> None:
@@ -201,6 +204,7 @@ def _as_image(node: fx.Node, sizes: list[Any]) -> None:
     users = list(node.users)
     with node.graph.inserting_before(node.next):
         image = call_like(node.graph, node, _ATEN.reshape.default, node, sizes)
+    image.meta["val"] = node.meta.get("val")
     for user in users:
         user.replace_input_with(node, image)
 
