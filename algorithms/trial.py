@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from quantplug.algorithms.layers import Layer, layer_of
 from quantplug.algorithms.scaling import Scales
 from quantplug.core.calibration.node_by_node import Batch, BatchRun
-from quantplug.core.calibration.outputs import OutputNoise, by_sample, is_no_chance
+from quantplug.core.calibration.outputs import LEAST_GAIN, OutputNoise, by_sample, is_no_chance
 from quantplug.core.graph.facts import is_constant
 from quantplug.core.peers.torch_names import pytree
 from quantplug.core.pt2e.convert import convert_pt2e
@@ -35,11 +35,13 @@ class Tried:
         model: the float graph.
         runs: of each trial, given a batch.
         how: in words what is tried.
+        chance: decibels that two trials of one model may differ by.
     """
 
     model: fx.GraphModule
     runs: list[Callable[[Batch], BatchRun]]
     how: str
+    chance: float = LEAST_GAIN
 
     @classmethod
     def of(cls, scales: Scales, per_channel: bool | None) -> "Tried":
@@ -55,9 +57,9 @@ class Tried:
         return cls(scales.model, [partial(_RoundedRun, scales.model, each) for each in given], "in 8 bits")
 
     @classmethod
-    def by(cls, model: fx.GraphModule, prepared: fx.GraphModule) -> "Tried":
+    def by(cls, model: fx.GraphModule, prepared: fx.GraphModule, chance: float = LEAST_GAIN) -> "Tried":
         """Returns a model with what convert makes of it, prepared for a quantizer and calibrated."""
-        return cls(model, [partial(BatchRun, convert_pt2e(prepared))], "when quantized")
+        return cls(model, [partial(BatchRun, convert_pt2e(prepared))], "when quantized", chance)
 
     def noises(self) -> list[OutputNoise]:
         """Returns an empty record for each trial."""
@@ -76,11 +78,12 @@ class Compared:
     before: list[OutputNoise]
     after: list[OutputNoise]
     how: str
+    chance: float = LEAST_GAIN
 
     @property
     def gains(self) -> bool:
         """Whether a trial gains and none loses."""
-        return any(now.is_less_than(then) for then, now in self._pairs()) and not any(self._losses())
+        return any(now.is_less_than(then, self.chance) for then, now in self._pairs()) and not any(self._losses())
 
     @property
     def is_settled(self) -> bool:
@@ -113,7 +116,7 @@ def compared(before: Tried, after: Tried, batches: Iterable[Batch], advance: Cal
         batches: the inputs.
         advance: is called after each batch.
     """
-    found = Compared(before.noises(), after.noises(), before.how)
+    found = Compared(before.noises(), after.noises(), before.how, before.chance)
     for batch in batches:
         wanted = by_sample(BatchRun(before.model, batch).result())
         before.add(batch, wanted, found.before)

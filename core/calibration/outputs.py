@@ -78,9 +78,14 @@ class OutputNoise:
         errors = self.errors
         return decibels(self.energy, float(errors.sum())) if len(errors) else -math.inf
 
-    def is_less_than(self, other: "OutputNoise") -> bool:
-        """Tells whether the outputs are nearer to float than others, by more than chance."""
-        return self.decibels > other.decibels + LEAST_GAIN and is_no_chance(other.errors - self.errors)
+    def is_less_than(self, other: "OutputNoise", least: float = LEAST_GAIN) -> bool:
+        """Tells whether the outputs are nearer to float than others, by more than chance.
+
+        Args:
+            other: what the others lose, on the same samples.
+            least: decibels that may be chance.
+        """
+        return self.decibels > other.decibels + least and is_no_chance(other.errors - self.errors)
 
 
 def is_no_chance(gains: Tensor, times: float = 1.0) -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -723,6 +724,24 @@ def test_what_gains_is_kept_after_a_few_samples(batches, monkeypatch):
     graph = torch.export.export(model, (torch.randn(1, 16),)).module()
     assert len(quantplug.Equalize(per_channel=False).apply(graph, [torch.randn(1, 16) for _ in range(batches)])) == 1
     assert min(batches, 8) <= len(asked) <= min(batches, 12)
+
+
+@pytest.mark.parametrize(("chance", "is_kept"), [(0.2, True), (1.0, False)])
+def test_a_gain_has_to_be_more_than_trials_of_one_model_differ_by(chance, is_kept):
+    """What a short GPTQ makes of a model is another thing with another number of threads."""
+
+    class Noisy:
+        def __init__(self, size, batch):
+            self.size, self.batch = size, batch
+
+        def result(self):
+            return self.batch[0] * (1 + self.size)
+
+    graph = torch.export.export(nn.Identity(), (torch.randn(1, 16),)).module()
+    before, after = (Tried(graph, [partial(Noisy, size)], "", chance) for size in (0.1, 0.093))
+    outcome = compared(before, after, [(torch.randn(1, 16),) for _ in range(6)], lambda: None)
+    assert 0.5 < outcome.after[0].decibels - outcome.before[0].decibels < 0.8
+    assert outcome.gains == is_kept
 
 
 def outlier():
