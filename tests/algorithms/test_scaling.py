@@ -3,6 +3,7 @@
 import copy
 import gc
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -738,7 +739,8 @@ def test_a_gain_has_to_be_more_than_trials_of_one_model_differ_by(chance, is_kep
             return self.batch[0] * (1 + self.size)
 
     graph = torch.export.export(nn.Identity(), (torch.randn(1, 16),)).module()
-    before, after = (Tried(graph, [partial(Noisy, size)], "", chance) for size in (0.1, 0.093))
+    runs: list[Any] = [[partial(Noisy, size)] for size in (0.1, 0.093)]
+    before, after = (Tried(graph, each, "", chance) for each in runs)
     outcome = compared(before, after, [(torch.randn(1, 16),) for _ in range(6)], lambda: None)
     assert 0.5 < outcome.after[0].decibels - outcome.before[0].decibels < 0.8
     assert outcome.gains == is_kept
