@@ -8,7 +8,7 @@ Normalization", 2019; Wu and He, "Group Normalization", 2018.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ _ATEN = torch.ops.aten
 
 
 def norms_are_rows(model: fx.GraphModule, taken: Callable[[fx.Node], bool] | None = None) -> fx.GraphModule:
-    """Writes normalizations of float32, and what they are written with by hand, as sums and products along rows.
+    """Writes normalizations of float32, and means over last dimensions, as sums and products along rows.
 
     Half precision stays: a square of more than 255 is no number of float16.
 
@@ -31,13 +31,32 @@ def norms_are_rows(model: fx.GraphModule, taken: Callable[[fx.Node], bool] | Non
         model: a graph module; it is changed in place and returned.
         taken: which nodes may be written so, None for all.
     """
+    return _written_so(model, _NORMS, taken)
+
+
+def reductions_are_rows(model: fx.GraphModule, taken: Callable[[fx.Node], bool] | None = None) -> fx.GraphModule:
+    """Writes what models write normalizations with by hand so too: sums, variances and lengths along any dimensions.
+
+    Args:
+        model: a graph module; it is changed in place and returned.
+        taken: which nodes may be written so, None for all.
+    """
     _pairs_are_apart(model)
-    for node, values in matching(model, *_WRITTEN):
+    return _written_so(model, _REDUCTIONS, taken)
+
+
+_Written = Callable[[Writer, dict[str, Any], Tensor], fx.Node | None]
+
+
+def _written_so(
+    model: fx.GraphModule, forms: Mapping[str, _Written], taken: Callable[[fx.Node], bool] | None
+) -> fx.GraphModule:
+    for node, values in matching(model, *forms):
         source = tensor_value(next(iter(values.values())))
         if source is None or source.dtype != torch.float32 or (taken is not None and not taken(node)):
             continue
         write = Writer(model, node)
-        written = _WRITTEN[operator_name(node).removeprefix("aten::")](write, values, source)
+        written = forms[operator_name(node).removeprefix("aten::")](write, values, source)
         if written is not None:
             write.replace(written)
     return done(model)
@@ -96,6 +115,10 @@ def _batch_norm(write: Writer, values: dict[str, Any], source: Tensor) -> fx.Nod
     return write.call(_ATEN.add.Tensor, write.call(_ATEN.mul.Tensor, values["input"], factor), summand)
 
 
+def _mean_of_last(write: Writer, values: dict[str, Any], source: Tensor) -> fx.Node | None:
+    return _mean(write, values, source) if source.dim() - 1 in _axes(values, source) else None
+
+
 def _mean(write: Writer, values: dict[str, Any], source: Tensor) -> fx.Node | None:
     if (source.dim(), _axes(values, source)) == (4, [2, 3]):
         return None  # over the pixels of an image there is a kernel
@@ -150,11 +173,14 @@ def _axes(values: dict[str, Any], source: Tensor) -> list[int]:
     return sorted({axis % source.dim() for axis in given}) if source.dim() else []
 
 
-_WRITTEN: dict[str, Callable[[Writer, dict[str, Any], Tensor], fx.Node | None]] = {
+_NORMS: Mapping[str, _Written] = {
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "group_norm": _group_norm,
     "instance_norm": _instance_norm,
+    "mean": _mean_of_last,
+}
+_REDUCTIONS: Mapping[str, _Written] = {
     "batch_norm": _batch_norm,
     "mean": _mean,
     "sum": _sum,

@@ -10,7 +10,7 @@ from torch import nn
 import quantplug
 from quantplug.core.graph.facts import operator_name
 from quantplug.core.specs.levels import sqnr
-from quantplug.lowering.rewrites.norms import norms_are_rows
+from quantplug.lowering.rewrites.norms import norms_are_rows, reductions_are_rows
 
 
 class Applied(nn.Module):
@@ -233,7 +233,7 @@ NORMS = {
 def test_what_is_another_norm_is_left(name):
     function, is_written = NORMS[name]
     x = torch.randn(2, 5, 32)
-    graph = norms_are_rows(torch.export.export(Applied(lambda _, x: function(x)), (x,)).module())
+    graph = reductions_are_rows(torch.export.export(Applied(lambda _, x: function(x)), (x,)).module())
     names = {operator_name(node) for node in graph.graph.nodes}
     assert ("aten::linear" in names) == is_written
     assert torch.allclose(graph(x), function(x), rtol=1e-5, equal_nan=True)

@@ -20,7 +20,7 @@ from quantplug.lowering.rewrites.broadcasting import expansions_are_broadcast
 from quantplug.lowering.rewrites.constants import numbers_are_constants
 from quantplug.lowering.rewrites.functions import functions_have_kernels
 from quantplug.lowering.rewrites.masks import hidden_is_summed
-from quantplug.lowering.rewrites.norms import norms_are_rows
+from quantplug.lowering.rewrites.norms import norms_are_rows, reductions_are_rows
 from quantplug.lowering.rewrites.parts import parts_of_open_rows_are_products
 from quantplug.lowering.signed import signed_integers
 from quantplug.lowering.spelling import spell_plainly
@@ -164,6 +164,7 @@ def steps(found: Legalized, accepts: Callable[[fx.Node], bool] | None = None) ->
         Step("what is hidden as sums", partial(hidden_is_summed, taken=accepts)),
         Step("expansions as broadcasts", partial(expansions_are_broadcast, taken=accepts)),
         Step("functions that have kernels", partial(functions_have_kernels, taken=accepts)),
+        Step("reductions as rows", partial(reductions_are_rows, taken=accepts)),
         Step("norms as rows", partial(norms_are_rows, taken=accepts)),
         Step("nothing that is not read", finish),
     )
