@@ -139,7 +139,7 @@ class _Hidden:
         return (
             math.isnan(self.value)
             or self.value == math.inf
-            or (self.value != -math.inf and _may_be_infinite(self.tensor))
+            or (self.value != -math.inf and may_be_infinite(self.tensor))
         )
 
     def factor_and_summand(self, write: Writer, mask: fx.Node, rank: int) -> tuple[fx.Node | None, fx.Node | None]:
@@ -173,13 +173,14 @@ def _is_of_layers(mask: fx.Node) -> bool:
     return False
 
 
-def _may_be_infinite(tensor: fx.Node) -> bool:
+def may_be_infinite(tensor: fx.Node) -> bool:
     """Tells whether infinity is written into a tensor, added to it, or comes from outside."""
     waiting, seen = [tensor], {tensor}
     while waiting:
         found = waiting.pop()
         held = constant_operand(found)
-        if found.op == "placeholder" or (held is not None and not _is_finite(held)):
+        given = tensor_value(found) if found.op == "placeholder" else None
+        if (given is not None and given.is_floating_point()) or (held is not None and not _is_finite(held)):
             return True
         if any(isinstance(number, float) and math.isinf(number) for number in found.args):
             return True

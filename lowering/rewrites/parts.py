@@ -1,8 +1,9 @@
 """Parts of rows, in another order and with other signs, as products by a constant matrix.
 
 Before: a float graph of open sizes with slices, and what joins them again, as rotary positions do with halves or with
-neighbours of heads (Su et al., "RoFormer", arXiv:2104.09864). After: products, exact since all but one of the terms of
-each sum are zeros. XNNPACK slices tensors whose sizes are known; others are sliced outside of its delegates.
+neighbours of heads (Su et al., "RoFormer", arXiv:2104.09864). After: products, exact where no number is infinite, since
+all but one of the terms of each sum are zeros. XNNPACK slices tensors whose sizes are known; others are sliced outside
+of its delegates.
 """
 
 import math
@@ -15,6 +16,7 @@ from torch import Tensor, fx
 from quantplug.core.graph.aliases import changed_under_other_names
 from quantplug.core.graph.facts import operands, operator_name, tensor_value
 from quantplug.core.graph.operators import JOINS, RESHAPES, SLICES, schema_names
+from quantplug.lowering.rewrites.masks import may_be_infinite
 from quantplug.lowering.rewrites.writing import Writer, axis_of, done
 
 _ATEN = torch.ops.aten
@@ -82,7 +84,10 @@ def _picked(node: fx.Node, picked: dict[fx.Node, _Picked]) -> _Picked | None:
 
 
 def _whole(source: fx.Node, axis: int | None) -> _Picked | None:
-    """Returns all numbers of the rows from an axis on, None where products do not pick them."""
+    """Returns all numbers of the rows from an axis on, None where products do not pick them.
+
+    Infinity times nothing is no number, so that masks are left as they are.
+    """
     value = tensor_value(source)
     if axis is None or value is None or value.dtype != torch.float32 or not value.dim():
         return None
@@ -90,6 +95,8 @@ def _whole(source: fx.Node, axis: int | None) -> _Picked | None:
     shape: list[Any] = list(value.shape[lead:])
     is_known = all(isinstance(size, int) for size in shape)
     if not lead or not is_known or sum(not isinstance(size, int) for size in value.shape) != 1:
+        return None
+    if may_be_infinite(source):
         return None
     return _Picked(source, lead, torch.arange(1, math.prod(shape) + 1).reshape(shape))
 
