@@ -12,7 +12,7 @@ from quantplug.core.graph.editing import call_like, set_operand
 from quantplug.core.graph.facts import operands, operator_name, tensor_value
 from quantplug.core.graph.operators import COPIES, VIEWS, schema_names
 from quantplug.lowering.rewrites.masks import as_written, before_broadcasting
-from quantplug.lowering.rewrites.writing import Writer, axis_of, constant_operand, done, matching
+from quantplug.lowering.rewrites.writing import Writer, alike, axis_of, constant_operand, done, matching
 
 _ATEN = torch.ops.aten
 _REGROUPED = schema_names((*VIEWS, *COPIES))
@@ -321,22 +321,17 @@ def _before_repeating(node: fx.Node) -> fx.Node | None:
         return None
     one = operands(node)["self"]
     if len(repeated) == 4:
-        is_of_one_head = _is_one(_shape(one)[1]) and _alike([*_shape(one)[:1], shape[1], *_shape(one)[2:]], shape)
-        return one if is_of_one_head and _alike(repeated, shape) else None
+        is_of_one_head = _is_one(_shape(one)[1]) and alike([*_shape(one)[:1], shape[1], *_shape(one)[2:]], shape)
+        return one if is_of_one_head and alike(repeated, shape) else None
     if len(repeated) != 5:
         return None
     before, is_one = _shape(one), operator_name(one) == "aten::unsqueeze"
     source = operands(one)["self"] if is_one else one
     joined = [*repeated[:1], repeated[1] * repeated[2], *repeated[3:]]
-    is_repeated = _alike(before, [*repeated[:2], 1, *repeated[3:]]) and _alike(joined, shape)
+    is_repeated = alike(before, [*repeated[:2], 1, *repeated[3:]]) and alike(joined, shape)
     return source if is_one and is_repeated else None
 
 
 def _shape(node: Any) -> list[Any]:
     value = tensor_value(node)
     return [] if value is None else list(value.shape)
-
-
-def _alike(sizes: list[Any], others: list[Any]) -> bool:
-    """Tells whether sizes are written the same; to compare open ones would decide about them."""
-    return list(map(str, sizes)) == list(map(str, others))

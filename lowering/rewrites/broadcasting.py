@@ -5,7 +5,6 @@ does not, a product with ones does.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -13,7 +12,7 @@ from torch import Tensor, fx
 from quantplug.core.graph.facts import operator_name, tensor_value
 from quantplug.core.graph.operators import schema_names
 from quantplug.core.qdq.nodes import is_dequantize, is_quantize
-from quantplug.lowering.rewrites.writing import Writer, done, matching
+from quantplug.lowering.rewrites.writing import Writer, alike, done, matching
 
 _ATEN = torch.ops.aten
 _BROADCASTING = schema_names(("add", "sub", "mul", "div", "maximum", "minimum"))
@@ -40,7 +39,9 @@ def expansions_are_broadcast(model: fx.GraphModule, taken: Callable[[fx.Node], b
         if all(_broadcasts(user, node, result) for user in node.users):
             node.replace_all_uses_with(small)
             continue
-        sizes = [1 if _is(have, size) else size for have, size in zip([*new, *source.shape], result.shape, strict=True)]
+        sizes = [
+            1 if alike([have], [size]) else size for have, size in zip([*new, *source.shape], result.shape, strict=True)
+        ]
         if all(isinstance(size, int) for size in sizes):
             ones = write.constant(torch.ones(sizes), "ones")
             write.replace(write.call(_ATEN.mul.Tensor, small, ones))
@@ -53,13 +54,4 @@ def _broadcasts(user: fx.Node, expanded: fx.Node, result: Tensor) -> bool:
     found = tensor_value(user)
     if operator_name(user) not in _BROADCASTING or found is None or len(others) != 1 or others[0] is None:
         return False
-    return found.dim() == result.dim() and _alike(others[0], found)
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return list(map(str, one.shape)) == list(map(str, other.shape))
-
-
-def _is(have: Any, wanted: Any) -> bool:
-    """Tells whether sizes are written the same; to compare open ones would decide about them."""
-    return str(have) == str(wanted)
+    return found.dim() == result.dim() and alike(others[0].shape, found.shape)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from quantplug.core.graph.facts import operands, operator_name, tensor_value
 from quantplug.core.graph.operators import COPIES, IDENTITIES, PERMUTATIONS, REPEATS, RESHAPES, SLICES, schema_names
-from quantplug.lowering.rewrites.writing import Writer, constant_operand, done, matching
+from quantplug.lowering.rewrites.writing import Writer, alike, constant_operand, done, matching
 
 _ATEN = torch.ops.aten
 _VIEWED = schema_names((*RESHAPES, "expand"))
@@ -118,12 +118,7 @@ class _Hidden:
             shown = cls._between(values["self"], values["condition"], values["other"], is_shown=True)
             found = shown or cls._between(values["other"], values["condition"], values["self"], is_shown=False)
         wide, tensor = tensor_value(node), None if found is None else tensor_value(found.tensor)
-        if (
-            found is None
-            or wide is None
-            or tensor is None
-            or list(map(str, wide.shape)) != list(map(str, tensor.shape))
-        ):
+        if found is None or wide is None or tensor is None or not alike(wide.shape, tensor.shape):
             return None
         return None if _is_of_layers(found.mask) or found._is_no_sum() else found
 

@@ -17,7 +17,7 @@ from quantplug.core.graph.aliases import changed_under_other_names
 from quantplug.core.graph.facts import operands, operator_name, tensor_value
 from quantplug.core.graph.operators import JOINS, RESHAPES, SLICES, schema_names
 from quantplug.lowering.rewrites.masks import may_be_infinite
-from quantplug.lowering.rewrites.writing import Writer, axis_of, done
+from quantplug.lowering.rewrites.writing import Writer, alike, axis_of, done
 
 _ATEN = torch.ops.aten
 _SLICES, _RESHAPES, _JOINS = map(schema_names, (SLICES, RESHAPES, JOINS))
@@ -123,7 +123,7 @@ def _reshaped(node: fx.Node, before: _Picked) -> _Picked | None:
     if value is None or source is None or value.dim() < before.lead:
         return None
     shape: list[Any] = list(value.shape[before.lead :])
-    stays = list(map(str, value.shape[: before.lead])) == list(map(str, source.shape[: before.lead]))
+    stays = alike(value.shape[: before.lead], source.shape[: before.lead])
     return replace(before, places=before.places.reshape(shape)) if stays else None
 
 

@@ -1,6 +1,6 @@
 """Replacing a node of a float graph by other operators: what every rewrite has in common."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -109,6 +109,11 @@ def permutation(node: fx.Node) -> list[int]:
     first, second = values["dim0"], values["dim1"]
     order[first], order[second] = order[second], order[first]
     return order
+
+
+def alike(sizes: Iterable[Any], others: Iterable[Any]) -> bool:
+    """Tells whether sizes are written the same; to compare open ones would decide about them."""
+    return list(map(str, sizes)) == list(map(str, others))
 
 
 def is_getitem(node: fx.Node) -> bool:
