@@ -79,11 +79,11 @@ def unchecked(preserved: Iterable[Any]) -> Any:
     return EdgeCompileConfig(_check_ir_validity=False, preserve_ops=list(preserved))
 
 
-def edge_operator(name: str) -> Any:
-    """Returns an operator of the edge dialect by its name in ATen, such as "index_put_"; it has no public module."""
+def edge_operator(name: str, space: str = "aten") -> Any:
+    """Returns an operator of the edge dialect by its name, such as "index_put_"; they have no public module."""
     from executorch.exir.dialects._ops import ops
 
-    return getattr(ops.edge.aten, name).default
+    return getattr(getattr(ops.edge, space), name).default
 
 
 def attention_operator() -> Any:

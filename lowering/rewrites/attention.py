@@ -89,7 +89,7 @@ def attention_is_products(model: fx.GraphModule) -> fx.GraphModule:
     Source of the formula: Vaswani et al., "Attention Is All You Need", 2017, equation 1.
     """
     for node, values in matching(model, "scaled_dot_product_attention"):
-        if not _is_plain(values) or _is_to_be_repeated(values):
+        if not _is_plain(values) or _are_apart(values):
             continue
         mask = _known(Writer(model, node), values)
         if mask is not None:
@@ -169,78 +169,78 @@ def _open(*sizes: Any) -> int:
 def _write(write: Writer, values: dict[str, Any], mask: _Mask) -> None:
     query = tensor_value(values["query"])
     assert query is not None
-    groups, asked, key, value = _Groups.of(write, values), values["query"], values["key"], values["value"]
-    if _is_to_be_repeated(values):
-        key, value = (_repeated(write, part, query.shape[1]) for part in (key, value))
-    is_flat = _has_flat_scores(values) and mask.added is None
-    if is_flat:
-        asked, key, value = (_flat(write, part) for part in (asked, key, value))
+    heads = _heads(write, values)
     scale = values.get("scale")
     factor = float(scale) if scale is not None else 1.0 / math.sqrt(query.shape[-1])
-    turned = write.call(_ATEN.transpose.int, key, -2, -1)
+    turned = write.call(_ATEN.transpose.int, heads.shared(values["key"]), -2, -1)
     # The factor goes onto the query: it is the smaller tensor.
-    held = write.number(factor, query[0] if is_flat else query, "attention_scale")
-    scaled = write.call(_ATEN.mul.Tensor, asked, held)
-    product = _ATEN.bmm.default if is_flat else _ATEN.matmul.default
-    scores = groups.apart(write.call(product, groups.joined(scaled), turned))
-    scores = scores if mask.added is None else write.call(_ATEN.add.Tensor, scores, mask.added)
-    weights = write.call(_ATEN.softmax.int, scores, -1)
-    found = groups.apart(write.call(product, groups.joined(weights), value))
-    found = write.reshape(found, *query.shape[:-1], found.meta["val"].shape[-1]) if is_flat else found
+    scaled = write.call(_ATEN.mul.Tensor, values["query"], write.number(factor, query, "attention_scale"))
+    scores = heads.scores(write.call(_ATEN.matmul.default, heads.asking(scaled), turned))
+    scores = scores if mask.added is None else write.call(_ATEN.add.Tensor, scores, heads.mask(mask.added))
+    weights = heads.weights(write.call(_ATEN.softmax.int, scores, -1))
+    found = heads.together(write.call(_ATEN.matmul.default, weights, heads.shared(values["value"])))
     write.replace(found if mask.seen is None else write.call(_ATEN.mul.Tensor, found, mask.seen))
 
 
-def _is_to_be_repeated(values: dict[str, Any]) -> bool:
-    """Tells whether heads are shared, and scores have two open sizes: XNNPACK reshapes to one, as groups would need."""
+def _heads(write: Writer, values: dict[str, Any]) -> "_Heads":
+    query, key = values["query"].meta["val"], values["key"].meta["val"]
+    if not _is_shared(values) or key.shape[1] == query.shape[1]:
+        return _Heads()
+    return (_HeadsApart if _are_apart(values) else _HeadsAsRows)(write, int(key.shape[1]), int(query.shape[1]))
+
+
+def _are_apart(values: dict[str, Any]) -> bool:
+    """Tells whether heads are shared, and scores have two open sizes: XNNPACK reshapes to one, as rows would need."""
     query, key = values["query"].meta["val"], values["key"].meta["val"]
     is_asked = _is_shared(values) and key.shape[1] != query.shape[1]
     return is_asked and _open(query.shape[0], query.shape[2], key.shape[2]) > 1
 
 
-def _has_flat_scores(values: dict[str, Any]) -> bool:
-    """Tells whether scores have two open sizes, so that heads are no dimension: XNNPACK reshapes to one open size."""
-    query, key = tensor_value(values["query"]), tensor_value(values["key"])
-    is_long = query is not None and key is not None and _open(query.shape[-2], key.shape[-2]) == 2
-    return is_long and query is not None and query.dim() == 4 and _open(*query.shape[:2]) == 0
+class _Heads:
+    """What attention multiplies, as the kernel's batches have it: each head of queries reads its own keys."""
 
+    def asking(self, queries: fx.Node) -> fx.Node:
+        """Returns queries as they are multiplied by keys."""
+        return queries
 
-def _flat(write: Writer, node: fx.Node) -> fx.Node:
-    """Returns [n, heads, length, channels] as [n * heads, length, channels]."""
-    value = tensor_value(node)
-    assert value is not None
-    return write.reshape(node, value.shape[0] * value.shape[1], *value.shape[2:])
+    def shared(self, keys: fx.Node) -> fx.Node:
+        """Returns keys, or values, as they are multiplied."""
+        return keys
+
+    def scores(self, product: fx.Node) -> fx.Node:
+        """Returns scores as masks and softmax read them."""
+        return product
+
+    def mask(self, added: fx.Node) -> fx.Node:
+        """Returns what is added to scores."""
+        return added
+
+    def weights(self, softmax: fx.Node) -> fx.Node:
+        """Returns weights as they are multiplied by values."""
+        return softmax
+
+    def together(self, product: fx.Node) -> fx.Node:
+        """Returns [n, queries, length, channels]."""
+        return product
 
 
 @dataclass(frozen=True)
-class _Groups:
-    """Queries of several heads that read the same keys, one behind the other, as the kernel's batch has them.
+class _SharedHeads(_Heads):
+    """Queries of several heads read the same keys.
 
     Attributes:
         write: writes the nodes.
-        heads: of keys and values, None where each query has its own, or is given its own.
+        heads: of keys and values.
         queries: heads of the queries.
     """
 
     write: Writer
-    heads: int | None
+    heads: int
     queries: int
 
-    @classmethod
-    def of(cls, write: Writer, values: dict[str, Any]) -> "_Groups":
-        query, key = tensor_value(values["query"]), tensor_value(values["key"])
-        assert query is not None
-        assert key is not None
-        is_asked = _is_shared(values) and key.shape[1] != query.shape[1]
-        grouped = is_asked and not _is_to_be_repeated(values)
-        return cls(write, int(key.shape[1]) if grouped else None, int(query.shape[1]) if grouped else 0)
 
-    def joined(self, node: fx.Node) -> fx.Node:
-        """Returns [n, queries, length, channels] as [n, heads, groups * length, channels]."""
-        return node if self.heads is None else self._in_heads(node, self.heads)
-
-    def apart(self, node: fx.Node) -> fx.Node:
-        """Returns it as it was."""
-        return node if self.heads is None else self._in_heads(node, self.queries)
+class _HeadsAsRows(_SharedHeads):
+    """Queries that read the same keys are rows of one matrix, one head behind the other."""
 
     def _in_heads(self, node: fx.Node, heads: int) -> fx.Node:
         value = tensor_value(node)
@@ -248,22 +248,43 @@ class _Groups:
         length = value.shape[1] * value.shape[2] // heads
         return self.write.reshape(node, value.shape[0], heads, length, value.shape[3])
 
+    def asking(self, queries: fx.Node) -> fx.Node:
+        return self._in_heads(queries, self.heads)
 
-def _repeated(write: Writer, node: fx.Node, queries: int) -> fx.Node:
-    """Returns keys or values [n, heads, length, channels] with each head as often as queries read it.
+    def scores(self, product: fx.Node) -> fx.Node:
+        return self._in_heads(product, self.queries)
 
-    A product by a constant matrix whose sums have one term each: it is exact, and runs where a copy would not.
-    """
-    value = tensor_value(node)
-    assert value is not None
-    batch, heads, length, channels = value.shape
-    if heads == queries:
-        return node
-    unit = torch.eye(heads * channels, dtype=value.dtype).reshape(heads, channels, -1)
-    matrix = write.constant(unit.repeat_interleave(queries // heads, 0).flatten(0, 1), "repeated")
-    rows = write.reshape(write.call(_ATEN.transpose.int, node, 1, 2), batch, length, heads * channels)
-    apart = write.reshape(write.call(_ATEN.linear.default, rows, matrix), batch, length, queries, channels)
-    return write.call(_ATEN.transpose.int, apart, 1, 2)
+    def weights(self, softmax: fx.Node) -> fx.Node:
+        return self._in_heads(softmax, self.heads)
+
+    def together(self, product: fx.Node) -> fx.Node:
+        return self._in_heads(product, self.queries)
+
+
+class _HeadsApart(_SharedHeads):
+    """Queries are [n, heads, queries of a head, length, channels], and the keys are broadcast."""
+
+    def _of_five(self, node: fx.Node, heads: int, groups: int) -> fx.Node:
+        value = tensor_value(node)
+        assert value is not None
+        return self.write.reshape(node, value.shape[0], heads, groups, *value.shape[2:])
+
+    def asking(self, queries: fx.Node) -> fx.Node:
+        return self._of_five(queries, self.heads, self.queries // self.heads)
+
+    def shared(self, keys: fx.Node) -> fx.Node:
+        return self._of_five(keys, self.heads, 1)
+
+    def mask(self, added: fx.Node) -> fx.Node:
+        batch, heads = _shape(added)[:2]
+        if _is_one(batch) and _is_one(heads):
+            return added
+        sizes = [1, 1] if _is_one(heads) else [self.heads, self.queries // self.heads]
+        return self.write.call(_ATEN.unflatten.int, added, 1, sizes)
+
+    def together(self, product: fx.Node) -> fx.Node:
+        batch, _, _, length, channels = _shape(product)
+        return self.write.reshape(product, batch, self.queries, length, channels)
 
 
 def _known(write: Writer, values: dict[str, Any]) -> _Mask | None:

@@ -23,6 +23,9 @@ from quantplug.lowering.rewrites.writing import (
 )
 
 _ATEN = torch.ops.aten
+# Slices, and copies, that cost less than to leave a delegate.
+_RUNS = 16
+_TIMES = 16
 
 
 def view_is_reshape(model: fx.GraphModule) -> fx.GraphModule:
@@ -86,9 +89,9 @@ def select_is_slice(model: fx.GraphModule) -> fx.GraphModule:
             continue
         axis = axis_of(values["dim"], source.dim())
         size: Any = source.shape[axis]
-        if not isinstance(size, int):
+        if index < 0 and not isinstance(size, int):
             continue
-        _slice_for(model, node, values["self"], axis, index % size, 1, unbind=True)
+        _slice_for(model, node, values["self"], axis, index if index >= 0 else index + size, 1, unbind=True)
     return done(model)
 
 
@@ -112,29 +115,82 @@ def patches_are_views(model: fx.GraphModule) -> fx.GraphModule:
     return done(model)
 
 
-def index_is_slice(model: fx.GraphModule) -> fx.GraphModule:
-    """Writes an index by a constant list of neighbours, such as x[:, [-1]], as a slice."""
-    for node, values in matching(model, "index", "index_select"):
+def index_is_slices(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes an index by a constant list as slices of neighbours side by side, such as x[:, [-1]]; flip is one too."""
+    for node, values in matching(model, "index", "index_select", "flip"):
         source = tensor_value(values["self"])
-        before = [None] * axis_of(values.get("dim", 0), 0 if source is None else source.dim())
-        listed = values["indices"] if "indices" in values else [*before, values["index"]]
-        axes = [axis for axis, index in enumerate(listed) if index is not None]
-        index = constant_operand(listed[axes[0]]) if len(axes) == 1 else None
-        size: Any = None if source is None else source.shape[axes[0]]
-        if index is None or index.dtype.is_floating_point or index.dtype == torch.bool or not isinstance(size, int):
+        chosen = None if source is None else _chosen(node, values, source)
+        if source is None or chosen is None or not source.is_floating_point():
             continue
-        first = int(index[0]) % size if index.dim() == 1 and index.numel() else 0
-        if index.dim() == 1 and (index % size).tolist() == list(range(first, first + index.numel())):
-            write = Writer(model, node)
-            write.replace(write.call(_ATEN.slice.Tensor, values["self"], axes[0], first, first + index.numel()))
+        axis, index = chosen
+        if not isinstance(source.shape[axis], int) or not 0 < len(runs := _runs(index % source.shape[axis])) <= _RUNS:
+            continue
+        write = Writer(model, node)
+        parts = [write.call(_ATEN.slice.Tensor, values["self"], axis, *ends) for ends in runs]
+        write.replace(parts[0] if len(parts) == 1 else write.call(_ATEN.cat.default, parts, axis))
+    return done(model)
+
+
+def _chosen(node: fx.Node, values: dict[str, Any], source: Tensor) -> tuple[int, Tensor] | None:
+    """Returns along which axis an operator picks by which indices, None where it is not that simple."""
+    if operator_name(node) == "aten::flip":
+        axes = [axis_of(axis, source.dim()) for axis in values["dims"]]
+        length: Any = source.shape[axes[0]] if len(axes) == 1 else None
+        return (axes[0], torch.arange(length - 1, -1, -1)) if isinstance(length, int) else None
+    before = [None] * axis_of(values.get("dim", 0), source.dim())
+    listed = values["indices"] if "indices" in values else [*before, values["index"]]
+    axes = [axis for axis, index in enumerate(listed) if index is not None]
+    index = constant_operand(listed[axes[0]]) if len(axes) == 1 else None
+    if index is None or index.dim() != 1 or index.dtype.is_floating_point or index.dtype == torch.bool:
+        return None
+    return axes[0], index
+
+
+def _runs(index: Tensor) -> list[tuple[int, int]]:
+    """Returns the neighbours in a list of indices, each as its first and what follows its last."""
+    runs: list[tuple[int, int]] = []
+    for place in index.tolist():
+        if runs and runs[-1][1] == place:
+            runs[-1] = (runs[-1][0], place + 1)
+        else:
+            runs.append((place, place + 1))
+    return runs
+
+
+def repeats_are_joined(model: fx.GraphModule) -> fx.GraphModule:
+    """Writes repeat and repeat_interleave of a few times as cat of one tensor with itself, for which there is a kernel.
+
+    An expansion is left: who reads it may broadcast. So are single numbers of tensors with open sizes, which products
+    pick.
+    """
+    for node, values in matching(model, "repeat", "repeat_interleave.self_int"):
+        source, result = tensor_value(values["self"]), tensor_value(node)
+        if source is None or result is None or not source.is_floating_point() or _open(result) > 1:
+            continue
+        write, times = Writer(model, node), _numbers(values["repeats"])
+        counts = [*times, *(size for size in source.shape if isinstance(size, int))]
+        if not all(isinstance(count, int) and count > 0 for count in counts) or not 1 < math.prod(times) <= _TIMES:
+            continue
+        if operator_name(node) == "aten::repeat":
+            new = [1] * (result.dim() - source.dim())
+            found = write.reshape(values["self"], *new, *source.shape) if new else values["self"]
+            for axis, count in enumerate(times):
+                found = write.call(_ATEN.cat.default, [found] * count, axis) if count > 1 else found
+            write.replace(found)
+            continue
+        behind = source.dim() if values.get("dim") is None else axis_of(values["dim"], source.dim()) + 1
+        if values.get("dim") is not None and (behind < source.dim() or not _open(source)):
+            apart = write.reshape(values["self"], *source.shape[:behind], 1, *source.shape[behind:])
+            joined = write.call(_ATEN.cat.default, [apart] * times[0], behind)
+            write.replace(write.reshape(joined, *result.shape))
     return done(model)
 
 
 def strided_slice_is_view(model: fx.GraphModule) -> fx.GraphModule:
     """Writes x[start::step] as a view into steps, of which one element each is kept: XNNPACK slices without gaps.
 
-    Where the last step is not whole, a slice that starts earlier is taken, or zeros are added behind. Tensors of
-    dynamic sizes are left alone: ExecuTorch keeps all their slices out of the delegates.
+    Where the last step is not whole, a slice that starts earlier is taken, or zeros are added behind. Tensors with open
+    sizes are left alone: of their rows single numbers are picked by products.
     """
     changed = changed_under_other_names(model.graph)  # by way of the slice, as a copy could not
     for node, values in matching(model, "slice"):
@@ -159,6 +215,11 @@ def strided_slice_is_view(model: fx.GraphModule) -> fx.GraphModule:
     return done(model)
 
 
+def _open(value: Tensor) -> int:
+    """Returns how many sizes of a tensor are open."""
+    return sum(not isinstance(size, int) for size in value.shape)
+
+
 def _first(start: Any, size: int) -> int:
     """Returns the first index of a slice, which may be left out or counted from the end."""
     first = 0 if start is None else int(start)
@@ -166,7 +227,7 @@ def _first(start: Any, size: int) -> int:
 
 
 def roll_is_slices(model: fx.GraphModule) -> fx.GraphModule:
-    """Writes roll of static sizes as two slices in the other order, for each dimension."""
+    """Writes roll along dimensions of static sizes as two slices in the other order, for each of them."""
     for node, values in matching(model, "roll"):
         source = tensor_value(values["self"])
         if source is None or not source.is_floating_point():
@@ -174,7 +235,7 @@ def roll_is_slices(model: fx.GraphModule) -> fx.GraphModule:
         shifts, dims = _numbers(values["shifts"]), _numbers(values.get("dims", ()))
         axes = [axis_of(axis, source.dim()) for axis in dims]
         sizes = [source.shape[axis] for axis in axes]
-        if not axes or 0 in sizes or not all(isinstance(number, int) for number in (*source.shape, *shifts)):
+        if not axes or not all(isinstance(number, int) for number in (*sizes, *shifts)) or 0 in sizes:
             continue
         write = Writer(model, node)
         rolled = values["self"]

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from quantplug.core.graph.facts import operator_name, tensor_value
 from quantplug.lowering.rewrites.constants import line_of_batch_norm
-from quantplug.lowering.rewrites.writing import Writer, constant_operand, done, index_of, is_getitem, matching
+from quantplug.lowering.rewrites.writing import Writer, alike, constant_operand, done, index_of, is_getitem, matching
 
 _ATEN = torch.ops.aten
 
@@ -164,7 +164,10 @@ def _along(
     kind = _Channels if (source.dim(), axes) == (4, [1]) else _Rows if axes[-1] == source.dim() - 1 else _Turned
     rows = kind.along(write, next(iter(values.values())), source, axes)
     result = None if rows is None else along(rows)
-    return None if result is None else write.reshape(result, *found.shape)
+    written = tensor_value(result)
+    if result is None or written is None or alike(written.shape, found.shape):
+        return result
+    return write.reshape(result, *found.shape) if sum(not isinstance(size, int) for size in found.shape) < 2 else None
 
 
 def _axes(values: dict[str, Any], source: Tensor) -> list[int]:
@@ -212,8 +215,10 @@ class _Rows:
     def of(cls, write: Writer, node: fx.Node, value: Tensor, axes: int, parts: int = 1) -> "_Rows | None":
         """Returns the rows over the last axes of a tensor, each row in parts; None where their length is open."""
         kept, joined = value.shape[: value.dim() - axes], value.shape[value.dim() - axes :]
-        is_static = all(isinstance(size, int) for size in joined) and sum(not isinstance(s, int) for s in kept) < 2
-        if not kept or not is_static or math.prod(joined) == 0:
+        is_view = axes > 1 or parts > 1  # which infers one open size
+        if is_view and sum(not isinstance(size, int) for size in kept) > 1:
+            return None
+        if not kept or not all(isinstance(size, int) for size in joined) or math.prod(joined) == 0:
             return None
         length = math.prod(joined) // parts
         if parts > 1:
@@ -267,7 +272,7 @@ class _Rows:
         """Returns the rows in the tensor's shape, scaled and moved by element, or by what an axis counts."""
         written = tensor_value(self.data)
         assert written is not None
-        found = self.data if written.shape == self.shape else self.write.reshape(self.data, *self.shape)
+        found = self.data if alike(written.shape, self.shape) else self.write.reshape(self.data, *self.shape)
         for target, node in ((_ATEN.mul.Tensor, weight), (_ATEN.add.Tensor, bias)):
             value = tensor_value(node)
             if node is None or value is None:

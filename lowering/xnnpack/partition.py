@@ -17,6 +17,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from quantplug.core.graph.facts import operator_name
 from quantplug.core.graph.operators import schema_names
 from quantplug.core.qdq.nodes import is_dequantize
+from quantplug.lowering.xnnpack import batches
 from quantplug.lowering.xnnpack.legalize import Legalized
 from quantplug.lowering.xnnpack.placement import origins
 
@@ -59,6 +60,7 @@ def partitioner(graph: fx.Graph, legal: Legalized) -> Any:
 
     stock = [*ALL_PARTITIONER_CONFIGS]
     stock += [EluConfig] if EluConfig not in stock else []  # its kernel is in the runtime, the list omits it
+    stock += [batches.config()]
 
     class InStages(XnnpackPartitioner):
         def generate_partitions(self, ep: Any) -> list[Any]:
@@ -189,9 +191,13 @@ def _guarded(stock: Any, graph: fx.Graph, legal: Legalized) -> type:
 
     def check_constraints(self: Any, node: fx.Node, ep: Any) -> bool:
         names = origins(node, graph)
+        if self.target_name == batches.NAME:
+            return bool(stock.check_constraints(self, node, ep))  # nothing else has a kernel for it
         if names & legal.portable.keys() or _weighs_by_state(node, ep):
             return False
-        return _is_weight_only(node, names, legal) or bool(stock.check_constraints(self, node, ep))
+        if _is_weight_only(node, names, legal) or _has_kernel(self, node, ep):
+            return True
+        return bool(stock.check_constraints(self, node, ep))
 
     def get_node_and_deps(self: Any, node: fx.Node, ep: Any) -> list[fx.Node]:
         names = origins(node, graph)
@@ -232,6 +238,35 @@ def _given(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node
+
+
+def _has_kernel(config: Any, node: fx.Node, ep: Any) -> bool:
+    """Tells whether a kernel takes what the stock config refuses: one tensor beside itself, parts of open tensors."""
+    more = {"slice_copy.Tensor": _is_plain_slice, "cat.default": _is_of_several}
+    takes = more.get(config.target_name)
+    return takes is not None and bool(config.check_common_constraints(node, ep)) and takes(node)
+
+
+def _is_of_several(joined: Any) -> bool:
+    tensors, axis = (*joined.args, 0)[:2]
+    return len(tensors) > 1 and all(_has_numbers(tensor, axis) for tensor in tensors)
+
+
+def _is_plain_slice(part: Any) -> bool:
+    """Tells whether a slice takes neighbours whose places are known; the serializer leaves open sizes to the kernel."""
+    given: tuple[Any, ...] = (*part.args, *(0, 0, None, 1)[len(part.args) - 1 :])
+    source, axis, start, _, step = given
+    length, count = (tensor.meta["val"].shape[axis] for tensor in (source, part))
+    first = start or 0
+    if step != 1 or not isinstance(first, int) or not isinstance(count, int):
+        return False
+    return count > 0 and _has_numbers(source, axis) and (first >= 0 or isinstance(length, int))
+
+
+def _has_numbers(tensor: fx.Node, axis: int) -> bool:
+    """Tells whether a tensor has as many dimensions as an axis counts, and none of size zero."""
+    shape = tensor.meta["val"].shape
+    return bool(-len(shape) <= axis < len(shape)) and 0 not in [size for size in shape if isinstance(size, int)]
 
 
 def _is_weight_only(node: fx.Node, names: set[str], legal: Legalized) -> bool:

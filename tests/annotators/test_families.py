@@ -313,7 +313,7 @@ MOVES = {
 }
 
 
-REPEATING = ("expand", "repeat")
+REPEATING = ("expand",)
 
 
 @pytest.mark.parametrize("name", REPEATING)

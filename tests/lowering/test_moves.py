@@ -63,7 +63,7 @@ PIECES = {
 # Without a kernel of integers there.
 FLOATS = {
     "x86": set(),
-    "xnnpack": {"flip", "expand", "repeat", "repeat_interleave.self_int", "stack"},
+    "xnnpack": {"expand", "stack"},
 }
 
 

@@ -1,4 +1,4 @@
-"""Numbers picked from rows of tensors with open sizes are exact products inside of XNNPACK's delegates."""
+"""Single numbers picked from rows of tensors with open sizes are exact products inside of XNNPACK's delegates."""
 
 import pytest
 import torch
@@ -29,7 +29,6 @@ class Picking(nn.Module):
 PICKED = {
     "halves turned": lambda x: torch.cat((-x[..., 6:], x[..., :6]), -1),
     "neighbours turned": lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2),
-    "twice": lambda x: torch.cat((x, x), -1),
     "each twice": lambda x: x.repeat_interleave(2, -1),
     "a part turned": lambda x: torch.cat((-x[..., 4:8], x[..., :4], x[..., 8:]), -1),
     "one of pairs": lambda x: x.reshape(*x.shape[:-1], 6, 2).select(-1, 1),
@@ -74,6 +73,8 @@ def test_any_slice_is_the_same_to_the_bit(start, end, step, is_joined):
 
 LEFT = {
     "samples": lambda x: x[1:],
+    "twice": lambda x: torch.cat((x, x), -1),
+    "neighbours together": lambda x: torch.cat((x[..., 4:], -x[..., 1:10]), -1),
     "of two tensors": lambda x: torch.cat((x.sin()[..., :3], x.cos()[..., :3]), -1).sin(),
     "a mask": lambda x: x.masked_fill(x > 0, -torch.inf)[..., 1:],
     "large": lambda x: x.repeat(1, 1, 40)[..., 1:],

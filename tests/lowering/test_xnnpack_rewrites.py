@@ -42,7 +42,7 @@ def targets(graph):
     return {node.target._schema.name for node in graph.graph.nodes if hasattr(node.target, "_schema")}
 
 
-GLOBAL, AVERAGE, INDEX = "global_pooling_is_mean", "average_pooling_is_depthwise", "index_is_slice"
+GLOBAL, AVERAGE, INDEX = "global_pooling_is_mean", "average_pooling_is_depthwise", "index_is_slices"
 # name -> (function, parts, shape, operator that must be gone, rewrite)
 CASES: dict[str, Any] = {
     "mean": (lambda s, x: x.mean((2, 3)), {}, IMAGE, None, "spatial_mean_keeps_dims"),

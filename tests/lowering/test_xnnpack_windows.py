@@ -110,14 +110,14 @@ def test_rolls_are_slices(shifts, dims):
     assert "aten::roll" not in rewritten(lambda x: torch.roll(x, shifts, dims) * 2, torch.randn(5, 4))
 
 
-def test_tensors_of_dynamic_sizes_keep_their_operators():
-    """Their slices would run outside the delegates, each between conversions."""
+def test_steps_of_tensors_of_dynamic_sizes_stay():
+    """Products pick single numbers of them; what is rolled along a known size is slices."""
     model, x = Net(lambda _, x: torch.roll(x, 1, 1)[:, ::2] * 2), torch.randn(3, 4)
     exported = torch.export.export(model, (x,), dynamic_shapes=(({0: torch.export.Dim("batch", max=8)},),)).module()
     graph = rewrite_for_xnnpack(exported)
     slices = [node for node in graph.graph.nodes if node.target is torch.ops.aten.slice.Tensor]
-    assert [node.args[4] for node in slices] == [2]
-    assert len(graph.graph.find_nodes(op="call_function", target=torch.ops.aten.roll.default)) == 1
+    assert [node.args[4] for node in slices if len(node.args) > 4] == [2]
+    assert not graph.graph.find_nodes(op="call_function", target=torch.ops.aten.roll.default)
     assert torch.equal(graph(x[:2]), model(x[:2]))
 
 

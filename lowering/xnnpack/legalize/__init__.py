@@ -25,6 +25,7 @@ from quantplug.lowering.rewrites.parts import parts_of_open_rows_are_products
 from quantplug.lowering.signed import signed_integers
 from quantplug.lowering.spelling import spell_plainly
 from quantplug.lowering.steps import Step, every_node, run
+from quantplug.lowering.xnnpack.batches import products_are_of_batches
 from quantplug.lowering.xnnpack.legalize import conditions
 from quantplug.lowering.xnnpack.legalize.depthwise import LARGE_DEPTHWISE, small_if_depthwise
 from quantplug.lowering.xnnpack.legalize.integers import (
@@ -159,13 +160,14 @@ def steps(found: Legalized, accepts: Callable[[fx.Node], bool] | None = None) ->
         Step("operators that stay float", _refusing(found.floats, SCALES_OUT_OF_RANGE, MEANS)),
         Step("operators that stay portable", _refusing(found.portable, *PORTABLE)),
         Step("casts of integers as conversions", partial(casts_of_integers_are_conversions, taken=accepts)),
-        Step("parts of open rows as products", parts_of_open_rows_are_products),
+        Step("single numbers of open rows as products", parts_of_open_rows_are_products),
         Step("numbers beside floats as constants", numbers_are_constants),
         Step("what is hidden as sums", partial(hidden_is_summed, taken=accepts)),
         Step("expansions as broadcasts", partial(expansions_are_broadcast, taken=accepts)),
         Step("functions that have kernels", partial(functions_have_kernels, taken=accepts)),
         Step("reductions as rows", partial(reductions_are_rows, taken=accepts)),
         Step("norms as rows", partial(norms_are_rows, taken=accepts)),
+        Step("products of batches as they are", partial(products_are_of_batches, taken=accepts)),
         Step("nothing that is not read", finish),
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from quantplug.core.peers.linux import let_go
+from quantplug.lowering.xnnpack import batches
 from quantplug.lowering.xnnpack.serializer.graph import break_chains, make_room, operands, tensor
 
 
@@ -71,13 +72,13 @@ def recorded_kernel_calls() -> Iterator[list[KernelCall]]:
     from executorch.backends.xnnpack.operators.node_visitor import get_node_visitors, register_node_visitor
 
     calls: list[KernelCall] = []
-    originals = [type(visitor) for visitor in get_node_visitors(None, {}, None).values()]
-    for original in originals:
-        register_node_visitor(_recording(_with_quantization(original), calls))
+    originals = {name: type(visitor) for name, visitor in get_node_visitors(None, {}, None).items()}
+    for original in (*originals.values(), batches.visitor(originals["aten.bmm.default"])):
+        register_node_visitor(_recording(_with_open_sizes(_with_quantization(original)), calls))
     try:
         yield calls
     finally:
-        for original in originals:
+        for original in originals.values():
             register_node_visitor(original)
 
 
@@ -90,6 +91,27 @@ def _with_quantization(original: Any) -> Any:
         # A tensor is defined once: what is here already, the original leaves as it is.
         self.define_nodes_tensor_inputs_outputs(node, xnn_graph, vals_to_ids, convert_to_nhwc=True)
         original.define_node(self, node, xnn_graph, vals_to_ids, debug_handle)
+
+    return type(original.__name__, (original,), {"define_node": define_node})
+
+
+def _with_open_sizes(original: Any) -> Any:
+    """Returns a visitor that leaves open sizes open; the one of slices writes their upper bounds.
+
+    A size of 0 is the input's own: `xnn_define_static_slice` infers it at run time.
+    """
+    from executorch.backends.xnnpack.utils.utils import PERM_NCHW_TO_NHWC
+
+    if original.target != "aten.slice_copy.Tensor":
+        return original
+
+    def define_node(self: Any, node: fx.Node, xnn_graph: Any, vals_to_ids: Any, debug_handle: int) -> None:
+        original.define_node(self, node, xnn_graph, vals_to_ids, debug_handle)
+        shape = list(node.meta["val"].shape)
+        if "XNN_NHWC_NODE" in node.meta:
+            shape = [shape[axis] for axis in PERM_NCHW_TO_NHWC]
+        written = xnn_graph.xnodes[-1].xnode_union
+        written.sizes = [size if isinstance(size, int) else 0 for size in shape]
 
     return type(original.__name__, (original,), {"define_node": define_node})
 
