@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from quantplug.core.graph.constants import computed
+from quantplug.core.graph.editing import call_like
 from quantplug.core.graph.facts import (
     constant_value,
     operands,
@@ -16,7 +17,7 @@ from quantplug.core.graph.facts import (
     tensor_value,
 )
 from quantplug.core.graph.operators import ALIASES, COPIES, PERMUTATIONS, overloads_of
-from quantplug.lowering.rewrites.writing import Writer, axis_of, constant_operand, done, matching
+from quantplug.lowering.rewrites.writing import Writer, axis_of, constant_operand, done, matching, value_of
 
 _ATEN = torch.ops.aten
 # What a matrix may pass on the way to a product: its numbers stay what they are.
@@ -28,6 +29,8 @@ def products_are_linear(model: fx.GraphModule) -> fx.GraphModule:
 
     The transpose of a parameter is read as the parameter. Nodes keep their names.
     """
+    for node, given in matching(model, "mm", "matmul"):
+        _turn_if_in_front(model, node, given)
     for node, values in matching(model, "addmm", "mm", "matmul"):
         source = values.get("mat1", values["self"])
         bias = values["self"] if "mat1" in values else None
@@ -42,6 +45,26 @@ def products_are_linear(model: fx.GraphModule) -> fx.GraphModule:
         node.target, node.args, node.kwargs = _ATEN.linear.default, (source, weight, bias), {}
         _take_sum_as_bias(node, width)
     return done(model)
+
+
+def _turn_if_in_front(model: fx.GraphModule, node: fx.Node, values: dict[str, Any]) -> None:
+    """Writes a constant matrix times a tensor as the turned tensor times the turned matrix, turned back.
+
+    Mixers of tokens and state space models (Gu and Dao, "Mamba", arXiv:2312.00752) have such layers.
+    """
+    matrix, other = values["self"], values.get("mat2", values.get("other"))
+    value, found = tensor_value(other), tensor_value(node)
+    if _matrix(matrix)[0] is None or _matrix(other)[0] is not None or value is None or found is None or value.dim() < 2:
+        return
+    write, users = Writer(model, node), list(node.users)
+    turned = [write.call(_ATEN.transpose.int, part, -2, -1) for part in (other, matrix)]
+    node.target, node.args, node.kwargs = _ATEN.matmul.default, tuple(turned), {}
+    with model.graph.inserting_after(node):
+        back = call_like(model.graph, node, _ATEN.transpose.int, node, -2, -1)
+    back.meta["val"] = found
+    node.meta["val"] = computed(node, value_of)
+    for user in users:
+        user.replace_input_with(node, back)
 
 
 def _matrix(node: Any) -> tuple[Any, bool]:

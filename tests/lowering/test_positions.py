@@ -60,6 +60,10 @@ def layer(places, frequencies):
     return nn.functional.linear(places.float()[:, None], frequencies[:, None])[None]
 
 
+def in_front(places, frequencies):
+    return (frequencies[:, None] @ places.float()[None]).T[None]
+
+
 CALLS = [
     (torch.randn(2, 120, 16, generator=torch.manual_seed(start)), torch.tensor(start)) for start in (0, 150, 300, 380)
 ]
@@ -74,7 +78,7 @@ def quantized(model, backend, quantizer=None):
 @pytest.mark.parametrize(
     ("backend", "product"),
     [
-        *((backend, product) for backend in ("x86", "xnnpack") for product in (bmm, matmul, mul, layer)),
+        *((backend, product) for backend in ("x86", "xnnpack") for product in (bmm, matmul, mul, layer, in_front)),
         *(("openvino", matmul), ("openvino", mul), ("cortex_m", layer), ("products", bmm), ("products", matmul)),
     ],
 )

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quantplug
+from quantplug.core.graph.facts import operator_name
 from quantplug.core.specs.levels import sqnr
+from quantplug.lowering.rewrites.products import products_are_linear
 from quantplug.quantizers.framework.registry import get_quantizer
 
 Written = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -183,3 +185,59 @@ def test_parts_of_a_layer_over_an_open_size_are_layers_in_one_delegate(config, b
     for x in (data[1][0], torch.randn(1, 3, 64)):
         assert sqnr(artefact(x), artefact.reference(x)) > 30
         assert sqnr(artefact(x), model(x)) > (12 if "4" in config else 25)
+
+
+IN_FRONT = {
+    "a matrix": (lambda w, x: torch.mm(w, x), (6, 16)),
+    "tokens": (lambda w, x: w @ x, (2, 6, 16)),
+    "a turned parameter": (lambda w, x: w.T @ x, (2, 6, 16)),
+    "images": (lambda w, x: torch.matmul(w, x), (2, 3, 6, 16)),
+}
+
+
+class InFront(nn.Module):
+    """A layer, a parameter times what it yields, and another layer."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function, self.first, self.last = function, nn.Linear(16, 16), nn.Linear(16, 16)
+        self.mixing = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.mixing, self.first(x).relu()).relu()).relu()
+
+
+@pytest.mark.parametrize("backend", ["x86", "xnnpack"])
+@pytest.mark.parametrize("config", ["int8", "int8_dynamic"])
+@pytest.mark.parametrize("name", IN_FRONT)
+def test_a_parameter_in_front_of_a_product_is_a_layer(name, config, backend):
+    function, size = IN_FRONT[name]
+    model, data = InFront(function).eval(), [(torch.randn(*size),) for _ in range(3)]
+    artefact = quantplug.quantize(model, data[0], backend, data, config, progress=False)
+    layers = [op for op in artefact.program.ops if any(name in op.target for name in ("linear", "mm", "matmul"))]
+    assert [(op.target, op.placement) for op in layers] == [("aten.linear.default", "int8")] * 3
+    for [x] in (*data, data[0]):
+        assert sqnr(artefact(x), artefact.reference(x)) > 40
+        assert sqnr(artefact(x), model(x)) > 25
+
+
+@pytest.mark.parametrize("name", IN_FRONT)
+def test_a_parameter_in_front_computes_the_same(name):
+    function, size = IN_FRONT[name]
+    model, x = InFront(function).eval(), torch.randn(*size)
+    graph = products_are_linear(torch.export.export(model, (x,)).module())
+    assert sum(operator_name(node) == "aten::linear" for node in graph.graph.nodes) == 3
+    torch.testing.assert_close(graph(x), model(x))
+
+
+def test_products_of_two_constants_or_with_a_vector_stay():
+    weight, vector = torch.randn(6, 6), torch.randn(6)
+
+    class Others(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ (weight @ vector) + (weight @ x[0]).sum()
+
+    x = torch.randn(4, 6)
+    graph = products_are_linear(torch.export.export(Others().eval(), (x,)).module())
+    torch.testing.assert_close(graph(x), Others()(x))
