@@ -12,7 +12,7 @@ from quantplug.core.graph.editing import call_like, set_operand
 from quantplug.core.graph.facts import operands, operator_name, tensor_value
 from quantplug.core.graph.operators import COPIES, VIEWS, schema_names
 from quantplug.lowering.rewrites.masks import as_written, before_broadcasting
-from quantplug.lowering.rewrites.writing import Writer, alike, axis_of, constant_operand, done, matching
+from quantplug.lowering.rewrites.writing import Writer, alike, axis_of, constant_operand, done, matching, open_among
 
 _ATEN = torch.ops.aten
 _REGROUPED = schema_names((*VIEWS, *COPIES))
@@ -38,7 +38,7 @@ def shared_heads_are_rows(model: fx.GraphModule) -> fx.GraphModule:
     masks: dict[tuple[fx.Node, int], fx.Node] = {}
     for node, values in matching(repeated_heads_are_grouped(model), "scaled_dot_product_attention"):
         query, key = _shape(values["query"]), _shape(values["key"])
-        is_shared = values.get("enable_gqa") and len(query) == len(key) == 4 and _open(query[1], key[1]) == 0
+        is_shared = values.get("enable_gqa") and len(query) == len(key) == 4 and open_among((query[1], key[1])) == 0
         if not is_shared or query[1] == key[1] or values["is_causal"] or values["dropout_p"]:
             continue
         write, groups, mask = Writer(model, node), query[1] // key[1], values["attn_mask"]
@@ -151,7 +151,7 @@ def _is_plain(values: dict[str, Any]) -> bool:
     if not _is_shared(values):
         return True
     shared = (query.shape[1], key.shape[1], query.shape[-1], key.shape[-1])
-    return query.dim() == key.dim() == 4 and _open(*shared) == 0 and _open(key.shape[0], key.shape[2]) <= 1
+    return query.dim() == key.dim() == 4 and open_among(shared) == 0 and open_among((key.shape[0], key.shape[2])) <= 1
 
 
 def _is_shared(values: dict[str, Any]) -> bool:
@@ -159,11 +159,6 @@ def _is_shared(values: dict[str, Any]) -> bool:
     query, key, value = (_shape(values[name]) for name in ("query", "key", "value"))
     is_broadcast = len(query) == len(key) == len(value) == 4 and _is_one(key[1]) and _is_one(value[1])
     return bool(values.get("enable_gqa")) or (is_broadcast and isinstance(query[1], int) and query[1] > 1)
-
-
-def _open(*sizes: Any) -> int:
-    """Returns how many sizes are open."""
-    return sum(not isinstance(size, int) for size in sizes)
 
 
 def _write(write: Writer, values: dict[str, Any], mask: _Mask) -> None:
@@ -183,17 +178,21 @@ def _write(write: Writer, values: dict[str, Any], mask: _Mask) -> None:
 
 
 def _heads(write: Writer, values: dict[str, Any]) -> "_Heads":
-    query, key = values["query"].meta["val"], values["key"].meta["val"]
-    if not _is_shared(values) or key.shape[1] == query.shape[1]:
+    if not _are_fewer(values):
         return _Heads()
+    query, key = values["query"].meta["val"], values["key"].meta["val"]
     return (_HeadsApart if _are_apart(values) else _HeadsAsRows)(write, int(key.shape[1]), int(query.shape[1]))
+
+
+def _are_fewer(values: dict[str, Any]) -> bool:
+    """Tells whether keys have fewer heads than the queries that read them."""
+    return _is_shared(values) and bool(values["key"].meta["val"].shape[1] != values["query"].meta["val"].shape[1])
 
 
 def _are_apart(values: dict[str, Any]) -> bool:
     """Tells whether heads are shared, and scores have two open sizes: XNNPACK reshapes to one, as rows would need."""
     query, key = values["query"].meta["val"], values["key"].meta["val"]
-    is_asked = _is_shared(values) and key.shape[1] != query.shape[1]
-    return is_asked and _open(query.shape[0], query.shape[2], key.shape[2]) > 1
+    return _are_fewer(values) and open_among((query.shape[0], query.shape[2], key.shape[2])) > 1
 
 
 class _Heads:

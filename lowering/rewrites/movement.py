@@ -19,6 +19,7 @@ from quantplug.lowering.rewrites.writing import (
     index_of,
     is_getitem,
     matching,
+    open_among,
     permutation,
 )
 
@@ -165,7 +166,7 @@ def repeats_are_joined(model: fx.GraphModule) -> fx.GraphModule:
     """
     for node, values in matching(model, "repeat", "repeat_interleave.self_int"):
         source, result = tensor_value(values["self"]), tensor_value(node)
-        if source is None or result is None or not source.is_floating_point() or _open(result) > 1:
+        if source is None or result is None or not source.is_floating_point() or open_among(result.shape) > 1:
             continue
         write, times = Writer(model, node), _numbers(values["repeats"])
         counts = [*times, *(size for size in source.shape if isinstance(size, int))]
@@ -178,8 +179,10 @@ def repeats_are_joined(model: fx.GraphModule) -> fx.GraphModule:
                 found = write.call(_ATEN.cat.default, [found] * count, axis) if count > 1 else found
             write.replace(found)
             continue
-        behind = source.dim() if values.get("dim") is None else axis_of(values["dim"], source.dim()) + 1
-        if values.get("dim") is not None and (behind < source.dim() or not _open(source)):
+        if values.get("dim") is None:
+            continue
+        behind = axis_of(values["dim"], source.dim()) + 1
+        if behind < source.dim() or not open_among(source.shape):
             apart = write.reshape(values["self"], *source.shape[:behind], 1, *source.shape[behind:])
             joined = write.call(_ATEN.cat.default, [apart] * times[0], behind)
             write.replace(write.reshape(joined, *result.shape))
@@ -213,11 +216,6 @@ def strided_slice_is_view(model: fx.GraphModule) -> fx.GraphModule:
         kept = write.call(_ATEN.slice.Tensor, steps, axis + 1, start - begin, start - begin + 1)
         write.replace(write.reshape(kept, *result.shape))
     return done(model)
-
-
-def _open(value: Tensor) -> int:
-    """Returns how many sizes of a tensor are open."""
-    return sum(not isinstance(size, int) for size in value.shape)
 
 
 def _first(start: Any, size: int) -> int:
@@ -334,7 +332,7 @@ def still_permutation_is_view(model: fx.GraphModule) -> fx.GraphModule:
     """Writes a transpose or permute as a view where it only moves dimensions of size one: the memory stays as it is."""
     for node, values in matching(model, "transpose", "permute"):
         source, result = tensor_value(values["self"]), tensor_value(node)
-        if source is None or result is None or sum(not isinstance(size, int) for size in result.shape) > 1:
+        if source is None or result is None or open_among(result.shape) > 1:
             continue
         sizes: list[Any] = list(source.shape)
         long = [axis for axis in permutation(node) if not (isinstance(sizes[axis], int) and sizes[axis] == 1)]

@@ -17,7 +17,16 @@ from torch import Tensor, fx
 
 from quantplug.core.graph.facts import operator_name, tensor_value
 from quantplug.lowering.rewrites.constants import line_of_batch_norm
-from quantplug.lowering.rewrites.writing import Writer, alike, constant_operand, done, index_of, is_getitem, matching
+from quantplug.lowering.rewrites.writing import (
+    Writer,
+    alike,
+    constant_operand,
+    done,
+    index_of,
+    is_getitem,
+    matching,
+    open_among,
+)
 
 _ATEN = torch.ops.aten
 
@@ -167,7 +176,7 @@ def _along(
     written = tensor_value(result)
     if result is None or written is None or alike(written.shape, found.shape):
         return result
-    return write.reshape(result, *found.shape) if sum(not isinstance(size, int) for size in found.shape) < 2 else None
+    return write.reshape(result, *found.shape) if open_among(found.shape) < 2 else None
 
 
 def _axes(values: dict[str, Any], source: Tensor) -> list[int]:
@@ -216,7 +225,7 @@ class _Rows:
         """Returns the rows over the last axes of a tensor, each row in parts; None where their length is open."""
         kept, joined = value.shape[: value.dim() - axes], value.shape[value.dim() - axes :]
         is_view = axes > 1 or parts > 1  # which infers one open size
-        if is_view and sum(not isinstance(size, int) for size in kept) > 1:
+        if is_view and open_among(kept) > 1:
             return None
         if not kept or not all(isinstance(size, int) for size in joined) or math.prod(joined) == 0:
             return None
@@ -300,7 +309,7 @@ class _Turned(_Rows):
         joined: list[Any] = [
             math.prod(value.shape[part]) for part in (slice(start), slice(start, stop), slice(stop, None))
         ]
-        if not isinstance(joined[1], int) or joined[1] == 0 or sum(not isinstance(size, int) for size in joined) > 1:
+        if not isinstance(joined[1], int) or joined[1] == 0 or open_among(joined) > 1:
             return None
         data = node if list(value.shape) == joined else write.reshape(node, *joined)
         return cls(write, write.call(_ATEN.transpose.int, data, 1, 2), joined[1], value.shape)

@@ -17,7 +17,7 @@ from quantplug.core.graph.aliases import changed_under_other_names
 from quantplug.core.graph.facts import operands, operator_name, tensor_value
 from quantplug.core.graph.operators import JOINS, RESHAPES, SLICES, schema_names
 from quantplug.lowering.rewrites.masks import may_be_infinite
-from quantplug.lowering.rewrites.writing import Writer, alike, axis_of, done
+from quantplug.lowering.rewrites.writing import Writer, alike, axis_of, done, open_among
 
 _ATEN = torch.ops.aten
 _SLICES, _RESHAPES, _JOINS = map(schema_names, (SLICES, RESHAPES, JOINS))
@@ -103,7 +103,7 @@ def _whole(source: fx.Node, axis: int | None) -> _Picked | None:
     lead = axis_of(axis, value.dim())
     shape: list[Any] = list(value.shape[lead:])
     is_known = all(isinstance(size, int) for size in shape)
-    if not lead or not is_known or sum(not isinstance(size, int) for size in value.shape) != 1:
+    if not lead or not is_known or open_among(value.shape) != 1:
         return None
     if may_be_infinite(source):
         return None

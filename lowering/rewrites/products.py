@@ -17,7 +17,7 @@ from quantplug.core.graph.facts import (
     tensor_value,
 )
 from quantplug.core.graph.operators import ALIASES, COPIES, PERMUTATIONS, overloads_of
-from quantplug.lowering.rewrites.writing import Writer, axis_of, constant_operand, done, matching, value_of
+from quantplug.lowering.rewrites.writing import Writer, axis_of, constant_operand, done, matching, open_among, value_of
 
 _ATEN = torch.ops.aten
 # What a matrix may pass on the way to a product: its numbers stay what they are.
@@ -144,7 +144,7 @@ def _viewed(layer: fx.Node) -> fx.Node:
     if view is None or operator_name(view) != "aten::reshape":
         return layer
     sizes = sizes_of(view)
-    is_plain = sum(not isinstance(size, int) for size in sizes) <= 1
+    is_plain = open_among(sizes) <= 1
     return view if is_plain and sizes[-1:] == sizes_of(layer)[-1:] else layer
 
 

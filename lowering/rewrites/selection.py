@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from quantplug.core.graph.facts import operands, operator_name, tensor_value
 from quantplug.core.graph.operators import CLAMPS, COPIES, IDENTITIES, RESHAPES
-from quantplug.lowering.rewrites.writing import Writer, axis_of, done, permutation
+from quantplug.lowering.rewrites.writing import Writer, axis_of, done, open_among, permutation
 
 _ATEN = torch.ops.aten
 _ELEMENTWISE = {
@@ -135,7 +135,7 @@ def _broadcast(operand: fx.Node, rows: _Rows, result: Tensor) -> _Rows | None:
 
 def _viewed(source: Tensor, result: Tensor, rows: _Rows) -> _Rows | None:
     """Returns the rows of a view's input that hold the same elements, None if no axis has them side by side."""
-    if sum(not isinstance(size, int) for size in result.shape) > 1:
+    if open_among(result.shape) > 1:
         return None
     inner: Any = math.prod(result.shape[rows.axis + 1 :])
     for axis, size in enumerate(source.shape):

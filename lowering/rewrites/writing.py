@@ -116,6 +116,11 @@ def alike(sizes: Iterable[Any], others: Iterable[Any]) -> bool:
     return list(map(str, sizes)) == list(map(str, others))
 
 
+def open_among(sizes: Iterable[Any]) -> int:
+    """Returns how many sizes are open."""
+    return sum(not isinstance(size, int) for size in sizes)
+
+
 def is_getitem(node: fx.Node) -> bool:
     """Tells whether a node picks one of several results."""
     return getattr(node.target, "__name__", "") == "getitem"

@@ -17,6 +17,7 @@ from quantplug.core.qdq.calls import QuantizedCall, quantized_calls
 from quantplug.core.qdq.nodes import is_dequantize
 from quantplug.core.qdq.qparams import static_qparams
 from quantplug.core.specs.limits import XNNPACK_RATIOS
+from quantplug.lowering.rewrites.writing import open_among
 
 TRANSPOSED = ("aten::conv_transpose1d", "aten::conv_transpose2d")
 # What ExecuTorch serializes as a reshape by numbers, or, as conv1d, as a conv2d between two of them.
@@ -95,7 +96,7 @@ def _grows(node: fx.Node) -> str | None:
 
 def _open_sizes(node: fx.Node) -> int:
     value = tensor_value(node)
-    return 0 if value is None else sum(not isinstance(size, int) for size in value.shape)
+    return 0 if value is None else open_among(value.shape)
 
 
 def _other_maxima(call: QuantizedCall) -> str | None:
